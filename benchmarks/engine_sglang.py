@@ -1,8 +1,8 @@
 """Measure SGLang's third cache tier: pages from its host memory to the store and back, against SGLang's ``file`` backend.
 
-Requires the environment of the engines (``make install-engines``). SGLang's page functions call each backend, like its background
-threads: the store in place (``interface_v1``), with pages as chains or as single blocks, and files through flat copies. Each call
-moves 64 pages, each round uses new pages, and loaded pages are compared with the stored ones. Neither side waits for a disk: the
+Requires the environment of the engines (``make install-engines``). Backends are called as by SGLang's background threads: the
+store in place (``interface_v1``), with pages as chains or as single blocks, and files through flat copies. Each call moves
+64 pages, each round uses new pages, and loaded pages are compared with the stored ones. Neither side waits for a disk: the
 store's node has only DRAM, and files stay in the page cache. Pages are contiguous in host memory, or scattered as after some use.
 """
 
@@ -13,10 +13,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from harness import Figure, Options, Reference, Target, interleave, options
@@ -32,25 +30,19 @@ WAIT_S = 10.0
 
 
 class Contestant:
-    """One backend with its host pool, called by SGLang's page functions."""
+    """One backend with its host pool."""
 
     def __init__(self, backend: Any, pool: Any, *, in_place: bool, chained: bool, scattered: bool) -> None:  # noqa: ANN401  # loaded late
         import torch
-        from sglang.srt.managers.cache_controller import HiCacheController
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
         backend.register_mem_pool_host(pool)
         self.backend, self.pool = backend, pool
-        controller = SimpleNamespace(storage_host_pool=pool, page_size=PAGE, storage_backend=backend)
-        operation = SimpleNamespace(request_id="measured", is_terminated=lambda: False)
-        put = HiCacheController._page_set_zero_copy if in_place else HiCacheController._generic_page_set
-        get = HiCacheController._page_get_zero_copy if in_place else HiCacheController._generic_page_get
-        place = HiCacheStorageExtraInfo(prefix_keys=[] if chained else None)
+        self._in_place = in_place
+        self._prefix = HiCacheStorageExtraInfo(prefix_keys=[] if chained else None)
         order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1)) if scattered else torch.arange(PAGES)
         self._from = (order[:, None] * PAGE + torch.arange(PAGE)).reshape(-1)
         self._to = self._from + PAGES * PAGE
-        self._put: Callable[[list[str]], bool] = lambda names: put(controller, names, self._from, place)
-        self._get: Callable[[list[str]], int] = lambda names: get(controller, operation, names, self._to, place)
         self._torch = torch
         self._round = 0
         self._names: list[str] = []
@@ -78,6 +70,26 @@ class Contestant:
         assert came == PAGES, f"{came} of {PAGES} pages were loaded"
         assert self._torch.equal(self._half(0), self._half(1)), "loaded bytes differ from the stored ones"
         return PAGES / seconds
+
+    def _put(self, names: list[str]) -> bool:
+        """Store pages under names: in place, or through a flat copy per page."""
+        if self._in_place:
+            return all(self.backend.batch_set_v1(names, self._from, self._prefix))
+        stored: bool = self.backend.batch_set(names, [self.pool.get_data_page(first) for first in self._from[::PAGE]])
+        return stored
+
+    def _get(self, names: list[str]) -> int:
+        """Load pages and return how many were loaded: in place, or through a flat copy per page."""
+        if self._in_place:
+            return sum(self.backend.batch_get_v1(names, self._to, self._prefix))
+        pages = self.backend.batch_get(names, [self.pool.get_dummy_flat_data_page() for _ in names])
+        loaded = 0
+        for first, page in zip(self._to[::PAGE], pages or (), strict=False):
+            if page is None:
+                break
+            self.pool.set_from_flat_data_page(first, page)
+            loaded += 1
+        return loaded
 
     def _half(self, which: int) -> Any:  # noqa: ANN401
         """Host pages to store, or host pages to load into."""

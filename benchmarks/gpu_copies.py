@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import mmap
 import os
 import sys
@@ -27,11 +28,11 @@ from kvclient.device.driver import CudaDriver
 from kvclient.device.layouts import PagedCache
 from kvclient.device.pinned_range import PinnedRange, cpus_near
 from kvclient.memory.device_buffer import PoolMemory
+from kvstore.native import address_of
 from kvstore.observe.counters import Counters
-from kvstore.transport.layout import address_of
 
-HEAD_START_CYCLES = 400_000_000
-"""Cycles of the device's clock, about 0.2 s: longer than enqueueing a load and the concurrent products."""
+HEAD_START_S = 0.2
+"""How long the device computes before the measured products: longer than enqueueing a load and these products."""
 WAYS = tuple(way for way in STRATEGIES if way != "auto")
 PARTS = ("copies", "overlap", "pool", "first-layer", "pinning")
 
@@ -222,9 +223,12 @@ def overlap(options: harness.Options) -> None:
             left = torch.randn(side, side, dtype=torch.bfloat16, device="cuda")
             right, out = torch.randn_like(left), torch.empty_like(left)
 
-            def products() -> None:
-                for _ in range(rounds):
+            def products(count: int = rounds) -> None:
+                for _ in range(count):
                     torch.mm(left, right, out=out)  # noqa: B023
+
+            products()
+            head_start = math.ceil(HEAD_START_S * rounds / timed(products))
 
             # loads use a separate stream: on the products' stream they would wait for the products
             aside = torch.cuda.Stream()
@@ -233,7 +237,7 @@ def overlap(options: harness.Options) -> None:
                 """Measure the products by the device's clock; all are enqueued before the first one starts."""
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 torch.cuda.synchronize()
-                torch.cuda._sleep(HEAD_START_CYCLES)
+                products(head_start)  # noqa: B023
                 begin.record()
                 products()
                 end.record()

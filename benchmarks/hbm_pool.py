@@ -16,7 +16,7 @@ import torch
 import harness
 from harness import Figure, Options, Reference, Target
 from kvclient import CacheSpec
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.hbm import HbmPool
 from kvclient.hbm.tensors import until_done
 from kvstore.core.buffers import DenseBlocks

@@ -87,8 +87,8 @@ def measure(options: Options, block_bytes: int, blocks: int, loads: int) -> None
             clients[name] = stack.enter_context(client)
             stored(client.store(chain.keys, chain.payload))
             if name == "on":
-                assert client._metrics is not None
-                stack.enter_context(scraping(client._metrics.address, store.node("bench").metrics_address))
+                assert client.metrics_address is not None
+                stack.enter_context(scraping(client.metrics_address, store.node("bench").metrics_address))
         lookups = {name: found(client, chain.keys) for name, client in clients.items()}
 
         def load(name: str) -> float:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from kvstore.transport.layer_hasher import LayerHasher
+from kvstore.core.checksum import LayerHasher
 from kvstore.transport.nixl.address_table import Rows, consecutive_blocks
 from kvstore.transport.nixl.agent import WAIT_S, NixlAgent, NixlOptions, Region
 

@@ -17,6 +17,7 @@ from functools import wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from unittest import mock
 
 HERE = Path(__file__).resolve()
 MIB = 1 << 20
@@ -114,7 +115,8 @@ class _Engine:
         )
         self._engine = self._llm.llm_engine
         self._numbers = iter(range(1 << 62))
-        self._detached: tuple[Any, Any] = (None, None)
+        self._detached: tuple[Any, Any] | None = None
+        """The scheduler's and the worker's connector while they are detached."""
         self._in_connector_s = 0.0
         self._inside = False
         if transfer is not None:
@@ -160,13 +162,25 @@ class _Engine:
 
     def connector(self, *, on: bool) -> dict[str, Any]:
         """Detach or attach the engine's connector. Without it, vLLM steps like an engine started without a connector."""
-        from vllm.distributed.kv_transfer import kv_transfer_state
+        from vllm.distributed.kv_transfer import (
+            ensure_kv_transfer_initialized,
+            ensure_kv_transfer_shutdown,
+            get_kv_transfer_group,
+        )
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         self.forget()
-        scheduler = self._engine.engine_core.engine_core.scheduler
-        if scheduler.connector is not None:
-            self._detached = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
-        scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = self._detached if on else (None, None)
+        core = self._engine.engine_core.engine_core
+        if on and self._detached is not None:
+            core.scheduler.connector, worker = self._detached
+            with mock.patch.object(KVConnectorFactory, "create_connector", return_value=worker):
+                ensure_kv_transfer_initialized(core.vllm_config, core.scheduler.kv_cache_config)
+            self._detached = None
+        elif not on and self._detached is None:
+            self._detached = core.scheduler.connector, get_kv_transfer_group()
+            core.scheduler.connector = None
+            with mock.patch.object(self._detached[1], "shutdown"):  # vLLM forgets the worker's connector, which stays open
+                ensure_kv_transfer_shutdown()
         return {}
 
     def _watch_connector(self) -> None:

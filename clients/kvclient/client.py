@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING, Self
 
 from kvclient.call.arguments import check_name, check_seconds, check_sendable
 from kvclient.call.context import ClientContext
-from kvclient.call.execution import CallRunner
-from kvclient.call.scope import CallScope
-from kvclient.call.threads import LazyThreadPool
+from kvclient.call.execution import CallRunner, CallScope
 from kvclient.handoff.receiver import PromptReceiver
 from kvclient.handoff.sender import PromptSender, abandon_prompt, check_transfer_id, find_decode_node
 from kvclient.load.accounting import HitAccounting
 from kvclient.load.layerwise import LayerBarrier, LoadHandle
-from kvclient.load.load import Load
-from kvclient.load.lookup import LookupCall
+from kvclient.load.load import Load, LookupCall
 from kvclient.load.paths import Paths
 from kvclient.memory.buffers import as_block_buffer
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
@@ -35,6 +32,7 @@ from kvclient.nodes.local_session import LocalNode
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
 from kvclient.nodes.remote_sessions import RemoteSessionCache
+from kvclient.nodes.run_ends import RunEndMemory
 from kvclient.nodes.store_node import StoreNodeFinder
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
 from kvclient.results import LoadResult, Lookup, StoreResult
@@ -53,6 +51,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.slow_loads import RecentLoads
+from kvstore.process.threads.submission import LazyThreadPool
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_cancellable
 from kvstore.rpc.failover.addresses import MetadataAddresses
@@ -182,6 +181,7 @@ class KVClient:
             store_nodes=StoreNodeFinder(metadata_client, peers, clock, options),
             liveness=liveness,
             accounting=HitAccounting(spec.block_tokens, spec.shape.block_bytes, incidents, options),
+            run_ends=RunEndMemory(),
             part_threads=LazyThreadPool(options.part_workers, "kvclient-part"),
         )
         demotions = Demotions(context)
@@ -588,6 +588,11 @@ class KVClient:
     def counters(self) -> Counters:
         """Counters and distributions of this client."""
         return self._context.incidents.counters
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Address of ``/metrics`` and ``/loads``, with the port that was chosen; None: not served. See ``metrics_listen``."""
+        return self._metrics.address if self._metrics is not None else None
 
     @property
     def recent_loads(self) -> RecentLoads:

@@ -39,10 +39,10 @@ from kvstore.core.errors import (
     PermissionDenied,
     Unauthenticated,
 )
-from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import admin as admin_metrics
+from kvstore.observe.tracing import request_id
 from kvstore.rpc.address import stays_on_host
 from kvstore.rpc.auth.interceptor import insufficient_role
 from kvstore.rpc.auth.tokens import LOCAL, AccessRole, Principal, TokenTable, WatchedFile

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from kvstore.core.errors import Conflict, ErrorKind, InvalidArgument, KVStoreError
 from kvstore.core.status import STATUS
-from kvstore.observe.context import request_id
+from kvstore.observe.tracing import request_id
 
 MEDIA_TYPE: Final = "application/problem+json"
 _TYPE: Final = "urn:kvstore:error:"

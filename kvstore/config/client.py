@@ -19,7 +19,6 @@ class ClientSection(Section):
     )
     node: str | None = Field(default=None, description="address or unix socket of the node on this host; unset: no node")
     deadline_ms: DurationMs = Field(default=10_000, gt=0, description="deadline of a load or store")
-    lookup_deadline_ms: DurationMs = Field(default=1_000, gt=0, description="deadline of a lookup")
     token_file: Path | None = Field(default=None, description="file with the token for the metadata server and nodes")
     read_token_file: Path | None = Field(
         default=None,

@@ -19,10 +19,11 @@ from kvstore.config.base import (
 from kvstore.config.values import DurationMs, Size
 from kvstore.core.errors import InvalidArgument
 from kvstore.process.effective_config import EffectiveSetting
-from kvstore.rpc.address import check_address, check_metrics_address, is_unix, stays_on_host
+from kvstore.rpc.address import check_address, check_metrics_address, host_and_port, is_unix, stays_on_host
 
 MIN_EVENTS_BYTES: Final = 1 << 20
 """About the largest batch of one long chain. A subscriber starts over if a single change does not fit."""
+MAX_VALKEY_SERVERS: Final = 64
 
 
 class MetadataSection(Section):
@@ -37,6 +38,19 @@ class MetadataSection(Section):
     )
     index_size_bytes: Size = Field(
         default=16 << 30, ge=1 << 20, description="largest size of the index file; address space until it is used"
+    )
+    engine: str = Field(
+        default="lmdb",
+        description="where the index is: lmdb (a file of this host), or valkey://HOST:PORT[,HOST:PORT...], some servers of a"
+        " Valkey or Redis Cluster that several metadata servers share; valkeys:// for TLS",
+    )
+    engine_user: str = Field(default="", description="user of the Valkey Cluster; unset: its default user")
+    engine_password_file: Path | None = Field(default=None, description="file with the password of the Valkey Cluster")
+    engine_ca: Path | None = Field(
+        default=None, description="CA certificates that the servers of the Valkey Cluster must chain to; unset: those of the host"
+    )
+    lookup_shard_ms: DurationMs = Field(
+        default=20, ge=1, description="time that a lookup waits for a shard of the Valkey Cluster before it goes on without it"
     )
     heartbeat_interval_ms: DurationMs = Field(default=500, ge=10, description="time between two heartbeats of a node")
     node_ttl_ms: DurationMs = Field(default=2_500, description="time without a heartbeat after which a node is hidden")
@@ -110,6 +124,29 @@ class MetadataConfig(MetadataSection):
         """File of the cluster events of the last 24 hours, beside the index folder."""
         return self.index_path.with_name(f"{self.index_path.name}.events.jsonl")
 
+    @property
+    def valkey_servers(self) -> tuple[str, ...]:
+        """Addresses of some servers of the Valkey Cluster; empty: the index is a file of this host.
+
+        Raises:
+            InvalidArgument: ``engine`` has another form.
+        """
+        scheme, separator, rest = self.engine.partition("://")
+        if self.engine == "lmdb":
+            return ()
+        if not separator or scheme not in {"valkey", "valkeys"}:
+            raise InvalidArgument("metadata.engine must be lmdb or valkey://HOST:PORT[,HOST:PORT...]", engine=self.engine)
+        addresses = tuple(part.strip() for part in rest.rstrip("/").split(","))
+        if len(addresses) > MAX_VALKEY_SERVERS:
+            raise InvalidArgument("metadata.engine names too many servers", got=len(addresses), limit=MAX_VALKEY_SERVERS)
+        for address in addresses:
+            if "@" in address:
+                raise InvalidArgument(
+                    "metadata.engine must not contain a password; set metadata.engine_user and metadata.engine_password_file"
+                )
+            host_and_port(address)
+        return addresses
+
     def check(self) -> Self:
         """This configuration, after checks that span several settings.
 
@@ -117,6 +154,8 @@ class MetadataConfig(MetadataSection):
             InvalidArgument: settings that contradict each other, or a remote address without TLS.
         """
         check_address(self.listen)
+        if not self.valkey_servers and (self.engine_user or self.engine_password_file or self.engine_ca):
+            raise InvalidArgument("metadata.engine_* settings require metadata.engine = valkey://HOST:PORT", engine=self.engine)
         if self.heartbeat_interval_ms >= self.node_ttl_ms:
             raise InvalidArgument(
                 "metadata.heartbeat_interval must be shorter than metadata.node_ttl",

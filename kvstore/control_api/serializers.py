@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, TypeVar, cast, get_args
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import common_pb2, metadata_pb2
 from kvstore.control_api.schemas import health as health_models
 from kvstore.control_api.schemas import retention as retention_models
 from kvstore.control_api.schemas import store as models
+from kvstore.control_api.schemas.base import ResponseModel
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Tier
 from kvstore.health.findings import HealthFinding, overall
@@ -35,6 +36,14 @@ _SIDES: Final[Mapping[int, models.SideName]] = {
     metadata_pb2.READ_SIDE_DECODE: "decode",
     metadata_pb2.READ_SIDE_RELAY: "relay",
 }
+
+
+_Model = TypeVar("_Model", bound=ResponseModel)
+
+
+def _shown(model: type[_Model], found: object, **given: Any) -> _Model:  # noqa: ANN401
+    """Make a response from the equally named fields of a message, and from those that are given."""
+    return model(**{name: getattr(found, name) for name in model.model_fields if name not in given}, **given)
 
 
 def tier_name(tier: int) -> models.TierName:
@@ -110,30 +119,17 @@ def participation(status: metadata_pb2.NodeStatus) -> models.Participation:
     drain = None
     if status.HasField("order"):
         said = status.drain
-        drain = models.Drain(
-            move=status.order.move,
-            waiting_blocks=said.waiting_blocks,
-            not_durable_blocks=said.not_durable_blocks,
-            left_blocks=said.left_blocks,
-            moved_blocks=said.moved_blocks,
-            moved_bytes=said.moved_bytes,
-            why=said.why or None,
-        )
+        drain = _shown(models.Drain, said, move=status.order.move, why=said.why or None)
     return models.Participation(node_id=status.node.node_id, state=_NODE_STATES.get(status.state, "active"), drain=drain)
 
 
 def node_process(found: pb.DescribeNodeResponse) -> models.NodeProcess:
     """State that a node reports."""
-    return models.NodeProcess(
-        version=found.version,
+    return _shown(
+        models.NodeProcess,
+        found,
         uptime_s=found.uptime_ms / 1000,
-        sessions=found.sessions,
-        blocks=found.blocks,
-        write_back_waiting_blocks=found.write_back_waiting_blocks,
-        publish_waiting_events=found.publish_waiting_events,
-        staging=[
-            models.Staging(name=one.name, used_bytes=one.used_bytes, waiting_loads=one.waiting_loads) for one in found.staging
-        ],
+        staging=[_shown(models.Staging, one) for one in found.staging],
         traffic_cap_bytes_per_s=found.cap_bytes_per_s if found.HasField("cap_bytes_per_s") else None,
         io_engines=list(found.io_engines),
     )
@@ -238,34 +234,18 @@ def unreached(failed: Mapping[str, KVStoreError]) -> list[models.Unreached]:
 # ---- namespaces ----
 def spec(found: common_pb2.CacheSpec) -> models.Spec:
     """A spec without its salt, which is a shared secret."""
-    return models.Spec(
-        model=found.model,
-        weights_epoch=found.weights_epoch,
-        dtype=found.dtype,
-        block_tokens=found.block_tokens,
-        layers=found.layers,
-        layer_block_bytes=found.layer_block_bytes,
-        layout=found.layout,
-        layout_version=found.layout_version,
-        shard_rank=found.shard_rank,
-        shard_count=found.shard_count,
-        hash_algorithm=found.hash_algorithm,
-        tenant=found.tenant,
-        salted=bool(found.salt),
-    )
+    return _shown(models.Spec, found, salted=bool(found.salt))
 
 
 def namespace(found: pb.NamespaceDescription) -> models.Namespace:
     """A namespace with its lookup counts."""
-    return models.Namespace(
+    return _shown(
+        models.Namespace,
+        found,
         namespace_id=found.namespace_id.hex(),
         spec=spec(found.spec),
-        lookups=found.lookups,
-        asked_blocks=found.asked_blocks,
-        hit_blocks=found.hit_blocks,
         hit_ratio=found.hit_blocks / found.asked_blocks if found.asked_blocks else None,
         ttl_s=found.ttl_ms / 1000 or None,
-        pinned=found.pinned,
     )
 
 
@@ -277,7 +257,7 @@ def rule(found: metadata_pb2.NamespaceRule) -> retention_models.Rule:
 def usage(namespace_id: str, answers: Mapping[str, pb.DescribeUsageResponse], failed: Mapping[str, KVStoreError]) -> models.Usage:
     """Usage of a namespace."""
     entries = [
-        models.UsageEntry(node_id=node_id, volume_id=one.volume_id, tier=tier_name(one.tier), blocks=one.blocks, bytes=one.bytes)
+        _shown(models.UsageEntry, one, node_id=node_id, tier=tier_name(one.tier))
         for node_id, answer in sorted(answers.items())
         for one in answer.usages
     ]
@@ -297,14 +277,13 @@ def usage(namespace_id: str, answers: Mapping[str, pb.DescribeUsageResponse], fa
 def block_run(run: pb.DescribedRun, hit_blocks: int) -> models.BlockRun:
     """A run of a chain, with the reason of hit or miss."""
     hit = run.start < hit_blocks
-    return models.BlockRun(
-        start=run.start,
-        count=run.count,
+    return _shown(
+        models.BlockRun,
+        run,
         hit=hit,
         state=_STATES[run.state],
         why=_why(run, hit_blocks, in_chain=True),
         namespace_id=shown_id(run.namespace_id),
-        depth=run.depth,
         replicas=_replicas(run),
     )
 
@@ -359,64 +338,35 @@ def _why(run: pb.DescribedRun, hit_blocks: int, *, in_chain: bool) -> str:
 # ---- planning ----
 def read_queue(found: pb.ReadQueue) -> models.ReadQueue:
     """Read queue of a node."""
-    return models.ReadQueue(
-        node_id=found.node_id,
-        alive=found.alive,
-        pending_bytes=found.pending_bytes,
-        pending_tokens=found.pending_tokens,
-        storage_bytes_per_s=found.storage_bytes_per_s,
-        storage_source=SOURCES[found.storage_source],
-        compute_bytes_per_s=found.compute_bytes_per_s,
-        compute_source=SOURCES[found.compute_source],
-        sending_bytes=found.sending_bytes,
-        receiving_bytes=found.receiving_bytes,
+    return _shown(
+        models.ReadQueue, found, storage_source=SOURCES[found.storage_source], compute_source=SOURCES[found.compute_source]
     )
 
 
 def live_plan(found: pb.LivePlan) -> models.LivePlan:
     """A plan in progress."""
-    return models.LivePlan(
+    return _shown(
+        models.LivePlan,
+        found,
         plan_id=str(found.plan_id),
-        attempt=found.attempt,
-        policy=found.policy,
-        prefill_node=found.prefill_node,
         decode_node=found.decode_node or None,
-        blocks=found.blocks,
-        block_bytes=found.block_bytes,
-        parts=[
-            models.LivePart(
-                index=part.index,
-                start=part.start,
-                count=part.count,
-                side=_SIDES[part.side],
-                node_id=part.node_id,
-                left=part.left,
-                failed=part.failed,
-            )
-            for part in found.parts
-        ],
+        parts=[_shown(models.LivePart, part, side=_SIDES[part.side]) for part in found.parts],
         expires_in_s=found.expires_in_ms / 1000,
     )
 
 
 def decision(found: pb.PlanDecision) -> models.Decision:
     """A load decision."""
-    return models.Decision(
+    return _shown(
+        models.Decision,
+        found,
         plan_id=str(found.plan_id),
-        attempt=found.attempt,
         ago_s=found.ago_ms / 1000,
-        policy=found.policy,
-        prefill_node=found.prefill_node,
         decode_node=found.decode_node or None,
-        blocks=found.blocks,
-        block_bytes=found.block_bytes,
         predicted_s=found.predicted_seconds,
         considered=[read_queue(queue) for queue in found.considered],
         excluded=list(found.excluded),
-        parts=[
-            models.DecidedPart(index=part.index, start=part.start, count=part.count, side=_SIDES[part.side], node_id=part.node_id)
-            for part in found.parts
-        ],
+        parts=[_shown(models.DecidedPart, part, side=_SIDES[part.side]) for part in found.parts],
     )
 
 
@@ -424,16 +374,8 @@ def decision(found: pb.PlanDecision) -> models.Decision:
 def slow_loads(answers: Mapping[str, pb.ListSlowLoadsResponse], most: int) -> list[models.SlowLoad]:
     """Slow loads of all nodes, slowest first."""
     found = [
-        models.SlowLoad(
-            node_id=node_id,
-            request_id=load.request_id,
-            seconds=load.seconds,
-            ago_s=load.ago_seconds,
-            blocks=load.blocks,
-            hit_blocks=load.hit_blocks,
-            reason=load.reason,
-            action=load.action or None,
-            figures=dict(load.figures),
+        _shown(
+            models.SlowLoad, load, node_id=node_id, ago_s=load.ago_seconds, action=load.action or None, figures=dict(load.figures)
         )
         for node_id, answer in answers.items()
         for load in answer.loads
@@ -464,10 +406,7 @@ def settings(process: str, found: Iterable[pb.SettingInForce]) -> models.Setting
     """Effective settings of a process."""
     return models.Settings(
         process=process,
-        settings=[
-            models.Setting(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
-            for one in found
-        ],
+        settings=[_shown(models.Setting, one) for one in found],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Final, Protocol
 
 
 class Clock(Protocol):
@@ -16,8 +16,16 @@ class Clock(Protocol):
 class MonotonicClock:
     """The host's ``CLOCK_MONOTONIC``."""
 
+    now_s = staticmethod(time.monotonic)
+
+
+class BootTimeClock:
+    """The host's ``CLOCK_BOOTTIME``, which also counts the time while the host is suspended; without it, the monotonic clock."""
+
+    _ID: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
     def now_s(self) -> float:
-        return time.monotonic()
+        return time.clock_gettime(self._ID)
 
 
 class ManualClock:

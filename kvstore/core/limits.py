@@ -4,6 +4,8 @@ from __future__ import annotations
 
 MAX_KEYS_PER_CALL = 65_536
 """Keys in one lookup, load, store or publish: 4 M tokens of context at 64 tokens a block."""
+MAX_LOOKUP_ENDS = 8
+"""Guesses in one lookup where replicas of its chain end. With more, probing all of them costs more than a search without any."""
 MAX_LAYERS = 1_024
 MAX_LAYER_BLOCK_BYTES = 64 << 20
 MAX_BLOCK_BYTES = 256 << 20
@@ -49,6 +51,9 @@ MAX_QUOTAS = 256
 MAX_RULES = 1_024
 """Namespaces with a time to live or a pin."""
 MAX_NODES = 10_000
+MAX_NOTE_BYTES = 1 << 20
+"""Maximum size of a note in the index. The largest, a node's report with usages of 1,024 tenants, has about half of it."""
+MAX_NOTE_NAME_BYTES = 2_048
 MAX_NAMESPACES = 100_000
 MAX_NAMESPACES_OF_TENANT = 1_024
 """Of one named tenant, in an index and at a node: a salt is enough to make another. Those of no tenant have no such bound."""

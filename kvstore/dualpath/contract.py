@@ -12,7 +12,7 @@ All values are immutable by convention. Types with many instances per decision a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeAlias
@@ -92,24 +92,6 @@ class PlanRequest:
 
 Span: TypeAlias = tuple[int, int]
 """(start, count): blocks ``start`` … ``start + count`` - 1 of a request."""
-
-
-def spans_of(arrived: Sequence[bool] | bytes, start: int = 0) -> Iterator[Span]:
-    """Iterate over the spans of true flags.
-
-    Args:
-        arrived: one flag (or byte: 0 is false) per block.
-        start: block of the first flag.
-    """
-    begin: int | None = None
-    for position, flag in enumerate(arrived):
-        if flag and begin is None:
-            begin = position
-        elif not flag and begin is not None:
-            yield start + begin, position - begin
-            begin = None
-    if begin is not None:
-        yield start + begin, len(arrived) - begin
 
 
 class Share(NamedTuple):
@@ -240,3 +222,24 @@ class PlanPolicy(Protocol):
             prefill: the prefill engine's node, even if it is no candidate: all forwarded bytes use its CNIC.
         """
         ...
+
+
+def finish_seconds(shares: Iterable[tuple[NodeState, ReadSide, int]], prefill: NodeState | None) -> float:
+    """Return the seconds from now until the last byte is at the prefill engine. `split` minimises it, and every plan records it.
+
+    Args:
+        shares: node, side and bytes of each share.
+        prefill: the prefill node; None: unknown, so its CNIC is not considered.
+    """
+    latest = 0.0
+    forwarded = 0
+    for state, side, nbytes in shares:
+        if (read := (state.pending_bytes + nbytes) / state.snic) > latest:
+            latest = read
+        if side is not ReadSide.PREFILL:
+            if (sent := (state.sending_bytes + nbytes) / state.cnic) > latest:
+                latest = sent
+            forwarded += nbytes
+    if forwarded and prefill is not None:
+        latest = max(latest, (prefill.receiving_bytes + forwarded) / prefill.cnic)
+    return latest

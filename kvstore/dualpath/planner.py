@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, NotFound, Unavailable
-from kvstore.dualpath.arrival_time import finish_seconds
 from kvstore.dualpath.contract import (
     LoadPlan,
     NodeState,
@@ -34,6 +33,7 @@ from kvstore.dualpath.contract import (
     Reasons,
     Share,
     Span,
+    finish_seconds,
 )
 from kvstore.dualpath.queues import Charge, ReadQueues
 
@@ -267,7 +267,7 @@ class Planner:
         Args:
             plan_id: the plan.
             part: index of the part that failed.
-            arrived: (start, count) of blocks *of this part* that arrived, numbered as in the request; see ``spans_of``.
+            arrived: (start, count) of blocks *of this part* that arrived, numbered as in the request.
             now: current time.
 
         Returns:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, NamespaceId
+from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, VolumeId
 
 
 def check_namespace(namespace: NamespaceId) -> None:
@@ -47,3 +47,38 @@ def check_keys(keys: Sequence[BlockKey]) -> None:
     """
     if set(map(len, keys)) - {KEY_BYTES}:
         raise InvalidArgument(f"a key must have {KEY_BYTES} bytes")
+
+
+def check_packed_keys(keys: bytes) -> None:
+    """Check the keys of a lookup.
+
+    Raises:
+        InvalidArgument: they are not 16 bytes each, or too many.
+    """
+    if len(keys) % KEY_BYTES or len(keys) > limits.MAX_KEYS_PER_CALL * KEY_BYTES:
+        raise InvalidArgument(
+            f"keys must have {KEY_BYTES} bytes each, and not be too many", bytes=len(keys), limit=limits.MAX_KEYS_PER_CALL
+        )
+
+
+def check_volume(volume_id: VolumeId, node_id: NodeId, boot_id: BootId) -> None:
+    """Check the names of a volume epoch.
+
+    Raises:
+        InvalidArgument: a name is empty or too long, or the boot id is not 16 bytes long.
+    """
+    for name in (volume_id, node_id):
+        if not name or len(name.encode()) > limits.MAX_NAME_BYTES:
+            raise InvalidArgument("a volume or node id is empty or too long", limit=limits.MAX_NAME_BYTES)
+    if len(boot_id) != KEY_BYTES:
+        raise InvalidArgument(f"a boot id must have {KEY_BYTES} bytes", bytes=len(boot_id))
+
+
+def check_ranges(first: int, count: int) -> None:
+    """Check a part of key space.
+
+    Raises:
+        InvalidArgument: it is empty or exceeds key space.
+    """
+    if count < 1 or not 0 <= first < first + count <= limits.DIGEST_RANGES:
+        raise InvalidArgument("no such ranges of key space", first=first, count=count, ranges=limits.DIGEST_RANGES)

@@ -17,7 +17,7 @@ and needs no scan. Records of closed volume epochs are removed in the background
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol
 
@@ -55,11 +55,14 @@ class PrefixHit:
         runs: replicas; they cover ``[0, blocks)`` and may overlap.
         revision: ``PrefixIndex.revision`` of the snapshot that was read. If it differs from the caller's revision, the caller's
             set of visible volume epochs was stale.
+        unknown: number of probed records that are unknown because their shard did not answer. If it is not 0, the hit may be too
+            short.
     """
 
     blocks: int
     runs: tuple[ReplicaRun, ...]
     revision: int = field(default=0, compare=False)
+    unknown: int = field(default=0, compare=False)
 
 
 class IndexedBlock(NamedTuple):
@@ -109,6 +112,20 @@ class IndexEntry:
     namespace: NamespaceId | None
     depth: int
     replicas: tuple[tuple[VolumeEpoch, int], ...]
+
+
+class Beat(NamedTuple):
+    """The last heartbeat of a node, as the servers that share an index record it for each other.
+
+    Args:
+        boot_id: boot that sent it.
+        counter: number of the heartbeat. Another value than before means that the boot is alive, also if it is smaller.
+        report: number of the heartbeat whose contents are in the node's report note.
+    """
+
+    boot_id: BootId
+    counter: int
+    report: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +180,7 @@ class PrefixIndex(ABC):
         """
 
     @abstractmethod
-    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()) -> PrefixHit:
         """Find the longest prefix of a chain that ``visible`` volume epochs hold.
 
         Keys of another namespace are misses. The cost is logarithmic in the number of keys, plus the number of runs.
@@ -172,7 +189,17 @@ class PrefixIndex(ABC):
             namespace: namespace of the chain.
             keys: the chain's keys from its head, 16 bytes each, concatenated.
             visible: volume epochs that can be read now.
+            ends: guesses: numbers of leading blocks after which a run may end. They decide only which records are read first.
+
+        Raises:
+            Unavailable: no probed record is known.
         """
+
+    async def lookup_async(
+        self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()
+    ) -> PrefixHit:
+        """As ``lookup``, on the event loop of the caller. An index that waits for other hosts overrides it."""
+        return self.lookup(namespace, keys, visible, ends)
 
     @abstractmethod
     def describe(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:
@@ -230,15 +257,21 @@ class PrefixIndex(ABC):
         """All namespaces with their specs, in the order of their creation."""
 
     # ---- notes: small records of the metadata server (node registrations) ----
-    @abstractmethod
     def put_note(self, name: str, value: bytes | None, *, announce: bool = True) -> None:
-        """Store (or with None: delete) a small named value.
+        """Store or delete one note. See :meth:`put_notes`."""
+        self.put_notes({name: value}, announce=announce)
+
+    @abstractmethod
+    def put_notes(self, notes: Mapping[str, bytes | None], *, announce: bool = True) -> None:
+        """Store (or with None: delete) small named values, atomically.
 
         Args:
-            name: name of the note.
-            value: its value.
-            announce: whether `revision` grows. False for notes that change often (heartbeats, sequence numbers): other processes
-                poll those, and their caches stay valid.
+            notes: values by name.
+            announce: whether `revision` grows if a value changes. False for notes that change often (reports of nodes, sequence
+                numbers): other processes read those when they need them, and their caches stay valid.
+
+        Raises:
+            InvalidArgument: a name or a value is too long, or there are more than ``limits.MAX_NODES``.
         """
 
     @abstractmethod
@@ -246,8 +279,21 @@ class PrefixIndex(ABC):
         """The value of a note, or None."""
 
     @abstractmethod
-    def notes(self) -> dict[str, bytes]:
-        """All notes."""
+    def notes(self, prefix: str) -> dict[str, bytes]:
+        """Notes whose names begin with ``prefix``. Other notes are not read."""
+
+    # ---- heartbeats ----
+    @abstractmethod
+    def put_beats(self, beats: Mapping[NodeId, Beat | None]) -> None:
+        """Store (or with None: delete) the last heartbeats of nodes, in one batch. `revision` stays as it is.
+
+        Raises:
+            InvalidArgument: an id or a number is out of range, or there are more than ``limits.MAX_NODES``.
+        """
+
+    @abstractmethod
+    def beats(self) -> dict[NodeId, Beat]:
+        """The last heartbeats of all nodes."""
 
     @property
     @abstractmethod
@@ -261,3 +307,11 @@ class PrefixIndex(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the index and its files."""
+
+    async def close_async(self) -> None:
+        """As ``close``, on the event loop of the caller."""
+        self.close()
+
+    @abstractmethod
+    def request_rebuild(self) -> None:
+        """Drop all contents soon, and begin another index epoch. Nodes then register again and send their inventories."""

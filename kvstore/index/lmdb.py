@@ -1,8 +1,9 @@
 """The embedded index: LMDB, memory-mapped, shared by several processes of one host.
 
 Databases: ``blocks`` (key -> record, see ``kvstore.index.record``), ``lives`` (open volume epochs), ``dead`` (closed volume
-epochs, and the sweep after which no record names them), ``namespaces`` (digest -> ordinal and spec), ``notes``, ``meta`` (index
-epoch, revision, counters, sweep cursor). The names ``lives`` and ``next_life`` (a counter) are part of the format.
+epochs, and the sweep after which no record names them), ``namespaces`` (digest -> ordinal and spec), ``notes`` and ``beats``
+(last heartbeats; see ``kvstore.index.small_records``), ``meta`` (index epoch, revision, counters, sweep cursor). The names
+``lives`` and ``next_life`` (a counter) are part of the format.
 
 Any process may write: LMDB admits one writer at a time, and readers see a commit at once. What a process caches between calls
 (open volume epochs, ordinals of namespaces) is checked against ``revision``, which is read in the same snapshot as the records.
@@ -17,7 +18,6 @@ the index itself.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import secrets
@@ -25,7 +25,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
@@ -36,8 +36,9 @@ import lmdb
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.checks import check_batch, check_keys, check_namespace
+from kvstore.index.checks import check_batch, check_keys, check_namespace, check_packed_keys, check_ranges, check_volume
 from kvstore.index.contract import (
+    Beat,
     IndexedBlock,
     IndexEntry,
     IndexListener,
@@ -48,10 +49,24 @@ from kvstore.index.contract import (
     VolumeEpoch,
     VolumeEpochInfo,
 )
-from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
+from kvstore.index.counts import Count, count_nothing, report_ignored
+from kvstore.index.lmdb_files import DAMAGE, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
+from kvstore.index.small_records import (
+    beat_key,
+    check_beats,
+    check_notes,
+    decode_beat,
+    decode_note,
+    decode_volume_epoch,
+    encode_beat,
+    encode_note,
+    encode_volume_epoch,
+    note_key,
+    note_key_prefix,
+)
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -65,20 +80,13 @@ Txn: TypeAlias = "lmdb.Transaction[bytes]"
 DEFAULT_MAP_BYTES = 64 << 30
 """Address space, not disk space. The file grows with its contents, and the map doubles when it is full."""
 MIN_MAP_BYTES = 1 << 20
-_FORMAT = b"kvstore-index/1"
-_DATABASES = (b"meta", b"blocks", b"lives", b"dead", b"namespaces", b"notes")
+_FORMAT_NAME = b"kvstore-index/"
+_FORMAT = _FORMAT_NAME + b"2"
+_DATABASES = (b"meta", b"blocks", b"lives", b"dead", b"namespaces", b"notes", b"beats")
 _SCAN_PART = 1_024
 """Records per hold of the gate: about a millisecond."""
-_CONFLICTS = "ignored keys that the index holds at another depth (volume_epoch=%d, keys=%d)"
-_FOREIGN = "ignored keys that the index holds for another namespace: no lookup finds them (volume_epoch=%d, keys=%d)"
-_UNNAMED = "ignored keys of new namespaces: the index holds as many namespaces as it may (volume_epoch=%d, keys=%d)"
-_REPLACED = "replaced records of another depth: the published parents are in the index (volume_epoch=%d, keys=%d)"
 _U32 = struct.Struct(">I")  # big-endian, so that LMDB keeps them in numeric order
 _U64 = struct.Struct(">Q")
-
-
-def _count_nothing(_name: str, _amount: int) -> None:
-    pass
 
 
 def _ignore_damage() -> None:
@@ -112,7 +120,7 @@ class LmdbIndex(PrefixIndex):
         self._write_lock = threading.Lock()
         self._gate = threading.Lock()
         self._closed: str | None = None
-        meta, self._blocks, self._volume_epochs_db, self._dead, self._namespaces, self._notes = [
+        meta, self._blocks, self._volume_epochs_db, self._dead, self._namespaces, self._notes, self._beats = [
             self._env.open_db(name, create=False) for name in _DATABASES
         ]
         self._meta = meta
@@ -133,7 +141,7 @@ class LmdbIndex(PrefixIndex):
         *,
         map_bytes: int = DEFAULT_MAP_BYTES,
         read_only: bool = False,
-        count: Count = _count_nothing,
+        count: Count = count_nothing,
         on_damage: Callable[[], None] = _ignore_damage,
     ) -> Self:
         """Open or create the index in a directory. An untrusted index is dropped and recreated with another ``epoch``.
@@ -155,8 +163,8 @@ class LmdbIndex(PrefixIndex):
         """
         if map_bytes < MIN_MAP_BYTES:
             raise InvalidArgument("map_bytes is too small", map_bytes=map_bytes, minimum=MIN_MAP_BYTES)
-        check = _is_index if read_only else _is_index_or_made_one
-        return cls(IndexFiles(path, map_bytes=map_bytes, read_only=read_only, count=count, check=check), count, on_damage)
+        defect = _defect if read_only else _defect_unless_empty
+        return cls(IndexFiles(path, map_bytes=map_bytes, read_only=read_only, count=count, defect=defect), count, on_damage)
 
     @property
     def epoch(self) -> bytes:
@@ -164,23 +172,15 @@ class LmdbIndex(PrefixIndex):
 
     # ---- volume epochs ----
     def open_volume_epoch(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> VolumeEpoch:
-        for name in (volume_id, node_id):
-            if not name or len(name.encode()) > limits.MAX_NAME_BYTES:
-                raise InvalidArgument("a volume or node id is empty or too long", limit=limits.MAX_NAME_BYTES)
-        if len(boot_id) != KEY_BYTES:
-            raise InvalidArgument(f"a boot id must have {KEY_BYTES} bytes", bytes=len(boot_id))
+        check_volume(volume_id, node_id, boot_id)
 
         def work(txn: Txn) -> VolumeEpoch:
             known = self._open_volume_epochs(txn).by_boot.get((volume_id, boot_id))
             if known is not None:
                 return known
             volume_epoch = self._next(txn, b"next_life")
-            fields = (volume_id.encode(), node_id.encode(), bytes([tier]), bytes(boot_id))
-            txn.put(
-                _U32.pack(volume_epoch),
-                b"".join(struct.pack("<I", len(field)) + field for field in fields),
-                db=self._volume_epochs_db,
-            )
+            info = VolumeEpochInfo(VolumeEpoch(volume_epoch), volume_id, node_id, tier, boot_id)
+            txn.put(_U32.pack(volume_epoch), encode_volume_epoch(info), db=self._volume_epochs_db)
             self._announce(txn)
             return VolumeEpoch(volume_epoch)
 
@@ -232,24 +232,12 @@ class LmdbIndex(PrefixIndex):
         if self._listener is not None and (edit.stored or edit.removed):
             lost = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in edit.removed.items()]
             self._listener.published(volume_epoch, edit.stored, lost)
-        for keys, counter, line in (
-            (edit.conflicts, metadata_metrics.INDEX_KEY_CONFLICTS, _CONFLICTS),
-            (edit.foreign, metadata_metrics.INDEX_KEY_FOREIGN, _FOREIGN),
-            (edit.unnamed, metadata_metrics.INDEX_KEY_UNNAMED, _UNNAMED),
-            (edit.replaced, metadata_metrics.INDEX_KEY_REPLACED, _REPLACED),
-        ):
-            if keys:
-                limited.warning(line, volume_epoch, keys)
-                self._count(counter, keys)
+        report_ignored(edit, volume_epoch, self._count)
 
-    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
-        if len(keys) % KEY_BYTES or len(keys) > limits.MAX_KEYS_PER_CALL * KEY_BYTES:
-            raise InvalidArgument(
-                f"keys must have {KEY_BYTES} bytes each, and not be too many", bytes=len(keys), limit=limits.MAX_KEYS_PER_CALL
-            )
-
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()) -> PrefixHit:
+        check_packed_keys(keys)
         count, head = len(keys) // KEY_BYTES, BlockKey(keys[:KEY_BYTES])
-        guesses = self._run_ends.of(head)
+        guesses = self._run_ends.of(head, ends)
 
         def work(txn: Txn) -> PrefixHit:
             known = self._open_volume_epochs(txn)
@@ -268,8 +256,7 @@ class LmdbIndex(PrefixIndex):
                     return {}
                 return replicas_of(record, volume_epochs)
 
-            hit = longest_prefix(count, probe, guesses)
-            return PrefixHit(hit.blocks, hit.runs, known.revision_number)
+            return longest_prefix(count, probe, guesses, known.revision_number)
 
         hit = self._read(work)
         self._run_ends.record_lookup(head, count, tuple([run.start + run.count for run in hit.runs]))
@@ -350,8 +337,7 @@ class LmdbIndex(PrefixIndex):
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         last = first + count
-        if count < 1 or not 0 <= first < last <= limits.DIGEST_RANGES:
-            raise InvalidArgument("no such ranges of key space", first=first, count=count, ranges=limits.DIGEST_RANGES)
+        check_ranges(first, count)
         found: list[tuple[bytes, bytes]] = []
         position: bytes | None = (first << 4).to_bytes(2, "big")
         end = (last << 4).to_bytes(2, "big") if last < limits.DIGEST_RANGES else None
@@ -420,33 +406,59 @@ class LmdbIndex(PrefixIndex):
 
         return self._read(work)
 
-    # ---- notes ----
-    def put_note(self, name: str, value: bytes | None, *, announce: bool = True) -> None:
-        key, entry = _note_key(name), None if value is None else _note_entry(name, value)
+    # ---- notes and heartbeats ----
+    def put_notes(self, notes: Mapping[str, bytes | None], *, announce: bool = True) -> None:
+        check_notes(notes)
+        entries = [(note_key(name), None if value is None else encode_note(name, value)) for name, value in notes.items()]
 
         def work(txn: Txn) -> None:
-            if txn.get(key, db=self._notes) == entry:
-                return
-            if entry is None:
-                txn.delete(key, db=self._notes)
-            else:
-                txn.put(key, entry, db=self._notes)
-            if announce:
+            changed = [(key, entry) for key, entry in entries if txn.get(key, db=self._notes) != entry]
+            for key, entry in changed:
+                if entry is None:
+                    txn.delete(key, db=self._notes)
+                else:
+                    txn.put(key, entry, db=self._notes)
+            if announce and changed:
                 self._announce(txn)
 
         self._write(work)
 
     def note(self, name: str) -> bytes | None:
-        key = _note_key(name)
+        key = note_key(name)
         entry = self._read(lambda txn: txn.get(key, db=self._notes))
-        return None if entry is None else _note_of(entry)[1]
+        return None if entry is None else decode_note(entry)[1]
 
-    def notes(self) -> dict[str, bytes]:
-        def work(txn: Txn) -> dict[str, bytes]:
+    def notes(self, prefix: str) -> dict[str, bytes]:
+        first = note_key_prefix(prefix)
+
+        def work(txn: Txn) -> list[bytes]:
             with txn.cursor(db=self._notes) as cursor:
-                return dict(_note_of(entry) for _, entry in cursor)
+                if not (cursor.set_range(first) if first else cursor.first()):
+                    return []
+                return [entry for _, entry in takewhile(lambda record: record[0].startswith(first), cursor)]
 
-        return self._read(work)
+        found = dict(map(decode_note, self._read(work)))
+        return {name: value for name, value in found.items() if name.startswith(prefix)}
+
+    def put_beats(self, beats: Mapping[NodeId, Beat | None]) -> None:
+        check_beats(beats)
+        puts = sorted((beat_key(node_id), encode_beat(node_id, beat)) for node_id, beat in beats.items() if beat is not None)
+        deletes = [beat_key(node_id) for node_id, beat in beats.items() if beat is None]
+
+        def work(txn: Txn) -> None:
+            with txn.cursor(db=self._beats) as cursor:
+                cursor.putmulti(puts)
+            for key in deletes:
+                txn.delete(key, db=self._beats)
+
+        self._write(work)
+
+    def beats(self) -> dict[NodeId, Beat]:
+        def work(txn: Txn) -> list[bytes]:
+            with txn.cursor(db=self._beats) as cursor:
+                return list(cursor.iternext(keys=False, values=True))
+
+        return dict(map(decode_beat, self._read(work)))
 
     # ---- the whole ----
     @property
@@ -551,7 +563,7 @@ class LmdbIndex(PrefixIndex):
         if known.revision == revision:
             return known
         with txn.cursor(db=self._volume_epochs_db) as cursor:
-            volume_epochs = [_volume_epoch_info(VolumeEpoch(_U32.unpack(key)[0]), value) for key, value in cursor]
+            volume_epochs = [decode_volume_epoch(VolumeEpoch(_U32.unpack(key)[0]), value) for key, value in cursor]
         by_boot = {(info.volume_id, info.boot_id): info.volume_epoch for info in volume_epochs}
         self._known = _OpenVolumeEpochs(revision, {info.volume_epoch: info for info in volume_epochs}, by_boot)
         return self._known
@@ -653,47 +665,27 @@ def _abandon_all() -> None:
 os.register_at_fork(after_in_child=_abandon_all)
 
 
-def _is_index(env: lmdb.Environment) -> bool:
-    """Whether the environment holds an index of this format."""
+def _defect(env: lmdb.Environment) -> str:
+    """Why the content of the environment is not an index of this format; empty: it is one."""
     try:
-        databases = [env.open_db(name, create=False) for name in _DATABASES]
+        meta = env.open_db(b"meta", create=False)
+        with env.begin(db=meta) as txn:
+            found, epoch = txn.get(b"format", b""), txn.get(b"epoch", b"")
+        if found.startswith(_FORMAT_NAME) and found != _FORMAT:
+            return f"its format is {found[:32].decode(errors='replace')}, this version reads {_FORMAT.decode()}"
+        for name in _DATABASES:
+            env.open_db(name, create=False)
     except lmdb.NotFoundError:
-        return False
-    with env.begin(db=databases[0]) as txn:
-        return txn.get(b"format") == _FORMAT and len(txn.get(b"epoch", b"")) == KEY_BYTES
+        return "content is not an index"
+    return "" if found == _FORMAT and len(epoch) == KEY_BYTES else "content is not an index"
 
 
-def _is_index_or_made_one(env: lmdb.Environment) -> bool:
+def _defect_unless_empty(env: lmdb.Environment) -> str:
+    """As :func:`_defect`, after an empty environment was made an index."""
     if env.stat()["entries"]:
-        return _is_index(env)
+        return _defect(env)
     databases = [env.open_db(name) for name in _DATABASES]
     with env.begin(db=databases[0], write=True) as txn:
         txn.put(b"epoch", secrets.token_bytes(KEY_BYTES))
         txn.put(b"format", _FORMAT)
-    return True
-
-
-def _volume_epoch_info(volume_epoch: VolumeEpoch, value: bytes) -> VolumeEpochInfo:
-    fields: list[bytes] = []
-    at = 0
-    while at < len(value):
-        size = struct.unpack_from("<I", value, at)[0]
-        fields.append(value[at + 4 : at + 4 + size])
-        at += 4 + size
-    volume_id, node_id, tier, boot_id = fields
-    return VolumeEpochInfo(volume_epoch, VolumeId(volume_id.decode()), NodeId(node_id.decode()), Tier(tier[0]), BootId(boot_id))
-
-
-def _note_key(name: str) -> bytes:
-    """A digest, because LMDB limits keys to 511 bytes."""
-    return hashlib.sha256(name.encode()).digest()
-
-
-def _note_entry(name: str, value: bytes) -> bytes:
-    encoded = name.encode()
-    return struct.pack("<I", len(encoded)) + encoded + value
-
-
-def _note_of(entry: bytes) -> tuple[str, bytes]:
-    end = 4 + struct.unpack_from("<I", entry)[0]
-    return entry[4:end].decode(), entry[end:]
+    return ""

@@ -43,14 +43,11 @@ import lmdb
 import xxhash
 
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, KVStoreError, Unavailable
+from kvstore.index.counts import Count
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
-from kvstore.observe.metrics import Event
 from kvstore.process import lmdb_meta
 
 logger = logging.getLogger(__name__)
-
-Count = Callable[[Event, int], None]
-"""``count(counter name, amount)``."""
 
 FORMAT = 1
 MAX_MAP_BYTES = 1 << 46
@@ -86,16 +83,16 @@ _open_paths_lock = threading.Lock()
 
 
 class IndexFiles:
-    """The open files of one index. ``check`` decides, in an open environment, whether the content is an index."""
+    """The open files of one index. ``defect`` says why the content of an open environment is not an index; empty: it is one."""
 
     def __init__(
-        self, path: Path, *, map_bytes: int, read_only: bool, count: Count, check: Callable[[lmdb.Environment], bool]
+        self, path: Path, *, map_bytes: int, read_only: bool, count: Count, defect: Callable[[lmdb.Environment], str]
     ) -> None:
         self.path = path
         self.read_only = read_only
         self._map_bytes = map_bytes
         self._count = count
-        self._check = check
+        self._defect = defect
         self._writers: int | None = None
         self._marked = False
         """Whether state.json says that the file is in use, so that writes are allowed."""
@@ -122,10 +119,11 @@ class IndexFiles:
             env = self._environment()
         except lmdb.Error as error:
             raise Unavailable("the index cannot be read", path=self.path, reason=error) from error
-        if self._whole() and self._check(env):
+        reason = self._defect(env) if self._whole() else "pages are missing"
+        if not reason:
             return env
         env.close()
-        raise Unavailable("the index is damaged or invalid: open it for writing to recreate it", path=self.path)
+        raise Unavailable("the index is damaged or invalid: open it for writing to recreate it", path=self.path, reason=reason)
 
     def _open_or_make(self) -> lmdb.Environment:
         try:
@@ -199,11 +197,11 @@ class IndexFiles:
 
     def _open_checked(self, *, may_drop: bool) -> lmdb.Environment:
         for _ in range(2):
-            reason = "content is not an index"
             try:
                 env = self._environment()
                 try:
-                    if self._whole() and self._check(env):
+                    reason = self._defect(env) if self._whole() else "pages are missing"
+                    if not reason:
                         env.reader_check()  # frees the slots of killed readers
                         return env
                 except BaseException:

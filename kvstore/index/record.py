@@ -10,7 +10,7 @@ otherwise the run begins here. Publishing a block again renews the claim, so a c
 
 A claim becomes stale only if a block is removed while the same volume epoch still holds its children. Nodes remove leaves
 first, so that happens only if a node was lost or an index was repaired in between. Readers (``kvstore.index.prefix``) trust a
-claim only as far down as the next record that they have read.
+claim only as far down as the next record that they know.
 """
 
 from __future__ import annotations

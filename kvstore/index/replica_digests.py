@@ -31,7 +31,7 @@ class ReplicaDigests:
 
 
 def digest_replicas(records: Sequence[tuple[bytes, bytes]]) -> Iterator[ReplicaDigests]:
-    """Compute the range digests (``kvstore.core.range_digests``) of each volume epoch among the index's records."""
+    """Compute the range digests (``kvstore.core.checksum``) of each volume epoch among the index's records."""
     if not records:
         return
     keys = b"".join([key for key, _ in records])

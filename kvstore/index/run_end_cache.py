@@ -8,9 +8,10 @@ first; the answer rests on the records that were read (``kvstore.index.prefix``)
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
+from kvstore.core import limits
 from kvstore.core.types import BlockKey, BlockRun
 
 MAX_CHAINS: Final = 16_384
@@ -30,9 +31,15 @@ class RunEndCache:
         self._ends: dict[BlockKey, Ends] = {}
         self._heads: dict[BlockKey, BlockKey] = {}  # last key of a published run -> head of its chain
 
-    def of(self, head: BlockKey) -> Ends:
-        """Numbers of leading blocks after which a run of this chain may end."""
-        return self._ends.get(head, ())
+    def of(self, head: BlockKey, ends: Sequence[int] = ()) -> Ends:
+        """Numbers of leading blocks after which a run of this chain may end.
+
+        Args:
+            head: first key of the chain.
+            ends: guesses of the caller, for its own chain: they come first.
+        """
+        known = self._ends.get(head, ())
+        return tuple(dict.fromkeys((*ends, *known)))[: limits.MAX_LOOKUP_ENDS] if ends else known
 
     def record_lookup(self, head: BlockKey, key_count: int, ends: Ends) -> None:
         """Replace the ends that a lookup of ``key_count`` blocks could see; deeper ends stay."""

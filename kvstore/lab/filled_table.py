@@ -13,6 +13,8 @@ import xxhash
 
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outcome, Tier, VolumeId
+from kvstore.node.eviction.allocation import allocate_nvme
+from kvstore.node.eviction.execution import finish_eviction
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
@@ -118,14 +120,14 @@ class FilledTable:
                 self.table.writeback_done(block, self.node_volume, slot)
         return list(keys)
 
-    def _durable_slots(self, wanted: int) -> list[Slot]:
+    def _durable_slots(self, count: int) -> list[Slot]:
         while True:
-            slots, victims = self.table.allocate_or_mark_victims(self.node_volume, self.shape, wanted, ahead=4)
+            slots, victims = allocate_nvme(self.table.residency, self.node_volume, self.shape, count, ahead=4)
             if slots is not None:
                 return slots
             if not victims:
                 raise RuntimeError("no space can be freed on the volume")
-            self.table.note_evicted_from_volume(self.node_volume, victims)
+            finish_eviction(self.table.residency, self.node_volume, victims)
 
     def close(self) -> None:
         """Gives the arena back."""

@@ -27,7 +27,7 @@ def host_pool(layout: str, *, tokens: int, page: int, layers: int = 4, heads: in
 
     device = MHATokenToKVPool(tokens, page, torch.float32, heads, head_dim, layers, "cpu", False)
     return MHATokenToKVPoolHost(
-        device._mha_buffer_info(),
+        device.get_device_pool_infos()[0].buffer_info,
         2.0,
         0,
         page,
@@ -47,7 +47,7 @@ def mla_host_pool(layout: str, *, tokens: int, page: int, layers: int = 4) -> An
 
     device = MLATokenToKVPool(tokens, page, torch.float32, 32, 16, layers, "cpu", False)
     return MLATokenToKVPoolHost(
-        device._mla_buffer_info(),
+        device.get_device_pool_infos()[0].buffer_info,
         2.0,
         0,
         page,
@@ -129,7 +129,6 @@ class Tree:
             hicache_storage_backend_extra_config=json.dumps(dict(extra)),
             hicache_storage_prefetch_policy="wait_complete",
         )
-        arguments._mamba_cache_chunk_size = 64
         set_global_server_args_for_scheduler(arguments)
         cache = self.cache
         cache.init_hicache(arguments, cache.cache_init_params)
@@ -302,8 +301,9 @@ class Tree:
 
 
 def _patches() -> list[Any]:
-    """SGLang's functions that need a GPU, replaced."""
+    """SGLang's functions that need a GPU or a model's configuration, replaced."""
     import sglang.test.kits.unified_radix_cache.fixtures as fixtures
+    from sglang.srt.arg_groups import overrides
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.mem_cache.pool_host.base import HostKVCache
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
@@ -311,6 +311,7 @@ def _patches() -> list[Any]:
 
     return [
         mock.patch.object(fixtures, "get_device", return_value="cpu"),
+        mock.patch.object(overrides, "mamba_cache_chunk_size", return_value=64),
         mock.patch.object(common, "_cuda_host_register", return_value=None),
         mock.patch.object(HostKVCache, "__init__", _unpinned(HostKVCache.__init__)),
         mock.patch.object(MambaPoolHost, "__init__", _unpinned(MambaPoolHost.__init__)),

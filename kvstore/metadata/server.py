@@ -10,12 +10,11 @@ from typing import Final
 
 from kvproto.v1.admin_pb2_grpc import add_MetadataAdminServicer_to_server
 from kvstore.config.metadata import MetadataConfig
-from kvstore.core.clock import Clock, MonotonicClock
+from kvstore.core.clock import BootTimeClock, Clock, MonotonicClock
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.health.host_reports import CertificateWatch
 from kvstore.index.contract import PrefixIndex
-from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.admin_service import SERVICE_NAME as METADATA_ADMIN
 from kvstore.metadata.admin_service import MetadataAdminParts, MetadataAdminServicer
 from kvstore.metadata.cluster.event_journal import EventJournal
@@ -26,11 +25,13 @@ from kvstore.metadata.events.subscription import report_served
 from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.history import read_totals
 from kvstore.metadata.indexing.anti_entropy import IndexDigests
+from kvstore.metadata.indexing.index_opening import open_index
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.maintenance import Maintenance
 from kvstore.metadata.membership.node_admin import NodeAdmin
 from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.membership.pause import PauseWatch
 from kvstore.metadata.retention.policies import RetentionPolicies
 from kvstore.metadata.retention.settings_store import SettingsStore
 from kvstore.metadata.scheduling.planner_service import PlannerService
@@ -57,7 +58,7 @@ class MetadataServer:
     Args:
         config: configuration. ``kvstore.metadata.main`` uses ``workers`` and ``ready_file``, not this class.
         worker: number of this process among those that share the port; worker 0 sweeps the index.
-        clock: the host's monotonic clock; tests pass another one.
+        clock: the host's monotonic clock; tests pass another one, which may jump without that counting as a pause.
         counters: counters of this process.
         namespaces: specs of the previous index: engines send them only when they connect.
     """
@@ -74,13 +75,15 @@ class MetadataServer:
         self._config = config
         self._worker = worker
         self._clock = clock if clock is not None else MonotonicClock()
+        self._node_clock = clock if clock is not None else BootTimeClock()
+        self._watches_pauses = clock is None
         self.counters = counters if counters is not None else Counters()
         self.damaged = asyncio.Event()
         """Set if the index is damaged or a rebuild is requested: stop this server and start another, which rebuilds the index."""
         self._namespaces = namespaces
         self.kept_namespaces: Sequence[tuple[NamespaceId, bytes]] = ()
         """Specs for the next server, if a rebuild is requested."""
-        self._index: LmdbIndex | None = None
+        self._index: PrefixIndex | None = None
         self._writes: IndexThread | None = None
         self._reads: IndexThread | None = None
         self._maintenance: Maintenance | None = None
@@ -103,7 +106,7 @@ class MetadataServer:
         """
         config = self._config
         try:
-            index = self._open_index()
+            index = await self._open_index()
             settings = SettingsStore(config.settings_path)
             parts = self._make_parts(index, settings)
             tls = config.tls.resolve()
@@ -127,22 +130,18 @@ class MetadataServer:
         return address
 
     # ---- parts ----
-    def _open_index(self) -> LmdbIndex:
-        index = self._index = LmdbIndex.open(
-            self._config.index_path,
-            map_bytes=self._config.index_size_bytes,
-            count=self.counters.add,
-            on_damage=functools.partial(_set_soon, asyncio.get_running_loop(), self.damaged),
-        )
+    async def _open_index(self) -> PrefixIndex:
+        on_damage = functools.partial(_set_soon, asyncio.get_running_loop(), self.damaged)
+        index = self._index = await open_index(self._config, self.counters, on_damage)
         for namespace, spec in self._namespaces:
-            index.put_namespace(namespace, spec)
+            await asyncio.to_thread(index.put_namespace, namespace, spec)
         return index
 
-    def _make_parts(self, index: LmdbIndex, settings: SettingsStore) -> MetadataParts:
+    def _make_parts(self, index: PrefixIndex, settings: SettingsStore) -> MetadataParts:
         config = self._config
         writes = self._writes = IndexThread("metadata-writes")
         reads = self._reads = IndexThread("metadata-reads")
-        nodes = NodeTable(index, self._clock, config.node_ttl_ms / 1000, self.counters)
+        nodes = NodeTable(index, self._node_clock, config.node_ttl_ms / 1000, self.counters)
         nodes.view()  # before the port is bound: damage shows here, and the next server needs the port
         planner = PlannerService(nodes, config.path_policy, self.counters, self._clock)
         self._event_log = self._make_event_log(index) if config.workers == 1 else None
@@ -157,7 +156,7 @@ class MetadataServer:
             planner,
             self._make_scheduler(planner, nodes) if config.workers == 1 else None,
             lookups=Lookups(index, nodes, self.counters),
-            node_admin=NodeAdmin(index, nodes, writes, reads, self.counters, self._clock),
+            node_admin=NodeAdmin(index, nodes, writes, reads, self.counters),
             retention=RetentionPolicies(
                 settings, index, nodes, writes, self.counters, self._clock, config.heartbeat_interval_ms / 2_000
             ),
@@ -221,15 +220,17 @@ class MetadataServer:
             on_tick.append(parts.scheduler.expire)
         if parts.event_log is not None:
             on_tick += [parts.event_log.expire, functools.partial(report_served, parts.event_log, parts.nodes)]
+        ttl_s = self._config.node_ttl_ms / 1000
         return Maintenance(
             parts.index,
             parts.nodes,
             parts.writes,
             self.counters,
-            ttl_s=self._config.node_ttl_ms / 1000,
+            ttl_s=ttl_s,
             forget_s=self._config.node_forget_ms / 1000,
             sweeps=self._worker == 0,
             on_tick=on_tick,
+            pauses=PauseWatch(ttl_s, parts.nodes.paused) if self._watches_pauses else None,
         )
 
     def _serve_metrics(self, listen: str, parts: MetadataParts, health: HealthMonitor) -> MetricsServer | None:
@@ -304,7 +305,7 @@ class MetadataServer:
             if thread is not None:
                 await thread.close()
         if self._index is not None:
-            self._index.close()
+            await _bounded("the index", self._index.close_async())
         self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._index = (
             self._event_log
         ) = None

@@ -14,13 +14,13 @@ import grpc.aio
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvproto.v1.common_pb2 import CacheSpec, NodeInfo
+from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvproto.v1.metadata_pb2_grpc import add_MetadataServicer_to_server
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unsupported
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.cluster.event_journal import EventJournal
-from kvstore.metadata.cluster.reported_findings import check_findings
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.events.subscription import BlockEventSubscription, report_served
 from kvstore.metadata.indexing.anti_entropy import IndexDigests
@@ -38,8 +38,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process.node_id import check_node_id
 from kvstore.rpc.address import host_and_port
-from kvstore.rpc.auth.interceptor import caller_name, host_of_peer, require_tenant, tenant
-from kvstore.rpc.auth.tenant_limits import TenantLimit
+from kvstore.rpc.auth.interceptor import TenantLimit, caller_name, host_of_peer, require_tenant, tenant
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, tier_from_proto
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
@@ -235,7 +234,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
 
     async def Lookup(self, request: pb.LookupRequest, context: object) -> bytes:  # see add_to_server
         self._namespace_owners.check(request.namespace_id)
-        return self._lookups.answer(request)
+        return await self._lookups.answer(request)
 
     async def PlanLoad(self, request: pb.PlanLoadRequest, context: object) -> pb.LoadPlan:
         return self._parts.planner.plan(request)
@@ -305,7 +304,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         known = view.nodes.get(node_id)
         if known is not None and known.boot_id != info.boot_id and known.control_address != info.control_address:
             patience_s = MISSED_BEATS * self._parts.heartbeat_interval_ms / 1000
-            if nodes.is_alive(node_id) and nodes.heard_within(node_id, BootId(known.boot_id), patience_s):
+            if nodes.is_alive(node_id) and nodes.heard_within(node_id, patience_s):
                 self._parts.counters.add(metadata_metrics.NODE_IDS_REFUSED)
                 raise Conflict(
                     "another live node has this id: change node.node_id of one of them, or stop it",
@@ -361,3 +360,18 @@ def _check_node(info: NodeInfo) -> None:
         raise InvalidArgument("too many mounts", got=len(info.mounts), limit=limits.MAX_VOLUMES_PER_NODE)
     for mount in info.mounts:
         check_name(mount, "mounts")
+
+
+def check_findings(report: HeartbeatRequest) -> None:
+    """Check the number and size of a node's findings.
+
+    Raises:
+        InvalidArgument: too many, or one is too long.
+    """
+    if len(report.findings) > limits.MAX_NODE_FINDINGS:
+        raise InvalidArgument("too many findings", got=len(report.findings), limit=limits.MAX_NODE_FINDINGS)
+    for one in report.findings:
+        if len(one.facts) > limits.MAX_REASON:
+            raise InvalidArgument("the facts of a finding are too long", got=len(one.facts), limit=limits.MAX_REASON)
+        if len(one.code) > limits.MAX_CODE_BYTES or len(one.subject.encode()) > limits.MAX_NAME_BYTES:
+            raise InvalidArgument("the code or subject of a finding is too long", code=one.code[: limits.MAX_CODE_BYTES])

@@ -67,7 +67,7 @@ class Kernel(Protocol):
     def hash(self, view: memoryview, size: int) -> Sums:
         """Return the checksums of consecutive parts of ``size`` bytes of contiguous memory, which has at least one part."""
 
-    def run(self, batch: CopyBatch, sums: Sums | None) -> None:
+    def run(self, batch: CopyBatch, sums: Sums | None = None) -> None:
         """Copy the pieces, fill ``sums`` (``[pieces * parts]``, contiguous) with checksums of the copied bytes, or both.
 
         Raises:

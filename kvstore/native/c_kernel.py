@@ -71,7 +71,7 @@ class CKernel:
         self._hash(at, parts, size, ctypes.byref(_Number.from_buffer(sums.data)))
         return sums
 
-    def run(self, batch: CopyBatch, sums: Sums | None) -> None:
+    def run(self, batch: CopyBatch, sums: Sums | None = None) -> None:
         """See ``Kernel.run``."""
         check_sums(batch, sums)
         if not len(batch.sources):

@@ -9,11 +9,65 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Final
 
-from kvstore.native.batch import CopyBatch, Kernel, Sums
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.native.batch import CopyBatch, Kernel, Rejected, Sums, bounds_of
 from kvstore.native.c_kernel import CKernel
 from kvstore.native.python_kernel import PythonKernel
-from kvstore.native.self_check import failed_check
+
+_STREAM_FROM_BYTES: Final = 1 << 20
+CASES: Final = ((1, 1), (100, 1), (240, 2), (241, 2), (4352, 1), (4352, 242), (_STREAM_FROM_BYTES + 1, 1))
+"""Bytes of a part, and number of parts: each way to hash, and copies within the caches and past them."""
+SHIFTS: Final = (0, 16, 1)
+"""Distance of the copy from an address that is a multiple of ``ALIGNMENT``: each way to store."""
+ALIGNMENT: Final = 64
+MARGIN: Final = 256
+"""Bytes before and after a copy, which must not change."""
+POISON: Final = 0xA5
+
+
+def failed_check(kernel: Kernel) -> str:
+    """Return what a kernel does wrong in the self-check, or an empty text."""
+    largest = max(size * parts for size, parts in CASES)
+    sample = (np.arange(largest, dtype=np.uint32) * np.uint32(2_654_435_761) >> np.uint32(13)).astype(np.uint8)
+    space = np.empty(largest + 2 * MARGIN + 2 * ALIGNMENT, np.uint8)
+    first = -bounds_of(space.data)[0] % ALIGNMENT + MARGIN
+    for size, parts in CASES:
+        total = size * parts
+        source = sample[:total]
+        expected = [xxhash.xxh3_64_intdigest(source[at : at + size].data) for at in range(0, total, size)]
+        for shift in SHIFTS:
+            around = space[first + shift - MARGIN : first + shift + total + MARGIN]
+            for sums in (None, np.zeros(parts, np.uint64)):
+                what = f"{parts} parts of {size} bytes, shift {shift}"
+                around[:] = POISON
+                try:
+                    kernel.run(_copy(source, around[MARGIN : MARGIN + total], size, parts), sums)
+                except Rejected as error:
+                    return f"rejected a right batch: {what}: {error}"
+                if sums is not None and sums.tolist() != expected:
+                    return f"wrong checksum: {what}"
+                copied = np.array_equal(around[MARGIN : MARGIN + total], source)
+                if not copied or (around[:MARGIN] != POISON).any() or (around[MARGIN + total :] != POISON).any():
+                    return f"wrong copy: {what}"
+        hashed: Sums = np.zeros(parts, np.uint64)
+        bounds = bounds_of(source.data)
+        kernel.run(CopyBatch(np.array([bounds[0]], np.uint64), None, bounds, size=size, parts=parts), hashed)
+        if hashed.tolist() != expected or kernel.hash(source.data, size).tolist() != expected:
+            return f"wrong checksum without a copy: {parts} parts of {size} bytes"
+    return ""
+
+
+def _copy(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], size: int, parts: int) -> CopyBatch:
+    (low, high), (to, end) = bounds_of(source.data), bounds_of(target.data)
+    sources, targets = np.array([low], np.uint64), np.array([to], np.uint64)
+    bounds = (low, high), (to, end)
+    return CopyBatch(sources, targets, *bounds, size=size, parts=parts, stream_from=_STREAM_FROM_BYTES)
+
 
 _log = logging.getLogger(__name__)
 _fallback = PythonKernel()
@@ -47,15 +101,7 @@ def fallback_calls() -> int:
     return _fallback.calls
 
 
-def run(batch: CopyBatch, sums: Sums | None = None) -> None:
-    """Copy the pieces of a batch, compute checksums of their parts, or both; see ``Kernel.run``.
-
-    Raises:
-        Rejected: the batch is wrong; no byte was moved.
-    """
-    _chosen.run(batch, sums)
-
-
-def hash_parts(view: memoryview, size: int) -> Sums:
-    """Return the checksums of consecutive parts of ``size`` bytes of contiguous memory, which is not empty."""
-    return _chosen.hash(view, size)
+run = _chosen.run
+"""Copy the pieces of a batch, compute checksums of their parts, or both; see ``Kernel.run``."""
+hash_parts = _chosen.hash
+"""Return the checksums of consecutive parts of contiguous memory; see ``Kernel.hash``."""

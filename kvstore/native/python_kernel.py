@@ -30,7 +30,7 @@ class PythonKernel:
         self.run(CopyBatch(np.array([at], np.uint64), None, (at, at + view.nbytes), size=size, parts=len(sums)), sums)
         return sums
 
-    def run(self, batch: CopyBatch, sums: Sums | None) -> None:
+    def run(self, batch: CopyBatch, sums: Sums | None = None) -> None:
         """See ``Kernel.run``."""
         check_sums(batch, sums)
         _check_pieces(batch)

@@ -51,9 +51,11 @@ from kvstore.node.loads.timings import LoadTimings
 from kvstore.node.publish.health import HealthReporter
 from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.rpc.admin_service import SERVICE_NAME as NODE_ADMIN
-from kvstore.node.rpc.admin_service import AdminParts, NodeAdminServicer
-from kvstore.node.rpc.gauges import Links, NodeGauges
+from kvstore.node.rpc.admin_service import NodeAdminServicer
+from kvstore.node.rpc.gauges import NodeGauges
 from kvstore.node.rpc.history import read_totals
+from kvstore.node.rpc.links import Links
+from kvstore.node.rpc.parts import NodeParts
 from kvstore.node.rpc.service import NodeServicer
 from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import TrustedNodes
@@ -240,7 +242,8 @@ class NodeDaemon:
         self._data = self._data_server(provider, config.data_listen, self._traffic, self._nixl.serving)
         marked = KvTraffic(TrafficClass(config.kv_dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
-        self._arena_server = ArenaServer(self._arena_socket, self._share_arena, self._engine_left)
+        self._data_servers = [self._data] if self._storage_data is None else [self._data, self._storage_data]
+        self._arena_server = ArenaServer(self._arena_socket, self._share_arena, self.sessions.end)
         storage_node_failures = FailureTracker()
         target = (
             LocalTarget(self.table, counters, clock)
@@ -315,23 +318,20 @@ class NodeDaemon:
         )
 
     def _find_storage_node(self) -> PeerAddress:
-        wanted = self.config.write_back_to
-        if self.config.metadata is None or wanted is None:
+        storage_node = self.config.write_back_to
+        if self.config.metadata is None or storage_node is None:
             raise Unavailable("a storage node is found through the metadata server: set node.metadata")
         with self._connect_metadata() as channel:
             stub = metadata_pb2_grpc.MetadataStub(channel)
             for status in call(stub.ListNodes, metadata_pb2.ListNodesRequest(), RPC_TIMEOUT_S).nodes:
-                if status.node.node_id == wanted and status.alive:
-                    return PeerAddress(NodeId(wanted), status.node.control_address, status.node.data_address)
-        raise Unavailable("the storage node is not alive", node_id=wanted)
+                if status.node.node_id == storage_node and status.alive:
+                    return PeerAddress(NodeId(storage_node), status.node.control_address, status.node.data_address)
+        raise Unavailable("the storage node is not alive", node_id=storage_node)
 
     def _share_arena(self, session_id: SessionId) -> tuple[int, int] | None:
         if not self.sessions.connect(session_id):
             return None
         return self._arena.fileno(), self._arena.mapped_bytes
-
-    def _engine_left(self, session_id: SessionId) -> None:
-        self.sessions.end(session_id)
 
     # ---------------------------------------------------------------- start and stop
     async def start(self) -> common_pb2.NodeInfo:
@@ -351,8 +351,10 @@ class NodeDaemon:
             local_socket=f"unix:{self._socket}",
             mounts=[mount.volume_id for mount in self._mounts],
         )
+        networks = {"compute": self._data.address}
         if self._storage_data is not None:
             self._storage_data.start()
+            networks["storage"] = self._storage_data.address
             host, _, port = self._storage_data.address.rpartition(":")
             self.info.storage_address = f"{config.storage_advertise_host or host}:{port}"
         for volume in (self._arena, *self._slabs):
@@ -360,38 +362,39 @@ class NodeDaemon:
             self.info.volumes.add(
                 volume_id=volume.volume_id, tier=cast("common_pb2.Tier", int(volume.tier)), capacity_bytes=capacity
             )
-        self._servicer = NodeServicer(
-            self.info,
-            self._namespaces,
-            self.table,
-            self.sessions,
-            self._loader,
-            self._layered,
-            self._prompts,
-            self._gate,
-            self._puller,
-            self._drainer,
-            self._log,
-            self._authority,
-            self.counters,
-            self._clock,
-            arena_socket=str(self._arena_socket),
-            arena_bytes=self._arena.mapped_bytes,
-            arena_exposed=self._nixl.exposes,
-            stored_volumes=[
-                node_pb2.StoredVolume(volume_id=slab.volume_id, path=str(nvme.path.absolute()))
-                for slab, nvme in zip(self._slabs, config.nvme, strict=True)
-            ],
-            lease_ms=config.lease_ms,
-            prefaulted=config.prefault,
-            io_engines=self._io_engines,
-            threads=config.load_threads * 2,
+        self._parts = NodeParts(
+            config=config,
+            info=self.info,
+            counters=self.counters,
+            clock=self._clock,
+            table=self.table,
+            namespaces=self._namespaces,
+            sessions=self.sessions,
+            loader=self._loader,
+            layered=self._layered,
+            prompts=self._prompts,
+            buffers=self._buffers,
+            gate=self._gate,
+            puller=self._puller,
+            drainer=self._drainer,
+            enforcer=self._enforcer,
+            checks=VolumeChecks(self.table, self.counters, self._clock, self._read_rate.of),
+            replica_log=self._log,
+            health=self._health,
+            history=self._history,
             timings=LoadTimings(
                 NodeId(config.node_id), config.slow_load_ms / 1000, self.counters, self._recent, self._slow_sources, self._clock
             ),
+            stall_detector=self._stall_detector,
+            authority=self._authority,
+            traffic=self._traffic,
+            links=Links(networks),
+            nixl=self._nixl,
+            io_engines=self._io_engines,
+            arena_socket=str(self._arena_socket),
+            arena_bytes=self._arena.mapped_bytes,
         )
-        self._links = self._make_links()
-        self._admin = self._make_admin()
+        self._servicer, self._admin = NodeServicer(self._parts), NodeAdminServicer(self._parts)
         self._socket.unlink(missing_ok=True)
         self._server = await build_aio_server(
             [
@@ -425,7 +428,7 @@ class NodeDaemon:
                 pause=self._drainer.pause,
             )
             self._drainer.start()
-            self._publisher = IndexPublisher(
+            self._publisher = self._parts.publisher = IndexPublisher(
                 config.metadata,
                 self.info,
                 self.table,
@@ -445,40 +448,12 @@ class NodeDaemon:
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
                 log.warning("metadata server not reached: %s; serving without it", config.metadata)
         if config.metrics_listen is not None:
-            collector = StoreCollector([self.counters], [self._gauges()], process="node")
+            collector = StoreCollector([self.counters], [NodeGauges(self._parts)], process="node")
             self._metrics = serve(config.metrics_listen, collector, {"/loads": self._recent.page}, self.counters)
         if config.ready_file is not None:
             await self._write_ready(config.ready_file)
         log.info("node started: %s (control=%s, data=%s)", config.node_id, self.info.control_address, self.info.data_address)
         return self.info
-
-    def _make_links(self) -> Links:
-        networks = {"compute": self._data.address}
-        if self._storage_data is not None:
-            networks["storage"] = self._storage_data.address
-        return Links(networks)
-
-    def _make_admin(self) -> NodeAdminServicer:
-        parts = AdminParts(
-            table=self.table,
-            namespaces=self._namespaces,
-            sessions=self.sessions,
-            replica_log=self._log,
-            buffers=self._buffers,
-            recent=self._recent,
-            traffic=self._traffic,
-            publisher=lambda: self._publisher,
-            io_engines=self._io_engines,
-            clock=self._clock,
-            settings=self.config.settings,
-            counters=self.counters,
-            links=self._links,
-            checks=VolumeChecks(self.table, self.counters, self._clock, self._read_rate.of),
-            enforcer=self._enforcer,
-            health=self._health,
-            history=self._history,
-        )
-        return NodeAdminServicer(parts)
 
     @staticmethod
     def _show_connected(loop: asyncio.AbstractEventLoop, server: BoundServer, connected: bool) -> None:  # a callback
@@ -522,26 +497,19 @@ class NodeDaemon:
         stores_s = self._part_of(until_s)
         while self._gate.stores_under_way() and self._clock.now_s() < stores_s:
             time.sleep(STOP_POLL_S)  # engines still copy, and will complete or abort
-        flushed = self._flush(self._part_of(until_s, STOP_PARTS - 1))
-        if lost := self.table.not_durable():
-            self.counters.add(node_metrics.STOPPED_NOT_DURABLE_BLOCKS, lost)
-            log.warning("blocks lost on stop: not durable (blocks=%d, in_time=%s)", lost, flushed)
-        servers = [self._data] if self._storage_data is None else [self._data, self._storage_data]
-        reads_s = min(self._part_of(until_s), self._clock.now_s() + STOP_CALLS_S)
-        while any(server.busy for server in servers) and self._clock.now_s() < reads_s:
-            time.sleep(STOP_POLL_S)
-        if self._publisher is not None and self.config.nvme:  # so that nodes that mount the volumes find their blocks
-            self._log.wait_published([slab.volume_id for slab in self._slabs], self._part_of(until_s))
-
-    def _flush(self, deadline_s: float) -> bool:
-        """Wait until stored blocks are durable, or the deadline. Returns whether no block waits."""
-        if not self._writes_back:
-            return self.table.wait_written(deadline_s)
-        flushed, saved = flush_on_shutdown(self.table, self._clock, deadline_s)
+        flush_until_s = self._part_of(until_s, STOP_PARTS - 1)
+        flushed, saved = flush_on_shutdown(self.table, self._clock, flush_until_s) if self._writes_back else (True, 0)
         if saved:
             self.counters.add(node_metrics.STOPPED_SAVED_BLOCKS, saved)
             log.info("DRAM-only blocks written back on stop (blocks=%d)", saved)
-        return flushed
+        if lost := self.table.not_durable():
+            self.counters.add(node_metrics.STOPPED_NOT_DURABLE_BLOCKS, lost)
+            log.warning("blocks lost on stop: not durable (blocks=%d, in_time=%s)", lost, flushed)
+        reads_s = min(self._part_of(until_s), self._clock.now_s() + STOP_CALLS_S)
+        while any(server.busy for server in self._data_servers) and self._clock.now_s() < reads_s:
+            time.sleep(STOP_POLL_S)
+        if self._publisher is not None and self.config.nvme:  # so that nodes that mount the volumes find their blocks
+            self._log.wait_published([slab.volume_id for slab in self._slabs], self._part_of(until_s))
 
     def _part_of(self, until_s: float, parts: int = 1) -> float:
         """Return the time at which some quarters of the remaining time have passed."""
@@ -551,21 +519,6 @@ class NodeDaemon:
     def _busy(self) -> bool:
         """Return whether work that began before the gate was closed goes on."""
         return bool(self._gate.stores_under_way()) or any(buffer.used_bytes for buffer in self._buffers.values())
-
-    def _gauges(self) -> NodeGauges:
-        publisher = self._publisher
-        is_connected = (lambda: True) if publisher is None else (lambda: publisher.connected)
-        return NodeGauges(
-            self.table,
-            self.sessions,
-            self._log,
-            self._buffers,
-            is_connected,
-            self._links,
-            self._drainer,
-            self._health,
-            self._stall_detector,
-        )
 
     def _stop_parts(self, until_s: float) -> None:
         if self._metrics is not None:
@@ -577,15 +530,10 @@ class NodeDaemon:
         self._write_back.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
         self.table.close()
         self._arena_server.stop()
-        self._data.stop()
-        if self._storage_data is not None:
-            self._storage_data.stop()
-        self._servicer.close()
-        self._admin.close()
-        self._layered.close()
-        self._loader.close()
-        self._mounts.close()
-        self._peers.close()
+        for server in self._data_servers:
+            server.stop()
+        for part in (self._servicer, self._admin, self._layered, self._loader, self._mounts, self._peers):
+            part.close()
         self._liveness.close()
         self._nixl.close()
         self._lease_expiry_thread.join(2.0)

@@ -21,22 +21,12 @@ Threads: any. A wait ends at the caller's deadline, or when the caller disconnec
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
 from kvstore.node.base.cancellation import wait
-from kvstore.node.eviction.allocation import PIECE_BLOCKS, allocate_dram
-from kvstore.node.eviction.quotas import (
-    count_kept,
-    is_full,
-    mark_over_quota_evicting,
-    reserve_in_quota,
-    share_below_one_block,
-    space_may_free_up,
-)
+from kvstore.node.eviction.allocation import allocate_dram, grant_slots
+from kvstore.node.eviction.quotas import reserve_in_quota
 from kvstore.node.state.block_states import DramState, VolumeReplica
 from kvstore.node.state.grants import KeyWaiter, LoadClaim, SlotGrant
 from kvstore.node.state.invariants import validate
@@ -47,13 +37,6 @@ from kvstore.node.state.store_admission import admit
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import BlockRecord, Slot
 
-ORDER_SLICE = 256
-ORDER_TRIES = 4
-HAND_OVER_S = 1e-5
-"""Pause between two holds of the lock, so that a waiting thread gets it."""
-PENDING_SHARE = 0.75
-"""Fraction of the arena that blocks waiting for write-back may occupy before stores are skipped."""
-
 
 class BlockTable:
     """Blocks, space and pins of one node.
@@ -62,19 +45,15 @@ class BlockTable:
         residency: arena, volumes and their orders of eviction; of this table only.
         writes_back: whether stored blocks are written back.
         cache_loads: whether DRAM is a cache. If not, it only stages: an unused durable block leaves at once.
-        cascades_chains: whether dirty blocks that are to be evicted are written with their parents.
     """
 
-    def __init__(
-        self, residency: Residency, *, writes_back: bool, cache_loads: bool = True, cascades_chains: bool = False
-    ) -> None:
+    def __init__(self, residency: Residency, *, writes_back: bool, cache_loads: bool = True) -> None:
         self.residency = residency
         self.dram = residency.dram
         self.node_volumes = residency.node_volumes
         self.accounts = residency.accounts
         self.cache_loads = cache_loads
         self.clock = residency.clock
-        self._cascades_chains = cascades_chains
         self._writes_back = writes_back
         self._counters = residency.counters
         self._lock = residency.lock
@@ -83,7 +62,6 @@ class BlockTable:
         self._preparing = residency.preparing
         self._loading = residency.loading
         self._writes = residency.writes
-        self._pending_limit = int(self.dram.usage().capacity_bytes * PENDING_SHARE)
         self._closed = False
 
     # ---- recovery
@@ -112,52 +90,10 @@ class BlockTable:
         """
         grant = SlotGrant(namespace, run, [])
         with self._lock:
-            wanted, known = admit(self.residency, grant, heads=heads)
-            self.residency.arena_evictor.touch(namespace, known)
-            if not wanted:
-                return grant
-            guarded = self._blocks.get(grant.parents[run.keys[wanted[0]]] or BlockKey(b""))
-            # a parent that one eviction would remove: its children must not push it out
-            if guarded is not None and (guarded.dram is None or (guarded.clean and not guarded.durable)):
-                guarded.pins += 1
-                grant.guarded = guarded
-            self._grant_slots(grant, wanted, deadline_s)
-            self._settle(grant)  # no slot was granted, so neither complete nor abandon will be called
+            if admitted := admit(self.residency, grant, heads=heads):
+                grant_slots(self.residency, grant, admitted, lambda: self.wait_changed(deadline_s))
+                self._settle(grant)  # if no slot was granted, neither complete nor abandon will be called
         return grant
-
-    def _grant_slots(self, grant: SlotGrant, wanted: list[int], deadline_s: float) -> None:
-        shape, run = grant.namespace.shape, grant.run
-        granted = 0
-        piece = PIECE_BLOCKS
-        while granted < len(wanted):
-            count = min(piece, len(wanted) - granted)
-            over = self._writes.nbytes > self._pending_limit
-            own = over or reserve_in_quota(self.residency, grant.namespace, count)
-            slots = self._allocate(shape, count) if own and not over else None
-            if slots is None and piece > 1 and not over:
-                piece = max(1, count // 2)
-                continue
-            if slots is None:
-                # never wait for more slots while holding some (two large stores would deadlock), nor if none is needed
-                if granted or share_below_one_block(grant.namespace) or not space_may_free_up(self.residency, grant, own=not own):
-                    break
-                if not self._wait(self._changed, deadline_s):
-                    break
-                piece = PIECE_BLOCKS
-                continue
-            for slot in slots:
-                position = wanted[granted]
-                key = run.keys[position]
-                grant.slots[key] = slot
-                granted += 1
-            grant.namespace.granted += len(slots)
-        for position in wanted[granted:]:
-            del self._preparing[run.keys[position]]
-            grant.outcomes[position] = StoreOutcome.SKIPPED
-        if granted < len(wanted):
-            full = not over and is_full(self.residency, grant.namespace)
-            skipped = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_SPACE_BLOCKS
-            self._counters.add(skipped, len(wanted) - granted)
 
     def complete(self, grant: SlotGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
         """Make written blocks visible, in the order given."""
@@ -227,8 +163,8 @@ class BlockTable:
             self.residency.arena_evictor.touch(namespace, used)
         return found
 
-    def pin_if_pinned(self, blocks: Sequence[Block]) -> bool:
-        """Pin blocks again whose slots are kept by pins. Pins none of them if one is no longer pinned."""
+    def pin_again(self, blocks: Sequence[Block]) -> bool:
+        """Pin blocks again whose slots are kept by pins. Returns False, and pins none, if one is no longer pinned."""
         with self._lock:
             if any(block.pins == 0 or block.dram is None for block in blocks):
                 return False
@@ -236,17 +172,11 @@ class BlockTable:
                 block.pins += 1
             return True
 
-    def pin_again(self, blocks: Iterable[Block]) -> None:
-        """Pin blocks again that the caller has pinned."""
+    def find(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Block | None]:
+        """Return the blocks that this node holds in any tier. A hint: ``claim`` decides."""
+        get = self._blocks.get
         with self._lock:
-            for block in blocks:
-                block.pins += 1
-
-    def held(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[bool]:
-        """Return which of the keys this node holds in any tier. A hint."""
-        with self._lock:
-            found = (self._blocks.get(key) for key in keys)
-            return [block is not None and block.namespace is namespace for block in found]
+            return [block if (block := get(key)) is not None and block.namespace is namespace else None for key in keys]
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """End pins."""
@@ -256,12 +186,6 @@ class BlockTable:
                 if block.pins == 0 and block.lives_by_pins:
                     self.residency.release(block)
             self._changed.notify_all()
-
-    def volumes_of(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[NodeVolume | None]:
-        """Return the durable volume of each key. A hint: ``claim`` decides."""
-        with self._lock:
-            found = (self._blocks.get(key) for key in keys)
-            return [block.nvme_volume if block is not None and block.namespace is namespace else None for block in found]
 
     def claim(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> LoadClaim:
         """Reserve the right to bring keys into DRAM, so that two loads do not read the same block twice."""
@@ -294,7 +218,7 @@ class BlockTable:
         """Wait while another load or store brings a key; then pin it. None: it did not arrive."""
         with self._lock:
             while key in self._loading or key in self._preparing:
-                if not self._wait(self._changed, deadline_s):
+                if not self.wait_changed(deadline_s):
                     return None
             block = self._blocks.get(key)
             if block is None or block.dram is None or block.namespace is not namespace:
@@ -324,7 +248,7 @@ class BlockTable:
         """Wait for more blocks: (position, block). The caller owns their pins. Empty: no more blocks in time."""
         with self._lock:
             while not waiter.arrivals and waiter.missing:
-                if not self._wait(self._changed, deadline_s):
+                if not self.wait_changed(deadline_s):
                     break
             arrivals, waiter.arrivals = waiter.arrivals, []
             return arrivals
@@ -347,8 +271,8 @@ class BlockTable:
         with self._lock:
             if namespace is not None and not reserve_in_quota(self.residency, namespace, count):
                 self._counters.add(node_metrics.LOAD_BEYOND_QUOTA_BLOCKS, count)  # never refused: the blocks are evicted soon
-            while (slots := self._allocate(shape, count)) is None:
-                if not self._wait(self._changed, deadline_s):
+            while (slots := allocate_dram(self.residency, shape, count)) is None:
+                if not self.wait_changed(deadline_s):
                     self._counters.add(node_metrics.LOAD_NO_SPACE_BLOCKS, count)
                     return None
             return slots
@@ -457,53 +381,12 @@ class BlockTable:
             if corrupt and block.dram is not None and block.pins == 0:
                 self.residency.remove_from_dram(block)
 
-    def allocate_or_mark_victims(
-        self, node_volume: NodeVolume, shape: BlockShape, count: int, ahead: int
-    ) -> tuple[list[Slot] | None, list[Block]]:
-        """Return slots in a durable volume, or (None, victims): blocks that are now marked as evicting.
-
-        Commit the removal of the victims, report it to ``note_evicted_from_volume``, and call again. Victims may be on any
-        durable volume. They free space for ``ahead`` times the count if enough blocks are evictable, so that few commits only
-        remove. If blocks of other sizes occupy the space, there may be space for a part of the count: then call again.
-        """
-        with self._lock:
-            slots = node_volume.volume.allocate(shape, count)
-            if slots is not None or not self.residency.evicts_nvme:
-                return slots, []
-            residency = self.residency
-            victims = mark_over_quota_evicting(residency) if self.accounts.has_rules else []
-            if not victims:
-                rules = (residency.leaves_no_orphans, residency.is_idle)
-                victims = residency.volume_evictor.victims(node_volume, shape, (count * ahead, count), *rules)
-                residency.mark_evicting(victims)
-                count_kept(residency, victims)
-            return None, victims
-
-    def note_evicted_from_volume(self, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
-        """Note that the catalog no longer names ``victims``: their slots may be reused."""
-        residency = self.residency
-        with self._lock:
-            for block in victims:
-                slot = block.nvme
-                if slot is None or block.nvme_volume is not node_volume:
-                    continue
-                for_quota = block.volume_replica is VolumeReplica.EVICTING_FOR_QUOTA
-                node_volume.volume.free((slot,))
-                residency.remove_from_volume(block, node_volume)
-                if block.clean:
-                    residency.set_dram_state(block, DramState.DIRTY)  # it is written again before it leaves DRAM
-                if for_quota:
-                    block.produced_here = False
-                residency.drop_if_nowhere(block)
-            self._counters.add(node_metrics.EVICTED_NVME_BLOCKS, len(victims))
-            self._changed.notify_all()
-
     def wait_written(self, deadline_s: float) -> bool:
         """Wait until all blocks that now wait for write-back are written or given up. Returns False at the deadline."""
         with self._lock:
             mark = self._writes.enqueued
             while self._writes.finished < mark:
-                if not self._wait(self._changed, deadline_s):
+                if not self.wait_changed(deadline_s):
                     return False
             return True
 
@@ -522,25 +405,19 @@ class BlockTable:
         mine = [one for one in self.snapshot() if tenant is None or (one.namespace.spec and one.namespace.spec.tenant == tenant)]
         return sum(block.volatile for block in mine)
 
-    def requeue_writeback(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> int:
-        """Send keys that are in DRAM only to write-back: given up before, or not meant to be kept. Returns how many."""
+    def requeue_writeback(self, blocks: Iterable[Block]) -> int:
+        """Send blocks that are in DRAM only to write-back: given up before, or not meant to be kept. Returns how many."""
         if not self._writes_back:
             return 0
         sent = 0
         with self._lock:
-            for key in keys:
-                block = self._blocks.get(key)
-                if block is None or block.namespace is not namespace or block.dram is None or block.nvme is not None:
+            for block in blocks:
+                if self._blocks.get(block.key) is not block or block.dram is None:
                     continue
-                if not block.durable_remotely and not block.writing:
+                if block.nvme_volume is None and not block.durable_remotely and not block.writing:
                     self.residency.enqueue_writeback(block)
                     sent += 1
         return sent
-
-    def stop_nvme_eviction(self) -> None:
-        """Stop evicting blocks from durable volumes to free space, because the node stops."""
-        with self._lock:
-            self.residency.evicts_nvme = False
 
     def give_up_pending(self) -> int:
         """Give up all blocks that now wait for write-back, as if each had failed. Writes in progress continue."""
@@ -550,57 +427,11 @@ class BlockTable:
                 self.residency.finish_writeback(block)
             return len(given_up)
 
-    # ---- eviction on demand
-    def evict_all_clean_from_dram(self) -> int:
-        """Evict all clean unpinned blocks from DRAM. Returns how many."""
-        with self._lock:
-            victims = list(self.residency.arena_evictor.coldest())
-            self.residency.evict_from_dram([self._blocks[key] for key, _ in victims])
-            self._changed.notify_all()
-            return len(victims)
-
-    def mark_all_evicting(self, node_volume: NodeVolume) -> list[Block]:
-        """Mark all unpinned blocks of a durable volume as evicting, children first, for ``note_evicted_from_volume``."""
-        with self._lock:
-            residency = self.residency
-            victims = [self._blocks[key] for key, _ in residency.volume_evictor.coldest(node_volume, residency.is_idle)]
-            residency.mark_evicting(victims)
-            return victims
-
-    def cancel_nvme_eviction(self, victims: Sequence[Block]) -> None:
-        """Note that the catalog could not be changed: victims stay."""
-        with self._lock:
-            self.residency.cancel_eviction(victims)
-            self._changed.notify_all()
-
     # ---- looking
     def snapshot(self) -> list[Block]:
         """Return all blocks, parents before children if both were added in that order. For inventories."""
         with self._lock:
             return list(self._blocks.values())
-
-    def coldest_in_dram(self) -> list[BlockKey]:
-        """Return keys in DRAM, coldest first; those of kept namespaces may be left out.
-
-        The lock is held for ``ORDER_SLICE`` keys at a time. If blocks are added or evicted in between, the order is read again;
-        after ``ORDER_TRIES`` attempts it is returned incomplete.
-        """
-        found: dict[BlockKey, None] = {}
-        for _ in range(ORDER_TRIES):
-            found = {}
-            with self._lock:
-                order = self.residency.arena_evictor.every()
-                version = self.residency.arena_evictor.version
-            while True:
-                with self._lock:
-                    if self.residency.arena_evictor.version != version:
-                        break
-                    part = list(islice(order, ORDER_SLICE))
-                found.update(dict.fromkeys(part))
-                if len(part) < ORDER_SLICE:
-                    return list(found)
-                time.sleep(HAND_OVER_S)
-        return list(found)
 
     def counts(self) -> tuple[int, int]:
         """Return the number of blocks in the table, and of blocks waiting for write-back."""
@@ -619,19 +450,12 @@ class BlockTable:
         with self._lock:
             validate(self.residency)
 
-    # ---- discarding and marking
-    def discard_after_use(self, blocks: Iterable[Block]) -> None:
-        """Have blocks leave DRAM with their last pin, written or not. Blocks that are being written leave after the write."""
+    # ---- marking
+    def mark_clean(self, blocks: Iterable[Block], *, transient: bool = False) -> None:
+        """Let dirty blocks leave DRAM without being written. ``transient``: with their last pin, or after a write in progress."""
         with self._lock:
             for block in blocks:
-                block.transient = True
-                if block.dirty:
-                    self.residency.set_dram_state(block, DramState.CLEAN)
-
-    def mark_clean(self, blocks: Iterable[Block]) -> None:
-        """Let dirty blocks leave DRAM without being written."""
-        with self._lock:
-            for block in blocks:
+                block.transient = block.transient or transient
                 if block.dirty:
                     self.residency.set_dram_state(block, DramState.CLEAN)
 
@@ -642,24 +466,8 @@ class BlockTable:
                 if block.clean and not block.transient:
                     self.residency.set_dram_state(block, DramState.DIRTY)
 
-    def stores_in_progress(self) -> int:
-        """Return the blocks whose slots a writer may be writing to."""
-        with self._lock:
-            return len(self._preparing)
-
-    def is_awaited(self, keys: Iterable[BlockKey]) -> bool:
-        """Return whether a caller waits for one of the keys."""
-        with self._lock:
-            return any(key in self.residency.waiters for key in keys)
-
+    # ---- inside the lock
     def wait_changed(self, deadline_s: float) -> bool:
         """Wait until space or residency may have changed. The caller holds the lock. False at the deadline."""
-        return self._wait(self._changed, deadline_s)
-
-    # ---- inside the lock
-    def _wait(self, condition: threading.Condition, deadline_s: float) -> bool:
         left_s = deadline_s - self.clock.now_s()
-        return left_s > 0 and not self._closed and wait(condition, left_s, self._counters)
-
-    def _allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
-        return allocate_dram(self.residency, shape, count, cascades_chains=self._cascades_chains)
+        return left_s > 0 and not self._closed and wait(self._changed, left_s, self._counters)

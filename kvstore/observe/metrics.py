@@ -85,30 +85,10 @@ DECLARED: Final[dict[str, Metric]] = {}
 """Declared metrics, by exposed name. Complete in ``metric_definitions.METRICS``."""
 
 
-class CounterFamily:
-    """Counters that differ in labels: ``family["quota"]``, with several labels ``family["local", "dram"]``."""
-
-    def __init__(self, metric: Metric) -> None:
-        self.metric = metric
-        self._events = {_key(values): Event(event) for event, values in metric.events.items()}
-
-    def __getitem__(self, values: str | tuple[str, ...]) -> Event:
-        return self._events[values]
-
-
-class HistogramFamily:
-    """Histograms that differ in labels: ``family["dram"]``."""
-
-    def __init__(self, metric: Metric) -> None:
-        self.metric = metric
-        self._events = {_key(values): TimedEvent(event) for event, values in metric.events.items()}
-
-    def __getitem__(self, values: str | tuple[str, ...]) -> TimedEvent:
-        return self._events[values]
-
-    def get(self, values: str) -> TimedEvent | None:
-        """The event of these label values; None: none is declared."""
-        return self._events.get(values)
+CounterFamily = dict[str | tuple[str, ...], Event]
+"""Counters that differ in labels: ``family["quota"]``, with several labels ``family["local", "dram"]``."""
+HistogramFamily = dict[str | tuple[str, ...], TimedEvent]
+"""Histograms that differ in labels: ``family["dram"]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +107,8 @@ class MetricGroup:
 
     def counter_family(self, name: str, text: str, labels: Labels, events: str) -> CounterFamily:
         """Declare counters that differ in labels."""
-        return CounterFamily(self._declare(name, Kind.COUNTER, text, labels, events))
+        metric = self._declare(name, Kind.COUNTER, text, labels, events)
+        return {_key(values): Event(event) for event, values in metric.events.items()}
 
     def histogram(self, name: str, text: str) -> TimedEvent:
         """Declare a histogram of seconds without labels."""
@@ -136,7 +117,8 @@ class MetricGroup:
 
     def histogram_family(self, name: str, text: str, labels: Labels, events: str) -> HistogramFamily:
         """Declare histograms of seconds that differ in labels."""
-        return HistogramFamily(self._declare(name, Kind.HISTOGRAM, text, labels, events, buckets=LATENCY_BUCKETS_S))
+        metric = self._declare(name, Kind.HISTOGRAM, text, labels, events, buckets=LATENCY_BUCKETS_S)
+        return {_key(values): TimedEvent(event) for event, values in metric.events.items()}
 
     def gauge(self, name: str, text: str, labels: Labels | None = None) -> SampledMetric:
         """Declare a gauge."""

@@ -1,4 +1,7 @@
-"""Traces with OpenTelemetry. If tracing is off, a span costs one test of a variable.
+"""Ids of requests, and traces with OpenTelemetry. If tracing is off, a span costs one test of a variable.
+
+A client creates an id for each load and sends it in gRPC metadata (``kv-request-id``); log lines and traces have it. Lookups have
+none, because they are many and short. Threads that work for a request run in a copy of its context.
 
 Spans: a client's loads, the calls that servers handle, a node's reads from its volumes and from other nodes. gRPC metadata
 carries their context (W3C ``traceparent``). Frames of the data plane carry none: a read from another node over it is only a
@@ -9,16 +12,89 @@ The extra ``observe`` installs the library, which is not imported before ``set_u
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import os
+import re
+import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final, Literal
 
 log = logging.getLogger(__name__)
 
+REQUEST_ID_KEY: Final = "kv-request-id"
+_PLAUSIBLE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""Other ids are ignored: the id is written to logs."""
+
+request_id: Final[ContextVar[str]] = ContextVar("kvstore_request_id", default="")
+"""Id of the current request; empty: none."""
+plan_id: Final[ContextVar[str]] = ContextVar("kvstore_plan_id", default="")
+"""Id of the current load plan; empty: none."""
+
+
+class _RequestIds:
+    """Request ids of this process. Without a new prefix after a fork, parent and child would give the same ids."""
+
+    def __init__(self) -> None:
+        self.begin()
+        os.register_at_fork(after_in_child=self.begin)
+
+    def begin(self) -> None:
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
+
+    def next(self) -> str:
+        return f"{self._prefix}-{next(self._numbers):x}"
+
+
+_ids = _RequestIds()
+
+
+def new_request_id() -> str:
+    """A unique request id."""
+    return _ids.next()
+
+
+@contextmanager
+def named_request() -> Iterator[str]:
+    """Work for the current request, or for a new one if there is none."""
+    name = request_id.get()
+    if name:
+        yield name
+        return
+    token = request_id.set(name := new_request_id())
+    try:
+        yield name
+    finally:
+        request_id.reset(token)
+
+
+def inject() -> list[tuple[str, str]] | None:
+    """Metadata with the request id and the trace for an outgoing call; None: neither is set."""
+    name = request_id.get()
+    metadata = [(REQUEST_ID_KEY, name)] if name else []
+    if _tracer is not None:
+        from opentelemetry import propagate
+
+        carrier: dict[str, str] = {}
+        propagate.inject(carrier)
+        metadata.extend(carrier.items())
+    return metadata or None
+
+
+def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+    """Set the current request id from the metadata of an incoming call."""
+    for key, value in metadata or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str) and _PLAUSIBLE.fullmatch(value):
+            request_id.set(value)
+
+
+# ---- traces
 Exporter = Literal["off", "otlp", "file"]
 
 _tracer: Any = None  # opentelemetry.trace.Tracer; None: off
@@ -48,16 +124,6 @@ def note(**attributes: str | float) -> None:
         from opentelemetry import trace
 
         trace.get_current_span().set_attributes(attributes)
-
-
-def inject(metadata: list[tuple[str, str]]) -> None:
-    """Adds the present span's context to a call's metadata."""
-    if _tracer is not None:
-        from opentelemetry import propagate
-
-        carrier: dict[str, str] = {}
-        propagate.inject(carrier)
-        metadata.extend(carrier.items())
 
 
 def server_span(name: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from kvstore.replay.capacity import StoreCapacity
 from kvstore.replay.engine import ReplayTotals, RequestRunner
 from kvstore.replay.plan import Workload
 from kvstore.replay.progress import Report, silent
-from kvstore.replay.report import tally_json, version
+from kvstore.replay.report import show_bytes, tally_json, tally_rows, version
 from kvstore.workload.bounds import HitCount, best_hits
 
 NODE_ID = "replay"
@@ -111,3 +111,32 @@ def replay(
             seconds = time.perf_counter() - started_s
     best = best_hits(workload.chains, capacity.blocks(workload.spec.shape)) if capacity.limited else None
     return ReplayResult(workload, capacity, policy, tally, seconds, best)
+
+
+def replay_rows(result: ReplayResult) -> dict[str, str]:
+    """Rows of the summary table."""
+    workload = result.workload
+    unbounded = workload.unbounded
+    rows = {
+        "trace": f"{workload.info.name} ({workload.info.format}), {workload.unique_blocks:,} distinct blocks",
+        "blocks": f"{show_bytes(workload.spec.block_bytes)} in {workload.spec.layers} layers",
+        "store": f"{result.capacity}, eviction {result.policy}",
+        **tally_rows(result.tally, result.seconds),
+        "hits, unlimited store": f"{unbounded.hit_blocks:,} ({unbounded.ratio:.2%})",
+    }
+    if result.best is not None:
+        rows["hits, best possible"] = f"{result.best.hit_blocks:,} ({result.best.ratio:.2%}) at this capacity"
+    return rows
+
+
+def verdict(result: ReplayResult) -> str | None:
+    """Error of a replay, if any."""
+    tally = result.tally
+    unbounded = result.workload.unbounded.hit_blocks
+    if tally.wrong_bytes:
+        return f"{tally.wrong_bytes:,} wrong bytes in {tally.wrong_blocks:,} blocks"
+    if tally.blocks_hit > unbounded:
+        return f"{tally.blocks_hit:,} hits where only {unbounded:,} are possible"
+    if not result.capacity.limited and not result.exact:
+        return f"{unbounded - tally.blocks_hit:,} hits are missing although there was space for every block"
+    return None

@@ -15,13 +15,13 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # not re-exported for type checkers
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.core import limits
-from kvstore.core.errors import Internal, KVStoreError
-from kvstore.observe import context as request_context
+from kvstore.core.errors import Internal, InvalidArgument, KVStoreError
 from kvstore.observe import tracing
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import common as common_metrics
@@ -32,7 +32,6 @@ from kvstore.rpc.address import cannot_listen, check_address, is_unix
 from kvstore.rpc.auth.interceptor import AuthInterceptor, RefusedNode
 from kvstore.rpc.auth.tokens import TokenTable, WatchedFile
 from kvstore.rpc.errors import abort_arguments
-from kvstore.rpc.request_decoding import UnreadableRequest, check_decoded, decoder
 from kvstore.rpc.tls import server_credentials
 from kvstore.rpc.tls_connections import TlsConnections
 
@@ -116,7 +115,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             wrapped = self._wrapped[method] = self._wrap(handler, method.rpartition("/")[2])
         # gRPC runs each call, its handler included, in one task with its own context
         _serving.set(self._counters)
-        request_context.extract(handler_call_details.invocation_metadata)
+        tracing.extract(handler_call_details.invocation_metadata)
         return wrapped
 
     def _wrap(self, handler: Any, name: str) -> Handler:  # noqa: ANN401  # grpc's handler tuple is untyped
@@ -298,3 +297,41 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
     if port == 0:
         raise cannot_listen(address, setting)
     return address if local else f"{address.rpartition(':')[0]}:{port}"
+
+
+class UnreadableRequest(InvalidArgument):
+    """The bytes of a request are not a valid message. Sent as an ordinary ``InvalidArgument``.
+
+    gRPC alone would respond with ``UNKNOWN`` and log a traceback for each such request.
+    """
+
+
+def decoder(deserialize: Callable[[bytes], object], *, streamed: bool) -> Callable[[bytes], object]:
+    """A deserializer for a handler that the server's error interceptor wraps.
+
+    Args:
+        deserialize: the method's deserializer.
+        streamed: whether the method has a stream of requests. The handler reads a stream, so the error is raised there and ends
+            the handler. gRPC decodes a single request before the handler begins, so the error is returned in its place.
+    """
+
+    def decode(data: bytes) -> object:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            refused = UnreadableRequest("the request is not a valid message of this method", request_bytes=len(data))
+            if streamed:
+                raise refused from error
+            return refused
+
+    return decode
+
+
+def check_decoded(request: object) -> None:
+    """Check a request before its handler begins.
+
+    Raises:
+        UnreadableRequest: the request could not be decoded.
+    """
+    if isinstance(request, UnreadableRequest):
+        raise request

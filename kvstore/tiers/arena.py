@@ -25,8 +25,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.process.host_memory import memory_total
 from kvstore.tiers.contract import MappedVolume, Slot
-from kvstore.tiers.memory_volume import MemoryVolume
-from kvstore.tiers.slot_pool import SlotPool
+from kvstore.tiers.slot_pool import MemoryVolume, SlotPool
 
 _log = logging.getLogger(__name__)
 

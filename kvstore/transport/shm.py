@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import selectors
 import socket
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore.core.errors import Conflict, DeadlineExceeded, InvalidArgument, PermissionDenied, Unavailable
+from kvstore.core.errors import InvalidArgument, Unavailable
 from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import KEY_BYTES, SessionId
 from kvstore.observe.counters import Counters
@@ -31,8 +30,8 @@ from kvstore.observe.metric_definitions import volumes as volumes_metrics
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
 
-_REPLY = struct.Struct("<4sIQ")  # magic, 1 (granted) or 0 (refused), size of the arena
-_MAGIC = b"KVA1"
+REPLY = struct.Struct("<4sIQ")  # magic, 1 (granted) or 0 (refused), size of the arena
+MAGIC = b"KVA1"
 _MAX_PATH_BYTES = 107  # limit of a unix socket's address
 
 OnConnect = Callable[[SessionId], tuple[int, int] | None]
@@ -190,7 +189,7 @@ class ArenaServer:
         self._open.add(session)
         descriptor, size = arena
         try:
-            socket.send_fds(client.sock, [_REPLY.pack(_MAGIC, 1, size)], [descriptor])
+            socket.send_fds(client.sock, [REPLY.pack(MAGIC, 1, size)], [descriptor])
         except OSError as error:
             log.info("arena client disconnected before the answer: %s", error)
             self._end(client, selector)
@@ -199,7 +198,7 @@ class ArenaServer:
         self._counters.add(volumes_metrics.ARENA_CONNECTIONS_REFUSED)
         limited.warning("arena connection refused: %s", why)
         with contextlib.suppress(OSError):
-            client.sock.send(_REPLY.pack(_MAGIC, 0, 0))
+            client.sock.send(REPLY.pack(MAGIC, 0, 0))
         self._end(client, selector)
 
     def _expire_handshakes(self, selector: selectors.BaseSelector) -> None:
@@ -220,102 +219,3 @@ class ArenaServer:
             except Exception:  # the thread must survive a bug in the callback
                 self._counters.add(volumes_metrics.ARENA_INTERNAL_ERRORS)
                 log.exception("arena session end not handled")
-
-
-class ArenaMapping:
-    """An engine's mapping of its node's arena, with the connection that keeps the session alive.
-
-    Args:
-        sock: connection to the arena server; owned from now on.
-        memory: the mapping; owned from now on.
-        size: bytes of the arena.
-    """
-
-    def __init__(self, sock: socket.socket, memory: mmap.mmap, size: int) -> None:
-        self._sock = sock
-        self._memory = memory
-        self.size = size
-        self.view = memoryview(memory)
-        """The whole arena, writable."""
-        self._closed = False
-
-    @property
-    def alive(self) -> bool:
-        """Whether the node still holds its end. If not, the node has stopped, and the contents of the arena are invalid."""
-        if self._closed:
-            return False
-        try:
-            return bool(self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        """Unmap the arena, then end the connection, after which the node may reuse the session's slots. Idempotent.
-
-        Raises:
-            Conflict: views of the arena are still referenced. Nothing has changed: their holders may still access the arena.
-        """
-        if self._closed:
-            return
-        try:
-            self.view.release()
-            self._memory.close()
-        except BufferError as error:
-            self.view = memoryview(self._memory)
-            raise Conflict("views of the arena are still in use", error=error) from error
-        self._closed = True
-        self._sock.close()
-
-
-def open_arena(path: Path | str, session_id: SessionId, timeout_s: float) -> ArenaMapping:
-    """Map the arena of a node on this host.
-
-    Args:
-        path: the node's arena socket.
-        session_id: the session id that ``OpenSession`` returned.
-        timeout_s: bound for connecting and for the answer.
-
-    Raises:
-        Unavailable: the node does not answer, or the arena cannot be mapped.
-        DeadlineExceeded: the answer did not come in time.
-        PermissionDenied: the node refused the session, or this user may not connect.
-    """
-    if len(session_id) != KEY_BYTES:
-        raise InvalidArgument("a session id must have 16 bytes", bytes=len(session_id))
-    sock = socket.socket(socket.AF_UNIX)
-    descriptors: list[int] = []
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(str(path))
-        sock.sendall(session_id)
-        # the answer is one short message, and nothing else is sent before it, so one call receives all of it
-        answer, descriptors, _, _ = socket.recv_fds(sock, _REPLY.size, 1)
-        size = _size_granted(answer, descriptors)
-        memory = mmap.mmap(descriptors[0], size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        sock.settimeout(None)
-        return ArenaMapping(sock, memory, size)
-    except BaseException as error:
-        sock.close()
-        if isinstance(error, TimeoutError):
-            raise DeadlineExceeded("the arena's socket did not answer in time", path=path, timeout_s=timeout_s) from error
-        if isinstance(error, PermissionError):
-            raise PermissionDenied("this user may not connect to the arena's socket", path=path) from error
-        if isinstance(error, (OSError, ValueError)):
-            raise Unavailable("cannot map the arena", path=path, error=error) from error
-        raise
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)  # the mapping keeps the memory alive
-
-
-def _size_granted(answer: bytes, descriptors: list[int]) -> int:
-    if len(answer) != _REPLY.size:
-        raise Unavailable("the node closed the arena's socket")
-    magic, granted, size = _REPLY.unpack(answer)
-    if magic != _MAGIC:
-        raise Unavailable("not an arena socket")
-    if not granted or not descriptors:
-        raise PermissionDenied("the node does not know the session, or the session has its arena already")
-    return int(size)

@@ -144,6 +144,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self._next_offset = 0
         self._leases = itertools.count(1)
         self.prepared: dict[bytes, dict[BlockKey, int]] = {}
+        self.completed: dict[tuple[bytes, bytes], node_pb2.CompleteResponse] = {}
         self.sessions: set[bytes] = set()
         self.left: list[bytes] = []
         self.arena_server = ArenaServer(self._arena_path, self._hand_out, self._leave)
@@ -315,6 +316,9 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self._enter("Complete", request, context)
         if (scripted := self.complete_script(request)) is not None:
             return scripted
+        repeated = self.completed.get((request.operation_id, request.keys))
+        if repeated is not None:  # like a node's: a slow machine makes clients ask again
+            return repeated
         outcomes = []
         size = self.spec.block_bytes
         for number, key in enumerate(unpack_keys(request.keys)):
@@ -325,7 +329,8 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             outcomes.append(StoreOutcome.STORED if good else StoreOutcome.CORRUPT)
             if good:
                 self.blocks.held[key] = data
-        return node_pb2.CompleteResponse(outcomes=bytes(outcomes))
+        response = self.completed[request.operation_id, request.keys] = node_pb2.CompleteResponse(outcomes=bytes(outcomes))
+        return response
 
     def Abort(self, request: node_pb2.AbortRequest, context: grpc.ServicerContext) -> node_pb2.AbortResponse:  # noqa: N802
         self._enter("Abort", request, context)
@@ -345,6 +350,7 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
         self.runs: list[tuple[int, int, FakeNode]] = []
         self.fail: KVStoreError | None = None
         self.calls: list[str] = []
+        self.lookups: list[metadata_pb2.LookupRequest] = []
         self.port = 0
         self.start()
 
@@ -378,6 +384,7 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
 
     def Lookup(self, request: metadata_pb2.LookupRequest, context: grpc.ServicerContext) -> metadata_pb2.LookupResponse:  # noqa: N802
         self._enter("Lookup", context)
+        self.lookups.append(request)
         count = len(request.keys) // 16
         nodes = list({node.node_id: node for _, _, node in self.runs}.values())
         runs = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -140,11 +141,14 @@ def test_client_serves_its_metrics(spec: CacheSpec, near: FakeNode, make_client:
     registry = CollectorRegistry()
     registry.register(collector(clients))
     clients.append(make_client(near))
+    assert clients[1].metrics_address is None
     for client in clients:
         client.load(token_chain(spec, 3), allocate(spec, 3))
     assert registry.get_sample_value("kvstore_client_missed_blocks_total", {"reason": "unknown"}) == 6
     assert registry.get_sample_value("kvstore_client_session_open") == 2
     assert registry.get_sample_value("kvstore_client_load_seconds_count", {"path": "none", "tier": "none"}) == 2
+    with urlopen(f"http://{clients[0].metrics_address}/metrics", timeout=10) as served:
+        assert b'kvstore_client_missed_blocks_total{reason="unknown"} 3.0' in served.read()
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "unix:/tmp/x", "here"])

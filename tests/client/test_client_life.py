@@ -15,8 +15,7 @@ import pytest
 from client_fakes import FakeMetadata, FakeNode, SkewedClock, payloads
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Outcome, StoreOutcome
-from kvclient.call.execution import CallRunner
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallRunner, CallScope
 from kvclient.results import LoadResult
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable

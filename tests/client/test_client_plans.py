@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.load.layer_progress import LayerTracker
 from kvclient.load.layerwise import LayerBarrier
 from kvclient.load.paths import Paths, Plan, PlannedPart, largest_ranges, plan_from_proto, replan_from_proto
 from kvclient.load.plan_progress import MAX_PLANS, PlanProgressReporter
-from kvclient.load.sink import BlockSink, spans
+from kvclient.load.sink import BlockSink, LayerTracker, spans
 from kvclient.results import PATH_DECODE, NodeRef
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import Internal, InvalidArgument, Unavailable

@@ -11,8 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.load.request import LoadRequest
-from kvclient.load.sink import BlockSink, Mask, Positions
+from kvclient.load.sink import BlockSink, LoadRequest, Mask, Positions
 from kvclient.load.sources.node_stream import NodeRun, NodeSession
 from kvclient.load.sources.storage_path import StoragePathSource
 from kvproto.v1 import node_pb2

@@ -169,11 +169,11 @@ def run_through(
     return course
 
 
-def problem(hosts: ThreeHosts, words: str) -> dict[str, Callable[[], bool]]:
-    """The command line and the admin server name the problem; its first words do not matter."""
+def problem(hosts: ThreeHosts, *words: str) -> dict[str, Callable[[], bool]]:
+    """The command line and the admin server name the problem in one of some ways."""
 
     def said(problems: Iterable[str]) -> bool:
-        return any(words in problem.lower() for problem in problems)
+        return any(some in problem.lower() for problem in problems for some in words)
 
     return {
         "kvstore status": lambda: said(line for line in hosts.cli("status").output.splitlines() if line.startswith("  ")),
@@ -292,7 +292,7 @@ def test_cluster_certificate_foreign_is_told_and_recovers(hosts: ThreeHosts, loa
         load,
         inflict=inflict,
         told={
-            **problem(hosts, f"node {FAULTY} has not reported for"),
+            **problem(hosts, f"node {FAULTY} has not reported for", "its heartbeats have not arrived for"),
             **logged(
                 hosts, FAULTY, f"{hosts.metadata_address}: its certificate is not signed by [node.tls] ca {folder / 'ca.crt'}"
             ),

@@ -7,7 +7,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.range_digests import digest_keys, key_range
+from kvstore.core.checksum import digest_keys, key_range
 from kvstore.core.types import BlockKey
 from support.digests import digest_ranges
 

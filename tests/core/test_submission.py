@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvclient.call.threads import LazyThreadPool
 from kvstore.core.errors import Unavailable
-from kvstore.process.threads.submission import submit
+from kvstore.process.threads.submission import LazyThreadPool, submit
 
 
 @pytest.fixture

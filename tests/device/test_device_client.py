@@ -230,7 +230,8 @@ def test_flipped_bit_in_arena_is_found_if_verified(connect: Connect) -> None:
     copied = session.arena.begin_copy_out
 
     def flip(offsets: np.ndarray, *place: object) -> object:
-        session.arena._mapping.view[int(offsets[2]) + 5] ^= 1
+        (block,) = session.arena.blocks(offsets[2:3], client.spec.shape).segments(0, 0, client.spec.layers)
+        block[5] ^= 1
         return copied(offsets, *place)  # type: ignore[arg-type]
 
     session.arena.begin_copy_out = flip  # type: ignore[method-assign]

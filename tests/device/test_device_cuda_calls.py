@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,8 @@ class Libcuda:
         return getattr(self._of_thread, "mode", GLOBAL)
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
-        self._of_thread.mode, mode._obj.value = mode._obj.value, self.mode
+        given = ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))
+        self._of_thread.mode, given[0] = given[0], self.mode
         return 0
 
     def cuMemHostRegister_v2(self, *_: object) -> int:  # noqa: N802
@@ -46,7 +48,7 @@ class Libcuda:
     def cuStreamCreate(self, handle: Any, flags: int) -> int:  # noqa: N802
         assert flags == 1, "it would wait for the default stream"
         self.streams += 1
-        handle._obj.value = self.streams
+        ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p))[0] = self.streams
         return 0
 
 

@@ -182,16 +182,23 @@ def test_graph_capture_during_pinning_succeeds(memory: mmap.mmap) -> None:
     assert guard.close()
 
 
-def test_copy_streams_are_never_torch_streams(memory: mmap.mmap) -> None:
+def test_copy_streams_are_never_torch_streams(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles: list[int] = []
+    create = CudaDriver.stream
+
+    def stream(driver: CudaDriver) -> int:
+        handles.append(create(driver))
+        return handles[-1]
+
+    monkeypatch.setattr(CudaDriver, "stream", stream)
     cache = make_cache("mla", layers=1, pages=8, tokens=16, dim=64, device="cuda")
     copiers = [DeviceCopier(cache, pin=False) for _ in range(6)]
     for copier in copiers:
         blocks = copier.blocks(range(4))
         blocks.read_arena(memoryview(memory), np.arange(4, dtype=np.uint64) * np.uint64(copier.shape.block_bytes), 0, 0, 1)
         blocks.drain()
-    ours = {lane.staged._copies._stream.cuda_stream for copier in copiers for lane in copier._lanes[:1]}  # type: ignore[attr-defined]
-    assert len(ours) == len(copiers)
-    assert ours.isdisjoint(torch.cuda.Stream().cuda_stream for _ in range(64))
+    assert len(set(handles)) == len(handles) == 2 * len(copiers), "one stream for copies and one for moves, at their first use"
+    assert set(handles).isdisjoint(torch.cuda.Stream().cuda_stream for _ in range(64))
 
 
 def test_unpinned_copies_are_correct_and_counted(memory: mmap.mmap) -> None:
@@ -232,7 +239,7 @@ def test_fp8_on_device_matches_host(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pages_per_block", [1, 4])
 def test_pool_on_same_device_copies_without_host(layout: str, pages_per_block: int) -> None:
-    from kvclient.call.scope import CallScope
+    from kvclient.call.execution import CallScope
     from kvclient.hbm import HbmPool
     from kvstore.core.buffers import DenseBlocks
     from kvstore.core.clock import MonotonicClock
@@ -258,7 +265,7 @@ def test_pool_on_same_device_copies_without_host(layout: str, pages_per_block: i
         blocks = copier.blocks(target)
         assert near.fetch(keys, blocks, CallScope.after(60.0, MonotonicClock()), verify=False) == count
         assert np.array_equal(block_bytes(cache, target), expected)
-        assert blocks._host is None
+        assert "device_loaded_bytes_total" not in copier.stats(), "bytes passed through host memory"
         assert "hbm_by_host_blocks_total" not in pool.stats()
 
 

@@ -18,8 +18,8 @@ from kvclient.device import pinned_range
 from kvclient.device.driver import CudaDriver
 from kvclient.device.pinned_range import PinnedRange, cpus_near
 from kvstore.core.errors import Unavailable
+from kvstore.native import address_of
 from kvstore.observe.counters import Counters
-from kvstore.transport.layout import address_of
 
 PAGE = mmap.PAGESIZE
 
@@ -121,30 +121,36 @@ def test_close_during_capture_does_not_wait(memory: mmap.mmap) -> None:
     driver = FakePinning()
     driver.captures = 10**6
     counters = Counters()
+    threads_before = set(threading.enumerate())
     pins = pin(memory, driver, counters)
     while not counters.snapshot():
         pass
     assert pins.close()
-    assert all(not thread.is_alive() for thread in pins._threads)
+    assert set(threading.enumerate()) <= threads_before, "threads of the range are alive"
 
 
-def test_close_during_pinning_unpins_all_chunks(memory: mmap.mmap) -> None:
+def test_close_during_pinning_unpins_all_chunks(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakePinning()
-    at_second, go_on = threading.Event(), threading.Event()
+    at_second, joining, go_on = threading.Event(), threading.Event(), threading.Event()
+    join = threading.Thread.join
 
     def hold(call: int) -> None:
         if call >= 2:
             at_second.set()
             assert go_on.wait(10)
 
+    def join_threads(thread: threading.Thread, timeout: float | None = None) -> None:
+        joining.set()
+        join(thread, timeout)
+
     driver.before_pin = hold
     pins = pin(memory, driver)
     assert at_second.wait(10)
+    monkeypatch.setattr(threading.Thread, "join", join_threads)
     closed: list[bool] = []
     closer = threading.Thread(target=lambda: closed.append(pins.close()))
     closer.start()
-    while not pins._closing:
-        pass
+    assert joining.wait(10), "close waits for the threads, which pin no more chunks"
     go_on.set()
     closer.join(10)
     assert closed == [True]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import BlockKey, InvalidArgument, KVClient, Tier
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.layouts import PagedCache
@@ -60,15 +60,21 @@ class Bed:
         return self.rng.sample(range(self.cache.pages), blocks * self.cache.pages_per_block)
 
     def insert(self, keys: Sequence[BlockKey], pages: Sequence[int]) -> int:
-        source = self.copier.blocks(pages).source()
-        kept = self.near.insert(keys, None, 0, source, None, checksums=False)
-        assert source._rows is None, "bytes were fetched into host memory"
+        before = self.bytes_through_host()
+        kept = self.near.insert(keys, None, 0, self.copier.blocks(pages).source(), None, checksums=False)
+        assert self.bytes_through_host() == before, "bytes were fetched into host memory"
         return kept
 
     def fetch(self, keys: Sequence[BlockKey], target: DeviceBlocks, operation: CallScope | None = None) -> int:
+        before = self.bytes_through_host()
         found = self.near.fetch(keys, target, operation or in_time(), verify=False)
-        assert target._host is None, "bytes went by host memory"
+        assert self.bytes_through_host() == before, "bytes passed through host memory"
         return found
+
+    def bytes_through_host(self) -> int:
+        """Bytes copied between pages and host memory until now."""
+        totals = self.copier.stats()
+        return totals.get("device_loaded_bytes_total", 0) + totals.get("device_stored_bytes_total", 0)
 
     def in_pool(self, keys: Sequence[BlockKey]) -> np.ndarray:
         """Blocks in the pool, read through host memory."""
@@ -179,12 +185,11 @@ def test_picked_blocks_use_one_launch_per_layer(bed: Bed) -> None:
     source = bed.copier.blocks(pages).source()
     assert bed.near.insert(keys, None, 0, source.pick(range(BLOCKS)), None, checksums=False) == BLOCKS - 3
     target = bed.pages(BLOCKS)
-    lane = bed.copier._lanes[0].pooled._moves
-    launched = lane.launches  # type: ignore[attr-defined]
+    launched = sum(stream.launches for stream in bed.device.streams)
     which = [5, 0, 7]
     assert bed.near.fetch(keys[:3], bed.copier.blocks(target).pick(which), in_time(), verify=False) == 3
     assert np.array_equal(block_bytes(bed.cache, [target[at] for at in which]), expected[:3])
-    assert lane.launches - launched == 1 + 4  # type: ignore[attr-defined]  # the numbers, and four layers
+    assert sum(stream.launches for stream in bed.device.streams) - launched == 1 + 4, "the numbers, and four layers"
 
 
 def test_pool_blocks_are_pinned_until_copies_end(
@@ -438,6 +443,7 @@ def test_client_pool_round_trip_avoids_host_memory(layerwise: bool) -> None:
             device=copier,
         ) as client,
     ):
+        assert copier.wait_pinned(WAIT_S)
         keys = client.keys(np.arange(BLOCKS * 16, dtype=np.uint32))
         pages = rng.sample(range(40), BLOCKS)
         expected = block_bytes(cache, pages)
@@ -454,10 +460,12 @@ def test_client_pool_round_trip_avoids_host_memory(layerwise: bool) -> None:
                 result = handle.result()
             assert (result.hit_blocks, result.error, list(result.bytes_by_path)) == (BLOCKS, None, [path])
             assert np.array_equal(block_bytes(cache, target), expected)
-            assert blocks._host is None
         assert "hbm_by_host_blocks_total" not in pool.stats()
-        assert copier.stats()["device_pool_stored_bytes_total"] == 2 * expected.nbytes
-        assert copier.stats()["device_pool_loaded_bytes_total"] == 2 * expected.nbytes
+        copied = copier.stats()
+        assert "device_unpinned_bytes_total" not in copied, "bytes passed through host memory that is not the arena"
+        assert copied["device_loaded_bytes_total"] == expected.nbytes, "from the arena"
+        assert copied["device_pool_stored_bytes_total"] == 2 * expected.nbytes
+        assert copied["device_pool_loaded_bytes_total"] == 2 * expected.nbytes
 
 
 def test_disk_blocks_reach_pages_through_the_pool() -> None:
@@ -496,6 +504,6 @@ def test_disk_blocks_reach_pages_through_the_pool() -> None:
                 assert np.array_equal(block_bytes(cache, target), expected)
                 result = handle.result()
             assert (result.hit_blocks, result.error, list(result.bytes_by_path)) == (BLOCKS, None, [path])
-            assert blocks._host is None, "bytes went by host memory"
+            assert "device_loaded_bytes_total" not in copier.stats(), "bytes passed through host memory"
         assert pool.stats()["hbm_disk_blocks_total"] == BLOCKS
         assert "hbm_by_host_blocks_total" not in pool.stats()

@@ -142,17 +142,17 @@ def test_direct_copies_match_oracle(layout: str, pages_per_block: int, seed: int
 @pytest.mark.parametrize("works", [True, False])
 def test_triton_launch_failure_falls_back_to_torch(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton is installed, but no compiler for this device: the first launch fails."""
-    launch = TritonScatter._launch
+    to_rows = TritonScatter.to_rows
     errors: list[Exception] = (
         [] if works else [RuntimeError("Failed to find C compiler"), ValueError("type fp8e4nv not supported")]
     )
 
-    def broken(self: TritonScatter, *args: object, **how: object) -> None:
+    def broken(self: TritonScatter, layer: int, page_ids: torch.Tensor, rows: torch.Tensor) -> None:
         if errors:
             raise errors[0]
-        launch(self, *args, **how)  # type: ignore[arg-type]
+        to_rows(self, layer, page_ids, rows)
 
-    monkeypatch.setattr(TritonScatter, "_launch", broken)
+    monkeypatch.setattr(TritonScatter, "to_rows", broken)
     device = DeferredDevice(2)
     device.memory = torch.device("cuda", 0)
     while True:

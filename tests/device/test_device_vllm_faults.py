@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 from deferred import ComputingDevice, DeferredDevice, DeferredEvent, FakePinning
-from late_engine import LAYERS, NAMES, WAIT_S, Engine
+from late_engine import LAYERS, NAMES, Engine
 
 from kvclient import CacheSpec, InvalidArgument
 from kvclient.device import copier as copier_module
 from kvclient.device.blocks import DeviceBlocks
+from kvclient.device.copier import DeviceCopier
 from kvclient.device.copy_strategies import StagedCopy
 from kvclient.device.streams import CpuDevice
-from kvclient.engines.vllm.memory.device_pages import DevicePages, device_pages, make_pages
+from kvclient.engines.vllm.memory.device_pages import device_pages, make_pages
 from kvclient.engines.vllm.memory.pages import GroupPages
 from kvclient.engines.vllm.pd.plan import SendJob
 from kvclient.engines.vllm.pd.sender import Sender
@@ -78,16 +81,18 @@ def test_device_blocks_match_host_blocks(layout: str, dtype: torch.dtype) -> Non
     host = GroupPages(layers, 6)
     assert pages.shape == host.shape
     wanted = [b"".join(bytes(piece) for piece in host.buffer([4, 1, 0]).segments(at, 0, LAYERS)) for at in range(3)]
-    assert isinstance(pages, DevicePages)
-    assert [row.tobytes() for row in pages._copier.blocks([4, 1, 0]).gather()] == wanted
+    blocks = pages.buffer([4, 1, 0])
+    assert isinstance(blocks, DeviceBlocks)
+    assert [row.tobytes() for row in blocks.gather()] == wanted
 
 
 def test_kernel_pages_smaller_than_blocks_are_copied_whole() -> None:
     layers = laid_out("LBNHC", torch.float32, blocks=12)
     (pages,) = device_pages([layers], 6, CpuDevice(), strategy="batched", staging_bytes=1 << 20)
     host = GroupPages(layers, 6)
-    assert isinstance(pages, DevicePages)
-    for at, row in enumerate(pages._copier.blocks([4, 0]).gather()):
+    blocks = pages.buffer([4, 0])
+    assert isinstance(blocks, DeviceBlocks)
+    for at, row in enumerate(blocks.gather()):
         assert row.tobytes() == b"".join(bytes(piece) for piece in host.buffer([4, 0]).segments(at, 0, LAYERS))
 
 
@@ -175,8 +180,9 @@ def test_worker_start_waits_for_pinned_arena(late: bool, cluster: LocalCluster) 
     engine = Engine(cluster, f"f{next(numbers)}", device, pin_wait_s=0.05 if late else 30.0)
     try:
         engine.side.wait_pinned()
-        reports = engine.pages[0]._copier.pin_reports()  # type: ignore[attr-defined]
-        assert [report.done for report in reports] == [not late]
+        copier = engine.pages[0].watcher(engine.spec)
+        assert isinstance(copier, DeviceCopier)
+        assert [report.done for report in copier.pin_reports()] == [not late]
         assert engine.side.counters.totals().get("device_pinned_late", 0) == late
     finally:
         go_on.set()
@@ -235,21 +241,40 @@ def test_late_copies_are_never_visible(fenced: bool, make: Callable[..., Engine]
     assert engine.side.counters.totals()["device_lost"] == 1
 
 
+class NapTime:
+    """Time that passes with each nap of the copier: a busy machine makes naps longer, not copies later.
+
+    Attributes:
+        ends_at: nap at which the computation ends.
+    """
+
+    def __init__(self, computes: DeferredEvent, ends_at: float) -> None:
+        self._computes = computes
+        self.ends_at = ends_at
+        self.naps = 0
+
+    def monotonic(self) -> float:
+        return self.naps
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.naps += 1
+        if self.naps >= self.ends_at:
+            self._computes.reached = True
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_long_computation_keeps_the_device(ends: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeout of copies begins after the work that they wait for, which has a separate timeout."""
     engine = make(ComputingDevice(1))
-    monkeypatch.setattr(copier_module, "DRAIN_S", 0.1)
-    monkeypatch.setattr(copier_module, "COMPUTE_S", WAIT_S if ends else 0.3)
-    job = engine.job(PAGES, FIRST, layerwise=False)
     computes = DeferredEvent(engine.device)
+    monkeypatch.setattr(copier_module, "time", NapTime(computes, ends_at=8_000 if ends else math.inf))
+    monkeypatch.setattr(copier_module, "DRAIN_S", 4_000)
+    monkeypatch.setattr(copier_module, "COMPUTE_S", math.inf if ends else 6_000)
+    job = engine.job(PAGES, FIRST, layerwise=False)
     engine.device.compute.wait(computes)  # type: ignore[attr-defined]
-    step = threading.Timer(0.5, setattr, (computes, "reached", True))
-    if ends:
-        step.start()
     assert engine.load(PAGES, FIRST, job) == (set() if ends else set(PAGES))
     computes.reached = True
-    step.cancel()
     assert engine.load(PAGES, FIRST) == (set() if ends else set(PAGES))
     engine.settled()
     engine.side.count_device_copies()

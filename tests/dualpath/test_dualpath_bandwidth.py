@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.bandwidth import LEAST_SHARE, BandwidthEstimator
-from kvstore.dualpath.min_tracker import ShortestFirst
+from kvstore.dualpath.queues import ShortestFirst
 
 
 class Link:

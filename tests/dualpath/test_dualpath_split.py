@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.arrival_time import finish_seconds
-from kvstore.dualpath.contract import NodeState, PlanRequest, ReadSide, Share
+from kvstore.dualpath.contract import NodeState, PlanRequest, ReadSide, Share, finish_seconds
 from kvstore.dualpath.policies import POLICIES, Oracle, PrefillOnly, RoundRobin, ShorterQueue, policy_named
 from kvstore.dualpath.split import Split
 

@@ -74,7 +74,7 @@ def only_stored(store: Store, engine: Engine, chain: str, blocks: int) -> Lookup
 
 
 def paths(policy: str | None = "split", layer_group: int = 0, **more: object) -> Paths:
-    return Paths(decode_node="d", policy=policy, layer_group=layer_group, stall_s=STALL_S, **more)  # type: ignore[arg-type]
+    return Paths(decode_node="d", policy=policy, layer_group=layer_group, **{"stall_s": STALL_S, **more})  # type: ignore[arg-type]
 
 
 def load(engine: Engine, found: Lookup, how: Paths, *, deadline_s: float = 8.0, verify: str = "auto") -> LoadResult:
@@ -463,7 +463,7 @@ def test_paths_restarted_decode_node_is_used(ready: Ready) -> None:
 
 def test_paths_expired_remote_session_costs_no_path(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     store, engine, found = ready
-    how = paths("split", 2, relays=False)
+    how = paths("split", 2, relays=False, stall_s=8.0)  # a busy machine stalls parts, too
     sessions: list[RemoteSession] = []
     session_with = RemoteSessionCache.session
 

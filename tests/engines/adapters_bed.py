@@ -23,9 +23,9 @@ def make_adapter(model: Path, folder: Path, seed: int) -> None:
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
         for name, out in rows.items():
-            place = f"{_PREFIX}model.layers.{layer}.self_attn.{name}"
-            tensors[f"{place}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator) * 0.3
-            tensors[f"{place}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * 0.3
+            module = f"{_PREFIX}model.layers.{layer}.self_attn.{name}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator) * 0.3
+            tensors[f"{module}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * 0.3
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / _WEIGHTS)
     kind = {
@@ -46,5 +46,5 @@ def merge_adapter(model: Any, folder: Path) -> None:
     with torch.no_grad():
         for name, first in tensors.items():
             if name.endswith(".lora_A.weight"):
-                place = name.removesuffix(".lora_A.weight")
-                weights[f"{place.removeprefix(_PREFIX)}.weight"] += ALPHA / RANK * tensors[f"{place}.lora_B.weight"] @ first
+                module = name.removesuffix(".lora_A.weight")
+                weights[f"{module.removeprefix(_PREFIX)}.weight"] += ALPHA / RANK * tensors[f"{module}.lora_B.weight"] @ first

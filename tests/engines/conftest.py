@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvclient.engines.transformers import PrefixStore
     from kvstore.embedded.cluster import LocalCluster
+    from kvstore.testing.connector.driver import StoreAddress
 
 _MIB = 1 << 20
 START_S = 300
@@ -44,6 +45,22 @@ def model_folder() -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="kvstore-model-") as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder for the models of engines in this process."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreAddress]:
+    """Addresses of a store with one node, shared by the tests of a module."""
+    from kvstore.embedded.cluster import LocalCluster, NodeSpec
+    from kvstore.testing.connector.driver import StoreAddress
+
+    with LocalCluster([NodeSpec("n", dram_bytes=256 * _MIB)], tmp_path_factory.mktemp("store")) as cluster:
+        yield StoreAddress(cluster.metadata_address, cluster.node("n").local_socket)
 
 
 # ---- of the transformers hook; imported where used, for the environment above must be set first, and be enough for others ----

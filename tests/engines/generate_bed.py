@@ -76,15 +76,15 @@ def until_all_shown(store: PrefixStore, *caches: StoredCache) -> None:
     """Wait until the index has what the caches stored."""
     assert store.flush(30)
     for cache in caches:
-        for chain in cache._chains:
-            until_shown(store, chain.keys[: chain.stored])
+        for keys in cache.stored_keys:
+            until_shown(store, keys)
 
 
 def until_shown(store: PrefixStore, keys: list[BlockKey]) -> None:
     """Wait until the index has the blocks."""
     pause = threading.Event()
     for _ in range(600):
-        if store._client.lookup(keys).hit_blocks == len(keys):
+        if store.client.lookup(keys).hit_blocks == len(keys):
             return
         pause.wait(0.05)
     raise AssertionError("the blocks do not appear")

@@ -17,19 +17,19 @@ from kvclient.engines.vllm.memory.pages import Pages
 from kvclient.engines.vllm.pd_connector import KVStorePDConnector
 
 
-def late_pages(connector: KVStoreConnector, groups: Sequence[Sequence[Any]]) -> list[Pages]:
-    options = connector._options
-    strategy: Any = options.device_copies
-    device = DeferredDevice(len(groups), FakePinning())
-    blocks = connector._kv_cache_config.num_blocks
-    return device_pages(groups, blocks, device, strategy=strategy, staging_bytes=options.device_staging_bytes)
-
-
 class LateConnector(KVStoreConnector):
-    def _make_pages(self, groups: Sequence[Sequence[Any]]) -> Sequence[Pages]:
-        return late_pages(self, groups)
+    """The connector with pages of a late device."""
+
+    def _make_pages(self, groups: Sequence[Sequence[Any]]) -> list[Pages]:
+        strategy: Any = self._options.device_copies
+        return device_pages(
+            groups,
+            self._kv_cache_config.num_blocks,
+            DeferredDevice(len(groups), FakePinning()),
+            strategy=strategy,
+            staging_bytes=self._options.device_staging_bytes,
+        )
 
 
-class LatePDConnector(KVStorePDConnector):
-    def _make_pages(self, groups: Sequence[Sequence[Any]]) -> Sequence[Pages]:
-        return late_pages(self, groups)
+class LatePDConnector(LateConnector, KVStorePDConnector):
+    """The connector of prefill and decode engines with pages of a late device."""

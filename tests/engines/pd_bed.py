@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,11 @@ PROMPT_DEADLINE_S = 10.0
 HANDOFF_DEADLINE_S = 5.0
 """Busy cores keep both deadlines; tests of prompts that never arrive wait for them."""
 MIB = 1 << 20
+
+
+def text(seed: object, tokens: int) -> list[int]:
+    """Printable token ids, different for each seed."""
+    return random.Random(repr(seed)).choices(range(32, 127), k=tokens)
 
 
 def transfer_id() -> str:
@@ -145,11 +151,11 @@ class Oracle:
         self._model = AutoModelForCausalLM.from_pretrained(model).eval()
         if adapter is not None:
             merge_adapter(self._model, adapter)
-        self._said: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def says(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        asked = tuple(prompt), max_tokens
-        if asked not in self._said:
+        request = tuple(prompt), max_tokens
+        if request not in self._answers:
             ids = torch.tensor([list(prompt)])
             answer = self._model.generate(
                 ids,
@@ -158,5 +164,5 @@ class Oracle:
                 do_sample=False,
                 pad_token_id=PAD,
             )
-            self._said[asked] = answer[0, ids.shape[1] :].tolist()
-        return self._said[asked]
+            self._answers[request] = answer[0, ids.shape[1] :].tolist()
+        return self._answers[request]

@@ -35,9 +35,11 @@ from generate_bed import (
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from kvclient import InvalidArgument, encode_extra
-from kvclient.engines.transformers import PrefixStore
+from kvclient.engines.torch_blocks import KV
+from kvclient.engines.transformers import PrefixStore, StoredCache
 from kvclient.engines.transformers.model_facts import config_digest
 from kvclient.engines.transformers.weights import fingerprint, weights_digest
+from kvclient.engines.transformers.writer import StoredChain
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.tiny_models import PAD, Family
 
@@ -50,8 +52,8 @@ TIMEOUT_S = 280.0
 # ---- the same tokens ----
 def test_cache_loads_what_another_process_stored(models: Callable[[str], Any], shared: LocalCluster, connect: Connect) -> None:
     script = [sys.executable, str(Path(__file__).with_name("generate_bed.py"))]
-    place = [shared.metadata_address, shared.node("n").local_socket, str(models.folder)]  # type: ignore[attr-defined]
-    subprocess.run([*script, *place, *FAMILIES], check=True, timeout=TIMEOUT_S)
+    arguments = [shared.metadata_address, shared.node("n").local_socket, str(models.folder)]  # type: ignore[attr-defined]
+    subprocess.run([*script, *arguments, *FAMILIES], check=True, timeout=TIMEOUT_S)
     for family in FAMILIES:
         model, ids = models(family), prompt()
         fresh = greedy(model, ids) if family != "deepseek" else with_local_prefix(model, ids, HIT)  # the latter computes in bf16
@@ -78,8 +80,12 @@ def test_keys_a_little_off_would_be_seen(
     store, ids = connect(shared, models(family)), prompt(1)
     fresh, _ = answer(store, ids)
     assert answer(store, ids) == (fresh, HIT)
-    join = store._join
-    monkeypatch.setattr(store, "_join", lambda *given: [(keys.roll(3, 2), values) for keys, values in join(*given)])
+    fill = StoredCache.fill
+
+    def fill_rolled(cache: StoredCache, layers: list[KV], columns: int, chains: list[StoredChain]) -> None:
+        fill(cache, [(keys.roll(3, 2), values) for keys, values in layers], columns, chains)
+
+    monkeypatch.setattr(StoredCache, "fill", fill_rolled)
     assert answer(store, ids)[0] != fresh
 
 
@@ -198,7 +204,7 @@ def test_long_prompts_in_chunks(
         assert tokens[:, PROMPT:].tolist() == fresh
         assert store.flush(30)
         for row, pad in enumerate((0, PROMPT - 150)):
-            until_shown(store, store._client.keys(ids[row, pad : PROMPT - 1].numpy()))
+            until_shown(store, store.client.keys(ids[row, pad : PROMPT - 1].numpy()))
         with store.cache(ids, mask) as cache:
             assert cache.loaded_tokens == HIT
 
@@ -256,11 +262,11 @@ def test_a_cache_of_another_prompt_is_refused(llama: Any, shared: LocalCluster, 
 
 
 def test_keys_are_of_what_was_fed_and_not_of_what_was_said(llama: Any, shared: LocalCluster, connect: Connect) -> None:
-    store, said, fed = connect(shared, llama), prompt(31), prompt(32)
-    with store.cache(said) as cache:
+    store, announced, fed = connect(shared, llama), prompt(31), prompt(32)
+    with store.cache(announced) as cache:
         assert greedy(llama, fed, past_key_values=cache) == greedy(llama, fed)
     until_all_shown(store, cache)
-    assert store.cache(said).loaded_tokens == 0
+    assert store.cache(announced).loaded_tokens == 0
     assert answer(store, fed) == (greedy(llama, fed), HIT)
 
 
@@ -454,7 +460,8 @@ def test_digests_count_all_of_a_models_state() -> None:
                 model[0].weight[0, 0] += more
             packed = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
             digests.append(weights_digest(packed))
-            digests.append(weights_digest(_Odd(packed[0]._packed_params._packed_params)))
+            script_object = torch.ops.quantized.linear_prepack(packed[0].weight(), packed[0].bias())
+            digests.append(weights_digest(_Odd(script_object)))
             assert fingerprint(packed) != fingerprint(model)
     assert digests[:2] == digests[2:4]
     assert len(set(digests)) == 4
@@ -487,24 +494,24 @@ def test_without_a_store_models_answer_as_ever(llama: Any, connect: Connect) -> 
 def test_node_and_metadata_server_restart_between_store_and_load(llama: Any, fragile: LocalCluster, connect: Connect) -> None:
     store, ids = connect(fragile, llama), prompt(41)
     fresh, _ = answer(store, ids)
-    assert store._client.flush(20)
+    assert store.client.flush(20)
     fragile.kill("n")
     assert answer(store, ids, shown=False) == (fresh, 0)
     fragile.start_node("n")
     fragile.kill("metadata")
     fragile.start_metadata()
     again = connect(fragile, llama, salt=store.options.salt)
-    until_shown(again, again._client.keys(ids[0, :HIT].numpy()))
+    until_shown(again, again.client.keys(ids[0, :HIT].numpy()))
     assert answer(again, ids) == (fresh, HIT)
 
 
 def test_a_flipped_bit_is_a_miss_and_the_answer_stays(llama: Any, fragile: LocalCluster, connect: Connect) -> None:
     store, ids = connect(fragile, llama), prompt(42)
     fresh, _ = answer(store, ids)
-    assert store._client.flush(20)
-    keys = store._client.keys(ids[0, :HIT].numpy())
+    assert store.client.flush(20)
+    keys = store.client.keys(ids[0, :HIT].numpy())
     space = store.facts.layout.allocate(len(keys))
-    assert store._client.load(keys, space).hit_blocks == len(keys)
+    assert store.client.load(keys, space).hit_blocks == len(keys)
     slab = max(fragile.volume_path("n").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     content, bad = slab.read_bytes(), 5
     at = content.index(space[bad].numpy().tobytes()) + 1000
@@ -514,7 +521,7 @@ def test_a_flipped_bit_is_a_miss_and_the_answer_stays(llama: Any, fragile: Local
         file.write(bytes([content[at] ^ 0x10]))
     fragile.start_node("n")
     again = connect(fragile, llama, salt=store.options.salt)
-    until_shown(again, again._client.keys(ids[0, :HIT].numpy()))
+    until_shown(again, again.client.keys(ids[0, :HIT].numpy()))
     assert answer(again, ids) == (fresh, bad * BLOCK)
     assert again.stats()["client_missed_corrupt_blocks_total"] == 1
     assert answer(again, ids) == (fresh, HIT), "the corrupt blocks were computed and stored again"
@@ -560,8 +567,8 @@ def test_a_store_without_space_costs_nothing_but_misses(llama: Any, connect: Con
 
 def test_more_than_may_wait_is_offered_later(llama: Any, shared: LocalCluster, connect: Connect) -> None:
     store, ids = connect(shared, llama, max_pending_bytes=1), prompt(60)
-    stop, gate = threading.Event(), store.writer._store_all
-    store.writer._store_all = lambda offers: (stop.wait(30), gate(offers))[1]  # type: ignore[method-assign]
+    stop, put = threading.Event(), store.client.store
+    store.client.store = lambda *given, **named: (stop.wait(30), put(*given, **named))[1]  # type: ignore[method-assign]
     with store.cache(ids) as cache:
         fresh = greedy(llama, ids, past_key_values=cache)
         stop.set()

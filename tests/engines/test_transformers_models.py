@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from transformers import GenerationConfig
 
 from kvclient import InvalidArgument
+from kvclient.engines.torch_private import forward_hooks
 from kvstore.embedded.cluster import LocalCluster
 from kvstore.lab.tiny_models import PAD
 
@@ -66,8 +67,8 @@ def test_a_cache_of_another_kind_is_generates_own_affair(llama: Any, shared: Loc
     assert store.stats()["hook_bypassed_total"] == 2
 
 
-def _steer(_module: object, _given: object, said: Any) -> Any:
-    return (said[0] + 3.0, *said[1:]) if isinstance(said, tuple) else said + 3.0
+def _steer(_module: object, _inputs: object, output: Any) -> Any:
+    return (output[0] + 3.0, *output[1:]) if isinstance(output, tuple) else output + 3.0
 
 
 def _push(_module: object, given: tuple[Any, ...]) -> Any:
@@ -93,8 +94,8 @@ STEERED: dict[str, Callable[[Any], Callable[[], None]]] = {
 }
 
 
-def _steer_first(module: object, given: object, said: Any) -> Any:
-    return said + 3.0 if isinstance(module, torch.nn.Embedding) else None
+def _steer_first(module: object, _inputs: object, output: Any) -> Any:
+    return output + 3.0 if isinstance(module, torch.nn.Embedding) else None
 
 
 @pytest.mark.parametrize("how", STEERED)
@@ -152,7 +153,7 @@ def test_hooks_of_transformers_itself_only_look(models: Callable[[str], Any], sh
     store, other = connect(shared, model), connect(shared, model, salt="beside")
     with torch.no_grad():
         model(ids, output_hidden_states=True)  # leaves hooks behind on its layers
-    assert model.model.layers[0]._forward_hooks or model.model.layers[1]._forward_hooks
+    assert any(forward_hooks(layer)[1] for layer in model.model.layers[:2])
     fresh, _ = answer(store, ids)
     assert answer(store, ids) == (fresh, HIT)
     assert answer(other, ids) == (fresh, 0)

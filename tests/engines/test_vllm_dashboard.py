@@ -92,13 +92,13 @@ def prometheus(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
         def busy() -> bool:
             bed.round()
-            asked = (
+            totals = (
                 "kvstore_metadata_lookup_hit_blocks_total",
                 "kvstore_node_load_seconds_count",
                 f"{VLLM_PREFIX}load_blocks_total",
                 'kvstore_rpc_seconds_count{method="Prepare"}',
             )
-            return all(sum(value for _, value in made.query(f"rate({one}[60s])")) > 0 for one in asked)
+            return all(sum(value for _, value in made.query(f"rate({total}[60s])")) > 0 for total in totals)
 
         wait_until(busy, "rates of loads and stores", timeout_s=WAIT_S)
         wait_until(
@@ -107,7 +107,7 @@ def prometheus(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         yield made
 
 
-def asked_by_all() -> dict[str, list[Selector]]:
+def queried_selectors() -> dict[str, list[Selector]]:
     """Selectors of each query of a panel and of each rule."""
     found = {f"{panel} {target['refId']}": selectors(target["expr"]) for row, panel, target in targets() if row != ROUTER}
     return found | {rule["alert"]: selectors(str(rule["expr"])) for rule in alerts()}
@@ -124,8 +124,8 @@ def test_every_panel_and_rule_has_series_in_a_scrape(bed: Bed) -> None:
         engine = scraped(bed.engine.address)
         return {
             (name, selector)
-            for name, asked in asked_by_all().items()
-            for selector in asked
+            for name, queried in queried_selectors().items()
+            for selector in queried
             if not any(
                 selector.takes(one.name, one.labels) for one in (engine if selector.name.startswith(VLLM_PREFIX) else servers)
             )

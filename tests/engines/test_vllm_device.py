@@ -16,9 +16,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from pd_bed import Oracle, PdBed, pd_bed
-from vllm_bed import VllmDriver, VllmEngine, text, tiny
+from vllm_bed import SingleEngine, VllmDriver, VllmEngine, text, tiny
 
-from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.engine_bed import ServeSpec
 from kvstore.lab.tiny_models import make_model
 from kvstore.testing.connector.driver import StoreAddress
@@ -30,31 +29,16 @@ PROMPTS = [text(1, 700), text(2, 580), text(3, 128), text(4, 31)]
 Open = Callable[..., VllmEngine]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreAddress]:
-    with LocalCluster([NodeSpec("n", dram_bytes=256 << 20)], tmp_path_factory.mktemp("store")) as cluster:
-        yield StoreAddress(cluster.metadata_address, cluster.node("n").local_socket)
-
-
 @pytest.fixture
 def opened(folder: Path, store: StoreAddress) -> Iterator[Open]:
     """Opens engines, one at a time, and closes them."""
-    engines: list[VllmEngine] = []
+    single = SingleEngine()
 
     def open_engine(family: str, options: dict[str, object], **driver: Any) -> VllmEngine:
-        while engines:
-            engines.pop().close()
-        engines.append(VllmDriver(tiny(family, folder), family, **driver).open(store, {"salt": family, **options}))
-        return engines[0]
+        return single.open(VllmDriver(tiny(family, folder), family, **driver), store, {"salt": family, **options})
 
     yield open_engine
-    while engines:
-        engines.pop().close()
+    single.close()
 
 
 def ask(engine: VllmEngine) -> tuple[list[tuple[int, ...]], list[int]]:

@@ -106,10 +106,10 @@ def test_both_publishers_say_the_same_on_both_sockets(monkeypatch: pytest.Monkey
             [theirs.BlockRemoved(NUMBERS[25:30], theirs.MEDIUM_CPU)],
         ):
             vllm.publish(theirs.KVEventBatch(ts=1234.5, events=events))
-        said = frames(replay, bytes(8))
-        while len(said) < 4:  # its thread has not published all yet
-            said = frames(replay, bytes(8))
-        assert frames(publisher.replay_endpoint, bytes(8)) == said
+        replayed = frames(replay, bytes(8))
+        while len(replayed) < 4:  # its thread has not published all yet
+            replayed = frames(replay, bytes(8))
+        assert frames(publisher.replay_endpoint, bytes(8)) == replayed
         assert frames(publisher.replay_endpoint, (2).to_bytes(8, "big")) == frames(replay, (2).to_bytes(8, "big"))
         assert frames(publisher.replay_endpoint, (9).to_bytes(8, "big")) == frames(replay, (9).to_bytes(8, "big"))
     finally:

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm_bed import BLOCK, VllmDriver, VllmEngine, text, tiny
+from vllm_bed import BLOCK, SingleEngine, VllmDriver, VllmEngine, text, tiny
 
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
@@ -41,24 +41,15 @@ class Bed:
         self.folder = folder
         self.cluster = cluster
         self.store = StoreAddress(cluster.metadata_address, cluster.node("n").local_socket)
-        self.engine: VllmEngine | None = None
+        self._single = SingleEngine()
 
     def open(self, family: str = "llama", *, mode: str = "async", policy: str = "recompute", **options: Any) -> VllmEngine:
-        self.close()
-        how = options.pop("engine", {})
+        engine = options.pop("engine", {})
         driver = VllmDriver(tiny(family, self.folder), family, load_mode=mode, policy=policy)
-        self.engine = driver.open(self.store, options, **how)
-        return self.engine
+        return self._single.open(driver, self.store, options, **engine)
 
     def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+        self._single.close()
 
 
 @pytest.fixture
@@ -189,8 +180,8 @@ def test_corrupt_blocks_are_computed(make_bed: Callable[..., Bed]) -> None:
     engine.forget()
     assert engine.worker_side.clients[0].flush()
     slab = max(bed.cluster.volume_path("n").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-    layer = engine.worker_side.pages[0]._layers[2]
-    at = slab.read_bytes().index(bytes(layer.memory[5 * layer.stride : 5 * layer.stride + 512]))  # the fifth block of a prompt
+    (page,) = engine.worker_side.pages[0].layer_buffer(2, [5]).segments(0, 0, 1)
+    at = slab.read_bytes().index(bytes(page[:512]))  # the fifth block of a prompt
     with slab.open("r+b") as file:
         file.seek(at)
         file.write(b"\x55\xaa")
@@ -206,33 +197,26 @@ def test_corrupt_blocks_are_computed(make_bed: Callable[..., Bed]) -> None:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_what_a_step_that_raises_has_not_computed_is_not_stored(
-    raises: bool, make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_step_that_raises_has_not_computed_is_not_stored(raises: bool, make_bed: Callable[..., Bed]) -> None:
     """vLLM ends a step that raised like any other. A step inside an exception handler has not raised."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
     engine = make_bed().open()
-    forward = GPUModelRunner._model_forward
 
-    def no_space(self: Any, *args: Any, **how: Any) -> Any:
-        forward(self, *args, **how)
-        if raises:
-            raise RuntimeError("out of memory")
+    def no_space(*_: Any) -> None:
+        raise RuntimeError("out of memory")
 
     try:
         int("another error")
     except ValueError:
         if raises:
-            monkeypatch.setattr(GPUModelRunner, "_model_forward", no_space)
+            engine.llm.apply_model(lambda model: model.register_forward_hook(no_space) and None)
             with pytest.raises(RuntimeError, match="out of memory"):
                 engine.tokens(PROMPTS[:1])
         else:
             engine.tokens(PROMPTS[:1])
-    saver = engine.worker_side._store_worker
-    assert saver is not None
-    assert saver.drain(WAIT_S)
-    assert (engine.worker_side.counters.totals().get("stores", 0) == 0) == raises
+    engine.worker_side.release_pages(grace_s=WAIT_S, timeout_s=0.0)
+    totals = engine.worker_side.counters.totals()
+    assert (totals.get("stores", 0) == 0) == raises
+    assert "stores_dropped" not in totals, "the stores ended by themselves"
 
 
 def test_a_store_without_space_skips(make_bed: Callable[..., Bed]) -> None:
@@ -313,17 +297,19 @@ def test_a_request_that_is_aborted_while_it_loads(make_bed: Callable[..., Bed]) 
     engine.forget()
     pool = engine.core.scheduler.kv_cache_manager.block_pool
     before = pool.get_num_free_blocks()
-    session = bed.cluster.node("n").process
-    session.send_signal(signal.SIGSTOP)  # the node hangs: the load neither ends nor fails
+    loads = Gate(engine.worker_side.clients[0], "start_load")
+    loads.open()
+    node = bed.cluster.node("n").process
+    node.send_signal(signal.SIGSTOP)  # the node hangs: the load neither ends nor fails
     try:
         add(engine, "aborted", PROMPTS[0])
-        wait_until(lambda: bool(engine.worker_side._loads_in_flight), "a load began", step=engine.llm.llm_engine.step)
+        wait_until(loads.inside.is_set, "a load began", step=engine.llm.llm_engine.step)
+        assert pool.get_num_free_blocks() < before
         engine.llm.llm_engine.abort_request(["aborted"])
         wait_until(lambda: not engine.llm.llm_engine.has_unfinished_requests(), "gone", step=engine.llm.llm_engine.step)
-        wait_until(lambda: not engine.worker_side._loads_in_flight, "the load has ended", step=engine.llm.llm_engine.step)
+        wait_until(lambda: pool.get_num_free_blocks() == before, "the load has ended", step=engine.llm.llm_engine.step)
     finally:
-        session.send_signal(signal.SIGCONT)
-    wait_until(lambda: pool.get_num_free_blocks() == before, "its pages are free", step=engine.llm.llm_engine.step)
+        node.send_signal(signal.SIGCONT)
     assert engine.counters()["loads_aborted"] == 1
     assert engine.tokens(PROMPTS) == right
 
@@ -348,9 +334,9 @@ def test_vllm_hung_server_delays_no_later_request(server: str, make_bed: Callabl
         waits = [answer(at % len(PROMPTS)) for at in range(6)]
     finally:
         process.send_signal(signal.SIGCONT)
-    alone = bed.folder, engine.counters()
+    counts = engine.counters()
     bed.close()
-    plain = VllmDriver(tiny("llama", alone[0])).open(None)
+    plain = VllmDriver(tiny("llama", bed.folder)).open(None)
     try:
         computed = []
         for prompt in PROMPTS:
@@ -362,7 +348,7 @@ def test_vllm_hung_server_delays_no_later_request(server: str, make_bed: Callabl
         plain.close()
     assert waits[0] <= max(computed) + MOST_WAIT_S, waits
     assert min(waits[2:]) <= max(computed) + SOON_S, (waits, computed)
-    assert alone[1].get("bugs", 0) == 0
+    assert counts.get("bugs", 0) == 0
 
 
 @pytest.mark.parametrize("connector_too", [False, True])
@@ -448,14 +434,14 @@ def test_events_salts_and_metrics(make_bed: Callable[..., Bed]) -> None:
     assert [token for event in stored for token in event.token_ids][: len(PROMPTS[0])] == PROMPTS[0][: 500 // BLOCK * BLOCK]
     assert {event.medium for event in stored} == {"KVSTORE"}
     engine.forget()
-    asked = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("a", "b")]
+    prompts = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("a", "b")]
     from vllm import SamplingParams
 
     for _ in range(2):
-        for prompt in asked:
+        for prompt in prompts:
             answer = engine.llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)[0]
             assert answer.num_cached_tokens == 0, "other salts share nothing"
-        asked = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("c", "d")]
+        prompts = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("c", "d")]
     metrics = {metric.name: metric for metric in engine.llm.get_metrics()}
     assert metrics["vllm:kvstore_store_bytes"].value > 0
     assert metrics["vllm:kvstore_lookups"].value >= 5

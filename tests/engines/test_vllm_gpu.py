@@ -48,8 +48,8 @@ def test_the_same_tokens_as_from_its_own_cache(
             engine.forget()
             loaded = engine.one_by_one(PROMPTS)
             assert [one.tokens for one in loaded] == [one.tokens for one in cached]
-            wanted = [(len(prompt) - 1) // engine.block_tokens * engine.block_tokens for prompt in PROMPTS]
-            assert [one.loaded_tokens for one in loaded] == wanted
+            whole_blocks = [(len(prompt) - 1) // engine.block_tokens * engine.block_tokens for prompt in PROMPTS]
+            assert [one.loaded_tokens for one in loaded] == whole_blocks
         engine.forget()
         assert len(engine.tokens(PROMPTS)) == len(PROMPTS)  # all at once
         engine.worker_side.count_device_copies()

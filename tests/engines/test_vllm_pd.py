@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from support.wait import wait_until
 
 pytest.importorskip("vllm")
 
-from pd_bed import BLOCK, DECODE, PREFILL, PROMPT_DEADLINE_S, Oracle, PdBed, for_decode, for_prefill, pd_bed, transfer_id
+from pd_bed import BLOCK, DECODE, PREFILL, PROMPT_DEADLINE_S, Oracle, PdBed, for_decode, for_prefill, pd_bed, text, transfer_id
 
 from kvproto.v1 import node_pb2
 from kvstore.core.errors import KVStoreError
@@ -46,10 +45,6 @@ def oracle(model: Path) -> Oracle:
 def bed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdBed]:
     with pd_bed(tmp_path_factory.mktemp("pd"), model, load_mode="layerwise") as made:
         yield made
-
-
-def text(seed: object, tokens: int) -> list[int]:
-    return random.Random(repr(seed)).choices(range(32, 127), k=tokens)
 
 
 def ended(bed: PdBed, engine: ServedEngine, counter: str, before: int) -> bool:
@@ -93,8 +88,8 @@ def test_the_prefill_engine_first_and_then_the_decode_engine(bed: PdBed, oracle:
 
 def test_many_at_once_with_common_beginnings(bed: PdBed, oracle: Oracle) -> None:
     prompts = [text(("common", number % 3), 200 + 50 * (number % 3)) + text(number, 5 * number) for number in range(12)]
-    asked = [bed.begin(prompt, 12, transfer_id()) for prompt in prompts]
-    for prompt, (_, answer) in zip(prompts, asked, strict=True):
+    transfers = [bed.begin(prompt, 12, transfer_id()) for prompt in prompts]
+    for prompt, (_, answer) in zip(prompts, transfers, strict=True):
         assert token_ids_of(answer.result(WAIT_S)) == oracle.says(prompt, 12)
 
 
@@ -102,8 +97,8 @@ def test_the_same_prompt_twice_at_once(bed: PdBed, oracle: Oracle) -> None:
     """Each transfer has its own partial block: one transfer does not consume that of the other."""
     prompt = text("twice", 170)
     before = bed.counts(bed.decode).get("prompts", 0)
-    asked = [bed.begin(prompt, 8, transfer_id()) for _ in range(4)]
-    for _, answer in asked:
+    transfers = [bed.begin(prompt, 8, transfer_id()) for _ in range(4)]
+    for _, answer in transfers:
         assert token_ids_of(answer.result(WAIT_S)) == oracle.says(prompt, 8)
     assert bed.counts(bed.decode)["prompts"] == before + 4
 
@@ -213,17 +208,17 @@ def test_who_stops_waiting_leaves_nothing_behind(bed: PdBed, oracle: Oracle) -> 
 def test_more_prompts_than_the_decode_buffer_holds(bed: PdBed, oracle: Oracle) -> None:
     """Eight prompts of which two fit at once: they wait for their turn."""
     prompts = [text(("large", number), 1600) for number in range(8)]
-    asked = [bed.begin(prompt, 4, transfer_id()) for prompt in prompts]
-    for prompt, (_, answer) in zip(prompts, asked, strict=True):
+    transfers = [bed.begin(prompt, 4, transfer_id()) for prompt in prompts]
+    for prompt, (_, answer) in zip(prompts, transfers, strict=True):
         assert token_ids_of(answer.result(2 * WAIT_S)) == oracle.says(prompt, 4)
 
 
 @pytest.mark.slow
 def test_the_decode_hosts_node_dies_and_comes_back(bed: PdBed, oracle: Oracle) -> None:
     prompts = [text(("node", number), 400) for number in range(6)]
-    asked = [bed.begin(prompt, 8, transfer_id()) for prompt in prompts]
+    transfers = [bed.begin(prompt, 8, transfer_id()) for prompt in prompts]
     bed.cluster.kill(DECODE)
-    for prompt, (_, answer) in zip(prompts, asked, strict=True):
+    for prompt, (_, answer) in zip(prompts, transfers, strict=True):
         assert token_ids_of(answer.result(2 * WAIT_S)) == oracle.says(prompt, 8)
     bed.cluster.start_node(DECODE)
     again = text("node again", 400)
@@ -240,10 +235,10 @@ def test_the_decode_hosts_node_dies_and_comes_back(bed: PdBed, oracle: Oracle) -
 @pytest.mark.parametrize("victim", [PREFILL, DECODE])
 def test_an_engine_dies_half_way(bed: PdBed, oracle: Oracle, victim: str) -> None:
     prompts = [text((victim, number), 500 + 40 * number) for number in range(6)]
-    asked = [bed.begin(prompt, 8, transfer_id()) for prompt in prompts]
-    wait([asked[0][0]], WAIT_S)
+    transfers = [bed.begin(prompt, 8, transfer_id()) for prompt in prompts]
+    wait([transfers[0][0]], WAIT_S)
     bed.engines.kill(victim)
-    for prompt, (prefilled, answer) in zip(prompts, asked, strict=True):
+    for prompt, (prefilled, answer) in zip(prompts, transfers, strict=True):
         living = answer if victim == PREFILL else prefilled
         assert token_ids_of(living.result(2 * WAIT_S)) == oracle.says(prompt, 8 if victim == PREFILL else 1)
         dead = prefilled if victim == PREFILL else answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from pd_bed import BLOCK, Oracle, PdBed, pd_bed, transfer_id
+from pd_bed import BLOCK, Oracle, PdBed, pd_bed, text, transfer_id
 from vllm_bed import tiny
 
 from kvstore.lab.engine_bed import token_ids_of
@@ -31,10 +30,6 @@ def bed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterato
 @pytest.fixture(scope="module")
 def oracle(bed: PdBed) -> Oracle:
     return Oracle(bed.model)
-
-
-def text(seed: object, tokens: int) -> list[int]:
-    return random.Random(repr(seed)).choices(range(32, 127), k=tokens)
 
 
 @pytest.mark.parametrize("tokens", [BLOCK + 1, WINDOW, 333, 2100])
@@ -67,8 +62,8 @@ def test_more_prompts_than_the_decode_buffer_holds(bed: PdBed, oracle: Oracle) -
     """The parts of a prompt take space one by one: none waits for another prompt that waits for it."""
     before = bed.counts(bed.decode)
     prompts = [text(("large", number), 1600) for number in range(8)]
-    asked = [bed.begin(prompt, 4, transfer_id()) for prompt in prompts]
-    for prompt, (_, answer) in zip(prompts, asked, strict=True):
+    transfers = [bed.begin(prompt, 4, transfer_id()) for prompt in prompts]
+    for prompt, (_, answer) in zip(prompts, transfers, strict=True):
         assert token_ids_of(answer.result(WAIT_S)) == oracle.says(prompt, 4)
     after = bed.counts(bed.decode)
     assert after.get("prompts_incomplete", 0) == before.get("prompts_incomplete", 0)

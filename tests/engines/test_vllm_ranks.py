@@ -49,8 +49,8 @@ def answers(cluster: LocalCluster, folder: Path, family: str) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
         process.wait()
     assert process.returncode == 0, errors[-4000:]
-    said: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-    return said
+    output_of_engine: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    return output_of_engine
 
 
 @pytest.mark.slow
@@ -64,8 +64,8 @@ def test_two_ranks_load_what_they_stored(family: str, tmp_path: Path) -> None:
     block = engine["block_tokens"]  # vLLM's choice: without AMX, pages of latents have 16 tokens
     hit_blocks, stored_blocks = TOKENS // block, (TOKENS + 12 - 1) // block
     assert engine["cached"] == [0, hit_blocks * block, hit_blocks * block], json.dumps(engine["counts"])
-    assert engine["said"][1] == engine["said"][2]
-    assert family == "deepseek" or engine["said"][0] == engine["said"][1]
+    assert engine["answers"][1] == engine["answers"][2]
+    assert family == "deepseek" or engine["answers"][0] == engine["answers"][1]
     assert engine["counts"]["load_blocks"] == 2 * 2 * hit_blocks, "both ranks load"
     page = engine["counts"]["store_bytes"] / stored_blocks
     assert page == {"llama": 4 * 2 * block * 2 * 32 * 4, "deepseek": 3 * block * 576 * 2}[family], "each byte once"

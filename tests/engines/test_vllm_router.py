@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ pytest.importorskip("vllm")
 
 import openai
 from adapters_bed import RANK, make_adapter
-from pd_bed import BLOCK, DECODE, PREFILL, Oracle, PdBed, pd_bed
+from pd_bed import BLOCK, DECODE, PREFILL, Oracle, PdBed, pd_bed, text
 
 from kvstore.lab.engine_bed import token_ids_of
 from kvstore.lab.router_process import RouterProcess
@@ -60,10 +59,6 @@ def pairs(bed: PdBed) -> Iterator[RouterProcess]:
     arguments = ["--prefill", prefill, "--decode", decode, *common(bed, "pairs"), "--policy", "least_loaded"]
     with RouterProcess(arguments, bed.engines.folder, "pairs") as router:
         yield router
-
-
-def text(seed: object, tokens: int) -> list[int]:
-    return random.Random(repr(seed)).choices(range(32, 127), k=tokens)
 
 
 def common(bed: PdBed, name: str) -> list[str]:
@@ -108,10 +103,10 @@ def test_router_completions_match_the_model(router: RouterProcess, oracle: Oracl
 
 
 def test_router_stream_equals_whole_response(router: RouterProcess) -> None:
-    with client(router) as asked:
+    with client(router) as chat_client:
         messages: Any = [{"role": "user", "content": "Once upon a time " * 20}]
-        whole = asked.chat.completions.create(model="tiny", messages=messages, max_tokens=24, **GREEDY)
-        stream = asked.chat.completions.create(model="tiny", messages=messages, max_tokens=24, stream=True, **GREEDY)
+        whole = chat_client.chat.completions.create(model="tiny", messages=messages, max_tokens=24, **GREEDY)
+        stream = chat_client.chat.completions.create(model="tiny", messages=messages, max_tokens=24, stream=True, **GREEDY)
         pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert len([piece for piece in pieces if piece]) > 5
     assert "".join(pieces) == whole.choices[0].message.content
@@ -148,7 +143,7 @@ def test_router_pairs_hand_prompts_over(bed: PdBed, pairs: RouterProcess, oracle
     assert bed.counts(bed.decode)["prompts"] == before + 8
 
 
-def said(router: RouterProcess, model: str, prompt: list[int], **extra: Any) -> list[int]:
+def complete(router: RouterProcess, model: str, prompt: list[int], **extra: Any) -> list[int]:
     """Return the tokens of a greedy completion; ``extra`` are further fields of the request."""
     how = {"temperature": 0, "extra_body": {**GREEDY["extra_body"], **extra}}
     return token_ids_of(client(router).completions.create(model=model, prompt=prompt, max_tokens=8, **how).model_dump())
@@ -186,12 +181,12 @@ def test_router_adapters_loaded_at_run_time(bed: PdBed, router: RouterProcess, o
     for model, tokens in right.items():
         bed.only_in_storage()
         before = hit_blocks(bed)
-        assert said(router, model, prompt) == tokens
+        assert complete(router, model, prompt) == tokens
         assert hit_blocks(bed) == before, "adapters do not share KV"
     for model, tokens in right.items():
         bed.only_in_storage()
         before = hit_blocks(bed)
-        assert said(router, model, prompt) == tokens
+        assert complete(router, model, prompt) == tokens
         assert hit_blocks(bed) == before + whole
 
     make_adapter(bed.model, tmp_path / adapter, 7)  # new weights in the same folder
@@ -200,7 +195,7 @@ def test_router_adapters_loaded_at_run_time(bed: PdBed, router: RouterProcess, o
     serve_adapter(bed, router, adapter, tmp_path / adapter)
     bed.only_in_storage()  # vLLM's own prefix cache identifies an adapter by its name alone
     before = hit_blocks(bed)
-    assert said(router, adapter, prompt) == Oracle(bed.model, tmp_path / adapter).says(prompt, 8) != right[adapter]
+    assert complete(router, adapter, prompt) == Oracle(bed.model, tmp_path / adapter).says(prompt, 8) != right[adapter]
     assert hit_blocks(bed) == before
     assert sum(bed.counts(bed.engines.engine(one)).get("adapters_unknown", 0) for one in (PREFILL, DECODE)) > 0
 
@@ -212,13 +207,13 @@ def test_router_equal_cache_salt_shares_blocks(bed: PdBed, router: RouterProcess
         for salt in salts:
             bed.only_in_storage()
             before = hit_blocks(bed)
-            assert said(router, "tiny", prompt, **({"cache_salt": salt} if salt else {})) == oracle.says(prompt, 8)
+            assert complete(router, "tiny", prompt, **({"cache_salt": salt} if salt else {})) == oracle.says(prompt, 8)
             assert hit_blocks(bed) == before + hit
 
 
 def test_router_sessions_hit_and_are_scheduled(bed: PdBed, plain: RouterProcess) -> None:
     """Sessions of several turns: after the first turn, most of each prompt was seen before."""
-    scheduled, asked = counter(plain, "router_scheduled_total"), 0
+    scheduled_before, sent = counter(plain, "router_scheduled_total"), 0
     prompt_tokens = cached = 0
     histories: list[list[dict[str, str]]] = [
         [{"role": "user", "content": f"agent {n}: " + "look at it. " * 100}] for n in range(3)
@@ -226,7 +221,7 @@ def test_router_sessions_hit_and_are_scheduled(bed: PdBed, plain: RouterProcess)
     for turn in range(4):
         for history in histories:
             answer = client(plain).chat.completions.create(model="tiny", messages=history, max_tokens=8, **GREEDY)  # type: ignore[arg-type]
-            asked += 1
+            sent += 1
             assert answer.usage is not None
             if turn:
                 prompt_tokens += answer.usage.prompt_tokens
@@ -236,7 +231,7 @@ def test_router_sessions_hit_and_are_scheduled(bed: PdBed, plain: RouterProcess)
             ]
     cached = sum(int(bed.engines.engine(name).metrics()["vllm:prefix_cache_hits_total"]) for name in (PREFILL, DECODE))
     assert cached > 0.9 * prompt_tokens
-    assert counter(plain, "router_scheduled_total") - scheduled == asked
+    assert counter(plain, "router_scheduled_total") - scheduled_before == sent
     assert counter(plain, "router_lookups_total") > 0
 
 

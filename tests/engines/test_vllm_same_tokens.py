@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm_bed import BLOCK, VllmDriver, VllmEngine, text, tiny
+from vllm_bed import BLOCK, SingleEngine, VllmDriver, VllmEngine, text, tiny
 
-from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvclient import KVClient, LoadHandle
 from kvstore.lab.tiny_models import Family
 from kvstore.testing.connector.driver import StoreAddress
 
@@ -37,64 +37,50 @@ def hits(engine: VllmEngine) -> list[int]:
     return [(len(prompt) - 1) // engine.block_tokens * engine.block_tokens for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreAddress]:
-    with LocalCluster([NodeSpec("n", dram_bytes=256 * MIB)], tmp_path_factory.mktemp("store")) as cluster:
-        yield StoreAddress(cluster.metadata_address, cluster.node("n").local_socket)
-
-
 @pytest.fixture
 def opened(folder: Path) -> Iterator[Open]:
     """Opens engines, one at a time, and closes them."""
-    engines: list[VllmEngine] = []
+    single = SingleEngine()
 
     def open_engine(store: StoreAddress | None, family: str = "llama", mode: str = "async", **engine: Any) -> VllmEngine:
-        while engines:
-            engines.pop().close()
         options = engine.pop("options", {})
-        engines.append(VllmDriver(tiny(family, folder), family, load_mode=mode).open(store, options, **engine))
-        return engines[0]
+        return single.open(VllmDriver(tiny(family, folder), family, load_mode=mode), store, options, **engine)
 
     yield open_engine
-    while engines:
-        engines.pop().close()
+    single.close()
 
 
 @pytest.fixture(scope="module")
 def elsewhere(folder: Path, store: StoreAddress, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Answers of another process, computed and from its own prefix cache; it stored the KV."""
-    prompts = tmp_path_factory.mktemp("said") / "prompts.json"
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.json"
     prompts.write_text(json.dumps(PROMPTS))
     script = Path(__file__).with_name("vllm_bed.py")
     argv = [sys.executable, str(script), store.metadata, store.node, str(folder), str(prompts), *FAMILIES]
     done = subprocess.run(argv, env=os.environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answers
 
 
 def spoil(engine: VllmEngine) -> None:
     """Rotate the pages of one layer after each load, unseen by the connector."""
-    side = engine.worker_side
-    begin = side._begin
 
-    def spoiled(job: Any, after: Any) -> Any:
-        flight = begin(job, after)
-        for part, handle in zip(job.groups, flight.parts, strict=True):
-            handle._handle.result()
-            for layer in side.pages[part.group]._layers[:1]:
-                for page in part.block_ids:
-                    memory = torch.frombuffer(layer.memory, dtype=torch.uint8)
-                    at = slice(page * layer.stride, page * layer.stride + layer.page_bytes)
-                    memory[at] = memory[at].roll(3 * 256)
-        return flight
+    def spoil_loads(client: KVClient) -> None:
+        start_load = client.start_load
 
-    side._begin = spoiled  # type: ignore[method-assign]
+        def start_spoiled(lookup: Any, pages: Any, **how: Any) -> LoadHandle:
+            handle = start_load(lookup, pages, **how)
+            handle.result()
+            for page in range(pages.count):
+                (memory,) = (torch.frombuffer(piece, dtype=torch.uint8) for piece in pages.segments(page, 0, 1))
+                memory[:] = memory.roll(3 * 256)
+            return handle
+
+        client.start_load = start_spoiled  # type: ignore[method-assign]
+
+    for client in engine.worker_side.clients:
+        spoil_loads(client)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,22 +110,15 @@ def watch_pages(engine: VllmEngine) -> list[bool]:
     side, stored, same = engine.worker_side, {}, []
 
     def content(group: int, page: int) -> bytes:
-        layers = side.pages[group]._layers
-        return b"".join(bytes(layer.memory[page * layer.stride :][: layer.page_bytes]) for layer in layers)
+        pages = side.pages[group]
+        return b"".join(bytes(piece) for piece in pages.buffer([page]).segments(0, 0, pages.shape.layers))
 
-    assert side._store_worker is not None
-    add, begin, arrivals, end = side._store_worker.add, side._begin, side.take_completions, side.end_forward
+    begin, arrivals, end = side.begin_loads, side.take_completions, side.end_forward
     under_way: list[Any] = []
 
-    def add_jobs(chain: bytes, jobs: Any, clients: Any, after: Any) -> None:
-        for job in jobs:
-            for key, page in zip(job.keys, job.block_ids[0], strict=True):
-                stored.setdefault(key, content(0, page))  # what is stored first stays
-        add(chain, jobs, clients, after)
-
-    def begin_load(job: Any, after: Any) -> Any:
-        under_way.append(job)
-        return begin(job, after)
+    def begin_loads(plan: Any) -> None:
+        under_way.extend(plan.loads)
+        begin(plan)
 
     def compare(jobs: list[Any]) -> None:
         for job in jobs:
@@ -149,15 +128,18 @@ def watch_pages(engine: VllmEngine) -> list[bool]:
             same.extend(content(0, page) == stored[key] for key, page in zip(lookup.keys, part.block_ids, strict=True))
 
     def arrived(plan: Any, finished: set[str]) -> Any:
-        came = arrivals(plan, finished)
-        compare([job for job in under_way if job.request_id in came.received])
-        return came
+        completions = arrivals(plan, finished)
+        compare([job for job in under_way if job.request_id in completions.received])
+        return completions
 
     def end_forward(plan: Any, **how: Any) -> None:
         end(plan, **how)
+        for job in plan.stores if not side.step_failed else ():
+            for key, page in zip(job.keys, job.block_ids[0], strict=True):
+                stored.setdefault(key, content(0, page))  # what is stored first stays
         compare([job for job in under_way if job.layerwise])
 
-    side._store_worker.add, side._begin, side.take_completions = add_jobs, begin_load, arrived  # type: ignore[method-assign]
+    side.begin_loads, side.take_completions = begin_loads, arrived  # type: ignore[method-assign]
     side.end_forward = end_forward  # type: ignore[method-assign]
     return same
 
@@ -234,17 +216,12 @@ def alone(folder: Path) -> list[tuple[int, ...]]:
 def test_llama_alone_and_with_the_store(mode: str, alone: list[tuple[int, ...]], store: StoreAddress, opened: Open) -> None:
     """Many at once, in chunks, with a pool so small that requests are preempted: as an engine with space and no store."""
     tight = {"num_gpu_blocks_override": 60, "max_model_len": 1024, "max_num_batched_tokens": 256, "enable_chunked_prefill": True}
-    engine = opened(store, mode=mode, options={"salt": mode}, **tight)
-    preempted: list[str] = []
-    preempt = engine.core.scheduler._preempt_request
-    engine.core.scheduler._preempt_request = lambda request, *how, **more: (  # type: ignore[attr-defined]
-        preempted.append(request.request_id),
-        preempt(request, *how, **more),
-    )
+    engine = opened(store, mode=mode, options={"salt": mode}, disable_log_stats=False, **tight)
     for _ in range(3):
         assert engine.tokens(MANY, 40) == alone
         engine.forget()
-    assert preempted, "the pool is small enough"
+    metrics = {metric.name: metric for metric in engine.llm.get_metrics()}
+    assert metrics["vllm:num_preemptions"].value > 0, "the pool is small enough"
     counts = engine.counters()
     assert counts["loads"] > 10
     assert counts.get("loads_failed", 0) == counts.get("bugs", 0) == 0

@@ -26,15 +26,15 @@ def test_vllm_prefills_and_transformers_goes_on(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", TinyModel(hidden=128, max_tokens=1024))
     ids = prompt(70, TOKENS)
     with LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path / "store") as cluster:
-        place = {"metadata": cluster.metadata_address, "node": cluster.node("n").local_socket}
-        answer = said_by_vllm(folder, ids[0].tolist(), {**place, "model": MODEL})
+        addresses = {"metadata": cluster.metadata_address, "node": cluster.node("n").local_socket}
+        answer = said_by_vllm(folder, ids[0].tolist(), {**addresses, "model": MODEL})
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         computed = DynamicCache(config=model.config)
         with torch.no_grad():
             model(ids, past_key_values=computed, use_cache=True)
 
-        spec = find_pages(place["metadata"], model=MODEL)
-        with PageReader(spec, HookOptions(**place)) as reader:
+        spec = find_pages(addresses["metadata"], model=MODEL)
+        with PageReader(spec, HookOptions(**addresses)) as reader:
             layers, tokens = reader.read(ids[0].tolist(), most=TOKENS - 1)
             assert reader.read(prompt(71, TOKENS)[0].tolist()) == ([], 0)
             assert reader.read(ids[0].tolist(), most=BLOCK - 1) == ([], 0)
@@ -48,7 +48,7 @@ def test_vllm_prefills_and_transformers_goes_on(tmp_path: Path) -> None:
         assert greedy(model, ids, past_key_values=DynamicCache(rolled)) != [answer]
         for wrong in ({"model": "another"}, {"model": MODEL, "tenant": "another"}, {"model": MODEL, "weights_epoch": "another"}):
             with pytest.raises(InvalidArgument):
-                find_pages(place["metadata"], **wrong)
+                find_pages(addresses["metadata"], **wrong)
 
 
 def said_by_vllm(folder: Path, ids: list[int], options: dict[str, Any]) -> list[int]:

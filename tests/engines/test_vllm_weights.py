@@ -253,8 +253,8 @@ def test_model_files_of_a_hub_are_identified_by_commit(tmp_path: Path) -> None:
     hub = tmp_path / "models--user--model"
     drawn = iter(range(9))
 
-    def text(asked: str = "") -> str:
-        files = ModelFiles("user/model", requested_revision=asked, cache=str(tmp_path))
+    def text(revision: str = "") -> str:
+        files = ModelFiles("user/model", requested_revision=revision, cache=str(tmp_path))
         return files.weights_digest(lambda: f"own {next(drawn)}")
 
     def fetch(commit: str) -> None:

@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvclient.engines.vllm.identity.keys import RequestKeys, request_extras
+from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
 from kvstore.lab.tiny_models import Family, TinyModel, make_model
@@ -103,7 +105,11 @@ class VllmEngine:
         self.core = llm.llm_engine.engine_core.engine_core
         self.connector = self.core.scheduler.connector
         self._loaded: dict[str, int] = {}
-        self._stored: dict[str, list[Any]] = {}
+        self._requests: dict[str, Any] = {}
+        self._jobs: dict[int, str] = {}
+        """Requests of planned stores."""
+        self._stored: dict[str, tuple[RequestKeys, list[int], int]] = {}
+        """By request: its keys, its tokens, and the number of blocks that were given to the store."""
         if self.connector is not None:
             self._watch_loads(self.scheduler_side)
             self._watch_stores(self.scheduler_side)
@@ -121,14 +127,14 @@ class VllmEngine:
 
     @property
     def scheduler_side(self) -> SchedulerConnector:
-        side: SchedulerConnector = self.connector._scheduler
+        side: SchedulerConnector = self.connector.scheduler_side
         return side
 
     @property
     def worker_side(self) -> WorkerConnector:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        side: WorkerConnector = get_kv_transfer_group()._worker
+        side: WorkerConnector = get_kv_transfer_group().worker_side
         return side
 
     def _watch_loads(self, side: SchedulerConnector) -> None:
@@ -139,44 +145,57 @@ class VllmEngine:
             self._loaded[request.request_id] = tokens
             planned(request, block_ids, tokens)
 
-        def loads_failed(invalid: set[int], requests: set[str]) -> None:
-            failed(invalid, requests)
-            for request_id, state in side._requests.items():
-                if state.load_failed:
-                    self._loaded[request_id] = 0
+        def loads_failed(invalid: set[int], requests: set[str]) -> set[str]:
+            computed = failed(invalid, requests)
+            self._loaded.update(dict.fromkeys(computed, 0))
+            return computed
 
         side.update_state_after_alloc, side.on_loads_failed = allocated, loads_failed  # type: ignore[method-assign]
 
     def _watch_stores(self, side: SchedulerConnector) -> None:
         """Notes which chains were given to the store: its index shows them a moment later."""
-        plan, failed = side._plan_store, side._store_failed
+        arrived, plan_step, ended = side.on_new_request, side.build_step_plan, side.on_worker_output
 
-        def plan_store(state: Any, full: int, block_ids: Any) -> Any:
-            job = plan(state, full, block_ids)
-            if job is not None:
-                self._stored[state.request.request_id] = state.keys.upto(state.request.all_token_ids, full)
-            return job
+        def on_new_request(request: Any, **how: Any) -> None:
+            self._requests[request.request_id] = request
+            arrived(request, **how)
 
-        def store_failed(pins: Any) -> None:
-            self._stored.pop(pins.request.request_id, None)
-            failed(pins)
+        def build_step_plan(*given: Any) -> StepPlan:
+            plan = plan_step(*given)
+            for job in plan.stores:
+                request = self._requests[job.request_id]
+                self._jobs[job.job_id] = job.request_id
+                self._stored[job.request_id] = (self._keys(request), list(request.all_token_ids), job.first_block + len(job.keys))
+            return plan
 
-        side._plan_store, side._store_failed = plan_store, store_failed  # type: ignore[method-assign]
+        def on_worker_output(output: WorkerOutput) -> None:
+            for job_id in output.stores_failed:
+                self._stored.pop(self._jobs[job_id], None)
+            ended(output)
 
-    def _is_shown(self, keys: Any) -> bool:
+        side.on_new_request, side.build_step_plan = on_new_request, build_step_plan  # type: ignore[method-assign]
+        side.on_worker_output = on_worker_output  # type: ignore[method-assign]
+
+    def _keys(self, request: Any) -> RequestKeys:
+        side = self.scheduler_side
+        assert side.prefix_lookup is not None
+        adapter = side.adapters.weights(request.lora_request) if request.lora_request is not None else None
+        return RequestKeys(side.prefix_lookup.chain, request_extras(request, adapter, self.block_tokens))
+
+    def _is_shown(self, keys: RequestKeys, tokens: list[int], blocks: int) -> bool:
         """Whether lookups show a whole chain, or cannot tell."""
-        finder = self.scheduler_side.prefix_lookup
-        assert finder is not None
-        found = finder._found(keys)
-        return found.hit_blocks == len(keys) or any(one.error for group in found.by_group for one in group.values())
+        lookup = self.scheduler_side.prefix_lookup
+        assert lookup is not None
+        found = lookup.begin(keys, tokens, blocks).result()
+        return found.hit_blocks == blocks or any(one.error for group in found.by_group for one in group.values())
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, adapter: Any = None, **sampling: Any) -> list[Any]:
         """vLLM's own answers, with a LoRA adapter if one is given."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling)
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        answers: list[Any] = self.llm.generate(asked, params, use_tqdm=False, lora_request=adapter)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answers: list[Any] = self.llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
         return answers
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, adapter: Any = None) -> list[Generated]:
@@ -203,7 +222,7 @@ class VllmEngine:
             self.llm.llm_engine.step()
         shown_s = time.monotonic() + SHOWN_S
         while self._stored and time.monotonic() < min(end_s, shown_s):
-            self._stored = {name: keys for name, keys in self._stored.items() if not self._is_shown(keys)}
+            self._stored = {name: chain for name, chain in self._stored.items() if not self._is_shown(*chain)}
             time.sleep(0.005)
         self._stored.clear()  # what was evicted, or lost with its node, is never shown
         return True
@@ -237,6 +256,27 @@ class VllmEngine:
         _spare_later_engines()
 
 
+class SingleEngine:
+    """Holds at most one open engine, because vLLM keeps a connector and distributed groups in globals."""
+
+    def __init__(self) -> None:
+        self._engine: VllmEngine | None = None
+
+    def open(
+        self, driver: VllmDriver, store: StoreAddress | None, options: Mapping[str, object] = {}, **engine: object
+    ) -> VllmEngine:
+        """Close the open engine, and open another one."""
+        self.close()
+        self._engine = driver.open(store, options, **engine)
+        return self._engine
+
+    def close(self) -> None:
+        """Close the open engine, if there is one."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
 @cache
 def _spare_later_engines() -> None:
     """Skip work that vLLM repeats for every engine, although this process has done it.
@@ -260,15 +300,15 @@ def main() -> None:
     parser.add_argument("families", nargs="+")
     given = parser.parse_args()
     prompts = json.loads(Path(given.prompts).read_text())
-    said: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for family in given.families:
         engine = VllmDriver(tiny(family, Path(given.folder)), family).open(StoreAddress(given.metadata, given.node))
         fresh = [one.tokens for one in engine.one_by_one(prompts)]
         assert engine.flush()
         cached = [one.tokens for one in engine.one_by_one(prompts)]
-        said[family] = {"fresh": fresh, "cached": cached}
+        answers[family] = {"fresh": fresh, "cached": cached}
         engine.close()
-    print(json.dumps(said))
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

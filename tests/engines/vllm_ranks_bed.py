@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ def is_shown(worker: Any) -> bool:
     from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
     from kvclient.engines.vllm.identity.namespaces import chain_spec
 
-    (client,) = get_kv_transfer_group()._worker.clients  # type: ignore[attr-defined]
+    (client,) = get_kv_transfer_group().worker_side.clients  # type: ignore[attr-defined]
     chain = KeyChain(chain_spec([replace(client.spec, shard_rank=0)]))
     keys = NamespaceKeyMask(chain.spec.namespace, client.spec.namespace).keys(chain.keys(text(1, TOKENS)))
     end_s = time.monotonic() + SHOWN_S
@@ -59,18 +60,16 @@ def fork_children() -> None:
 
 def bind() -> None:
     """Apply vLLM's settings of OpenMP for each worker: a forked process has loaded OpenMP before they are set."""
-    asked = re.findall(r"\d+", os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES") or "")
-    if asked:
-        torch.set_num_threads(len(asked))
-        os.sched_setaffinity(0, {int(one) for one in asked})
+    cores = re.findall(r"\d+", os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES") or "")
+    if cores:
+        torch.set_num_threads(len(cores))
+        os.sched_setaffinity(0, {int(core) for core in cores})
 
 
 def processors(worker: Any) -> tuple[int, int]:
     """In each worker: how many may compute, and how many store."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    saver = get_kv_transfer_group()._worker._store_worker  # type: ignore[attr-defined]
-    return len(os.sched_getaffinity(0)), len(os.sched_getaffinity(saver._thread.native_id if saver is not None else 0))
+    storing = [thread.native_id or 0 for thread in threading.enumerate() if thread.name == "kvstore-save"]
+    return len(os.sched_getaffinity(0)), len(os.sched_getaffinity(storing[0] if storing else 0))
 
 
 def main() -> None:
@@ -86,10 +85,10 @@ def main() -> None:
     driver = VllmDriver(tiny(given.family, Path(given.folder)), given.family)
     llm = driver.make(StoreAddress(given.metadata, given.node), PATIENT, tensor_parallel_size=2, disable_log_stats=False)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    said, cached = [], []
+    answers, cached = [], []
     for _ in range(3):
         (answer,) = llm.generate([{"prompt_token_ids": text(1, TOKENS)}], params, use_tqdm=False)
-        said.append(list(answer.outputs[0].token_ids))
+        answers.append(list(answer.outputs[0].token_ids))
         cached.append(answer.num_cached_tokens)
         assert all(llm.collective_rpc(is_shown))
         while not llm.reset_prefix_cache():
@@ -98,7 +97,7 @@ def main() -> None:
         metric.name.removeprefix("vllm:kvstore_"): metric.value for metric in llm.get_metrics() if "kvstore_" in metric.name
     }
     chosen = {"processors": llm.collective_rpc(processors), "block_tokens": llm.llm_engine.vllm_config.cache_config.block_size}
-    print(json.dumps({"said": said, "cached": cached, "counts": counts, **chosen}))
+    print(json.dumps({"answers": answers, "cached": cached, "counts": counts, **chosen}))
 
 
 if __name__ == "__main__":

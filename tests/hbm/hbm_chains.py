@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvclient import CacheSpec
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import KVStoreError

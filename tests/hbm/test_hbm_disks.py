@@ -22,7 +22,7 @@ from hbm_chains import SPEC as SMALL
 from hbm_chains import Below, allocate, chain, in_time
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadResult, Tier
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.hbm import HbmPool
 from kvclient.hbm.gds_reader import GdsReader
 from kvclient.memory.engine_pool import DiskLocations, StoredVolume
@@ -271,7 +271,8 @@ def test_gds_interrupt_keeps_slots_being_written(tmp_path: Path, monkeypatch: py
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(MountedSlab, "read_device", late)
         monkeypatch.setattr("kvclient.hbm.gds_reader.INTERRUPT_S", 0.05)
-        disk.pool.gds_reader._readers = Readers(1)  # a second volume is not read before the first
+        monkeypatch.setattr("kvclient.hbm.gds_reader.READERS", 1)  # a second volume is not read before the first
+        monkeypatch.setattr("kvclient.hbm.gds_reader.ThreadPoolExecutor", Readers)
         disk.volumes = disk.volumes * groups
         numbers = np.arange(12, dtype=np.uint8) % groups
         offsets = np.array([slot.offset for slot in disk.slots], np.uint64)

@@ -74,7 +74,7 @@ def test_blocks_round_trip_through_device_tensors(pool: HbmPool, make: Make, apa
         kept = [block for at, block in enumerate(pool.state.table.snapshot()) if at % 2]
         for block in reversed(pool.state.table.snapshot()):
             if block not in kept:
-                pool.state.table.discard_after_use([block])
+                pool.state.table.mark_clean([block], transient=True)
         pool.state.table.unpin([block for block in pool.state.table.pin_resident(kept[0].namespace, other) if block is not None])
         assert pool.usage().blocks == len(kept)
     assert near.insert_tensor(keys, None, 0, filled) == BLOCKS

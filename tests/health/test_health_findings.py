@@ -17,7 +17,7 @@ from kvstore.health.cluster import ClusterReport, FileSystem, NodeReport, QuotaU
 from kvstore.health.findings import MAX_FINDINGS, HealthFinding, from_proto, overall
 from kvstore.health.host_reports import CertificateWatch, file_system
 from kvstore.health.node_reachability import Reachability
-from kvstore.metadata.cluster.reported_findings import check_findings
+from kvstore.metadata.service import check_findings
 from kvstore.process.tls import TlsConfig
 
 GIB = 1 << 30

@@ -125,7 +125,7 @@ def test_load_failed_is_not_offered_again(by_pages: bool) -> None:
     made.get_num_new_matched_tokens(one, 0)
     made.update_state_after_alloc(one, [[7, 8, 9, 10, 11]], 12)
     made.build_step_plan({}, {}, lambda _: None)
-    made.on_loads_failed({9} if by_pages else set(), set() if by_pages else {"r"})
+    assert made.on_loads_failed({9} if by_pages else set(), set() if by_pages else {"r"}) == {"r"}
     assert made.get_num_new_matched_tokens(one, 0) == (0, False)
     save = plan(made, one, 17, [[7, 8, 9, 10, 11]]).stores[0]
     assert (save.first_block, len(save.keys)) == (0, 4), "the store says itself what it lacks of it"
@@ -146,7 +146,7 @@ def test_layerwise_load_failed_evicts_its_and_later_blocks(mode: str) -> None:
     assert pool.evicted == ({8, 9, 10, 11, 20, 21, 22} if mode == "layerwise" else set()), "async: the engine caches what came"
     made.build_step_plan({"r": 5}, {}, pages.__getitem__)
     pool.evicted.clear()
-    made.on_loads_failed({30}, set())
+    assert made.on_loads_failed({30}, set()) == set()
     assert not pool.evicted, "no load of this step"
 
 

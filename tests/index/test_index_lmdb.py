@@ -169,13 +169,16 @@ def test_index_files_of_another_program_are_moved_aside(tmp_path: Path) -> None:
         assert txn.get(b"precious") == b"value"
 
 
-def test_index_of_another_format_is_dropped(tmp_path: Path) -> None:
+def test_index_of_another_format_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     epoch = filled(tmp_path)
     with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True, db=env.open_db(b"meta")) as txn:
         txn.put(b"format", b"kvstore-index/0")
     mark_killed(tmp_path)
+    with pytest.raises(Unavailable, match=r"its format is kvstore-index/0, this version reads kvstore-index/2"):
+        LmdbIndex.open(tmp_path, read_only=True)
     again, blocks, events = reopened(tmp_path)
     assert (again != epoch, blocks, events["index_dropped_total"]) == (True, 0, 1)
+    assert "its format is kvstore-index/0, this version reads kvstore-index/2" in caplog.text
 
 
 def test_index_after_machine_crash_is_dropped(tmp_path: Path) -> None:

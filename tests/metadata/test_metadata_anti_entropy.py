@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.core.checksum import digest_keys, key_range
 from kvstore.core.clock import ManualClock
 from kvstore.core.limits import DIGEST_RANGES
-from kvstore.core.range_digests import digest_keys, key_range
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.contract import VolumeEpoch
 from kvstore.index.lmdb import LmdbIndex

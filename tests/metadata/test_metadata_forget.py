@@ -103,14 +103,13 @@ def test_forget_wall_clock_steps_have_no_effect(tmp_path: Path, monkeypatch: pyt
     register_node(index, info)
     nodes_known = NodeTable(index, MonotonicClock(), 60.0, Counters())
     assert nodes_known.record_heartbeat(pb.HeartbeatRequest(node_id="n", boot_id=info.boot_id))
-    for name, value in nodes_known.take_unshared_notes():
-        index.put_note(name, value, announce=False)
+    nodes_known.take_unshared().write(index)
     real_s = time.time()
     monkeypatch.setattr(time, "time", lambda: real_s + step_s)
     monkeypatch.setattr(time, "time_ns", lambda: int((real_s + step_s) * 1e9))
     another_worker = NodeTable(index, MonotonicClock(), 60.0, Counters())
     for table in (nodes_known, another_worker):
-        table.read_shared_notes()
+        table.tick()
         (status,) = table.statuses()
         assert status.alive
         assert status.heartbeat_age_ms < 60_000

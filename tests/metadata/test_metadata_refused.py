@@ -12,8 +12,9 @@ from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
 from kvstore.core.clock import ManualClock
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.indexing.index_mutations import register_node
-from kvstore.metadata.membership.node_table import REFUSED_S, NodeTable
-from kvstore.metadata.membership.records import CallRefusal, Heartbeat
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.membership.records import BootReport, CallRefusal
+from kvstore.metadata.membership.refusals import REFUSED_S
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.interceptor import RefusedNode, host_of_peer
 
@@ -40,8 +41,9 @@ def index(tmp_path: Path) -> Iterator[LmdbIndex]:
 def table(index: LmdbIndex, clock: ManualClock) -> NodeTable:
     made = NodeTable(index, clock, TTL_S, Counters())
     assert made.record_heartbeat(pb.HeartbeatRequest(node_id="n", boot_id=b"b" * 16), "10.0.9.9")
+    made.take_unshared().write(index)
     clock.advance(TTL_S + 1)
-    made.read_shared_notes()
+    made.tick()
     return made
 
 
@@ -60,7 +62,7 @@ def test_refused_from_its_host_shows_the_reason(table: NodeTable, host: str) -> 
 def test_refused_by_a_stranger_shows_nothing(table: NodeTable, node_id: str, host: str) -> None:
     table.record_refusal(RefusedNode(node_id, host, WHY))
     assert [status.refused for status in table.statuses()] == [""]
-    assert table.take_unshared_notes()[1:] == []
+    assert not table.take_unshared().refusals
 
 
 def test_refused_node_that_reports_is_alive(table: NodeTable) -> None:
@@ -76,22 +78,43 @@ def test_refused_long_ago_is_silence(table: NodeTable, clock: ManualClock) -> No
     assert [status.refused for status in table.statuses()] == [""]
 
 
-def test_refused_is_shared_with_other_workers(table: NodeTable, index: LmdbIndex, clock: ManualClock) -> None:
+@pytest.mark.parametrize("start_s", [0.0, 1e9])
+def test_refused_is_shared_whatever_the_clocks(table: NodeTable, index: LmdbIndex, start_s: float) -> None:
+    clock = ManualClock(start_s)
     another = NodeTable(index, clock, TTL_S, Counters())
+    another.tick()
     clock.advance(TTL_S + 1)
     table.record_refusal(RefusedNode("n", HOST, WHY))
-    for name, value in table.take_unshared_notes():
-        index.put_note(name, value, announce=False)
-    another.read_shared_notes()
-    assert [status.refused for status in another.statuses()] == [WHY]
+    table.take_unshared().write(index)
+    for _ in range(2):
+        another.tick()
+        assert [status.refused for status in another.statuses()] == [WHY]
+        clock.advance(REFUSED_S - 0.1)
+    clock.advance(0.2)
+    another.tick()
+    assert [status.refused for status in another.statuses()] == [""]
 
 
-def test_heartbeat_and_refusal_notes_round_trip() -> None:
-    beat = Heartbeat(b"b" * 16, 1.5, pb.HeartbeatRequest(node_id="n"), "::1")  # type: ignore[arg-type]
-    assert Heartbeat.decode(beat.encode()) == beat
-    refusal = CallRefusal(2.5, WHY)
+def test_refused_before_start_is_not_shown(table: NodeTable, index: LmdbIndex, clock: ManualClock) -> None:
+    table.record_refusal(RefusedNode("n", HOST, WHY))
+    table.take_unshared().write(index)
+    started = NodeTable(index, clock, TTL_S, Counters())
+    started.tick()
+    clock.advance(TTL_S + 1)
+    started.tick()
+    assert [status.refused for status in started.statuses()] == [""]
+    table.record_refusal(RefusedNode("n", HOST, WHY))
+    table.take_unshared().write(index)
+    started.tick()
+    assert [status.refused for status in started.statuses()] == [WHY]
+
+
+def test_report_and_refusal_notes_round_trip() -> None:
+    report = BootReport(pb.HeartbeatRequest(node_id="n", boot_id=b"b" * 16), 2**64 - 1, "::1")
+    assert BootReport.decode(report.encode()) == report
+    refusal = CallRefusal(2**64 - 1, WHY)
     assert CallRefusal.decode(refusal.encode()) == refusal
-    assert (Heartbeat.decode(b"x"), CallRefusal.decode(b"x")) == (None, None)
+    assert (BootReport.decode(b"x"), CallRefusal.decode(b"x")) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import CacheSpec, Tier, VolumeInfo
 from kvstore.core import limits
+from kvstore.core.checksum import key_range
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
-from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey
 from kvstore.rpc.client import call_aio
 from support.chains import chain
@@ -367,6 +367,7 @@ HOSTILE = {
     "torn keys": ("Lookup", pb.LookupRequest(namespace_id=NAMESPACE, keys=b"k" * 33)),
     "short namespace": ("Lookup", pb.LookupRequest(namespace_id=b"n", keys=b"k" * 32)),
     "too many keys": ("Lookup", pb.LookupRequest(namespace_id=NAMESPACE, keys=bytes(16 * (limits.MAX_KEYS_PER_CALL + 1)))),
+    "too many guessed ends": ("Lookup", pb.LookupRequest(namespace_id=NAMESPACE, keys=b"k" * 32, ends=range(9))),
     "a message beyond all limits": ("Lookup", pb.LookupRequest(namespace_id=NAMESPACE, keys=bytes(65 << 20))),
     "digests without counts": ("CompareDigests", pb.CompareDigestsRequest(node_id="n", boot_id=b"b" * 16, digests=[1])),
     "ranges beyond key space": (

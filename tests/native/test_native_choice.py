@@ -14,7 +14,7 @@ import pytest
 import kvstore.native
 from kvstore.native.batch import Kernel
 from kvstore.native.c_kernel import CKernel
-from kvstore.native.self_check import failed_check
+from kvstore.native.choice import failed_check
 
 BROKEN = {
     "cached": ("lanes.h", "STORE(to + v * WIDTH, data[v])", "STORE(to + v * WIDTH, acc[v])"),

@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+from kvstore.core.checksum import key_range
 from kvstore.core.clock import ManualClock
-from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, BootId, VolumeId
 from kvstore.node.publish.anti_entropy import AntiEntropy
 from kvstore.node.state.change_log import ReplicaChangeLog

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.core.clock import ManualClock
-from kvstore.core.types import BlockShape, NamespaceId, VolumeId
+from kvstore.core.types import BlockShape, NamespaceId, Tier, VolumeId
+from kvstore.node.eviction.execution import evict_tier
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
@@ -29,8 +30,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[BlockTable]:
     counters, clock = Counters(), ManualClock()
     arena = DramArena(volume_id=VolumeId("dram"), capacity_bytes=ROOM * SHAPE.block_bytes)
     log = ReplicaChangeLog([arena.volume_id], counters, clock, keep=False)
-    residency = Residency(arena, make_policy("lru"), [], log, counters, clock)
-    table = BlockTable(residency, writes_back=True, cascades_chains=request.param)
+    residency = Residency(arena, make_policy("lru"), [], log, counters, clock, cascades_chains=request.param)
+    table = BlockTable(residency, writes_back=True)
     for chain in range(ROOM // CHAIN):
         keys = [key_of(chain, depth) for depth in range(CHAIN)]
         assert len(table.claim(NAMESPACE, keys).claimed_absent) == CHAIN
@@ -53,9 +54,9 @@ def test_dirty_victims_are_written_by_chain_or_by_leaf(table: BlockTable, reques
     pending = table.take_pending(ROOM, ROOM << 20, 0.0)
     keys = {block.key for block in pending}
     # the coldest chains in full, up to the limit of one search for space; or the leaf of each
-    wanted = {key_of(chain, depth) for chain in range(4) for depth in range(CHAIN)}
+    expected = {key_of(chain, depth) for chain in range(4) for depth in range(CHAIN)}
     leaves = {key_of(chain, CHAIN - 1) for chain in range(ROOM // CHAIN)}
-    assert keys == (wanted if whole else leaves)
+    assert keys == (expected if whole else leaves)
     for block in pending:
         table.writeback_failed(block)
     slots = table.reserve(SHAPE, 4, 0.0)
@@ -66,16 +67,16 @@ def test_dirty_victims_are_written_by_chain_or_by_leaf(table: BlockTable, reques
 
 def test_give_up_drops_waiting_blocks_and_finishes_writes(table: BlockTable) -> None:
     keys = [key_of(0, depth) for depth in range(CHAIN)]
-    table.requeue_writeback(NAMESPACE, keys)
+    table.requeue_writeback(filter(None, table.find(NAMESPACE, keys)))
     taken = table.take_pending(4, 1 << 20, 0.0)
     assert table.give_up_pending() == CHAIN - 4
     assert table.counts() == (ROOM, 4)
     assert table.give_up_pending() == 0
     assert not table.wait_written(0.0)
     # ancestors of a block that is being written stay, and so does the block
-    assert table.evict_all_clean_from_dram() == CHAIN - 4
+    assert evict_tier(table, Tier.DRAM) == CHAIN - 4
     for block in taken:
         table.writeback_failed(block)
     assert table.wait_written(0.0)
-    assert table.evict_all_clean_from_dram() == 4
+    assert evict_tier(table, Tier.DRAM) == 4
     assert table.counts() == (ROOM - CHAIN, 0)

@@ -15,7 +15,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockRun, BlockShape, StoreOutcome
 from kvstore.node.durability.volume_checks import ENDED, Check, CheckState, VolumeChecks, held_blocks
-from kvstore.node.eviction.execution import quarantine
+from kvstore.node.eviction.execution import finish_eviction, quarantine
 from kvstore.node.state.model import Block
 from kvstore.testing.faulty_volume import VolumeFault, VolumeOperation
 from support.node_harness import MIB, NodeHarness
@@ -63,14 +63,11 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 def test_check_good_blocks_stay_and_are_not_marked_used(node: Node) -> None:
     assert node.checks.last(node.volume) is None
-    order = [block.key for block in node.table.mark_all_evicting(node.volume)]
-    node.table.cancel_nvme_eviction([node.at(position) for position in range(BLOCKS)])
+    order = node.coldest_on(node.volume)
     found = node.check()
     assert (found.state, found.blocks, found.good, found.bad) == (CheckState.DONE, BLOCKS, BLOCKS, 0)
     assert found.checked_bytes == BLOCKS * SHAPE.block_bytes
-    victims = node.table.mark_all_evicting(node.volume)
-    node.table.cancel_nvme_eviction(victims)
-    assert [block.key for block in victims] == order, "the order of eviction is what it was"
+    assert node.coldest_on(node.volume) == order, "the order of eviction is what it was"
 
 
 def test_check_bad_blocks_are_restored_from_dram(node: Node) -> None:
@@ -102,7 +99,7 @@ def test_quarantine_does_not_remove_a_newer_replica(node: Node) -> None:
     bad = block.nvme
     assert bad is not None
     quarantine(node.table, node.volume, block, bad, node.counters)
-    node.table.requeue_writeback(node.namespace, [block.key])
+    node.table.requeue_writeback([block])
     node.write_back()
     assert block.nvme is not None
     assert block.nvme != bad
@@ -111,7 +108,7 @@ def test_quarantine_does_not_remove_a_newer_replica(node: Node) -> None:
     assert node.volume.quarantined == 1
 
 
-def test_good_copy_written_during_quarantine_stays(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_good_copy_written_during_quarantine_stays(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine stores the block again, and its write-back runs just before the catalog removes the bad replica."""
     block = node.at(3)
     bad, commit = block.nvme, node.volume.volume.commit
@@ -142,7 +139,7 @@ def test_good_copy_written_during_quarantine_stays(node: Node, monkeypatch: pyte
     brought.append(bring())
     assert StoreOutcome.STORED in brought
     assert node.at(3).nvme not in (None, bad)
-    assert dict(node.volume.volume._inner._listed())[block.key] == node.at(3).nvme, "or a restart would not find it"  # type: ignore[attr-defined]
+    assert node.after_restart(0, tmp_path)[block.key] == node.at(3).nvme
 
 
 def test_loads_continue_while_a_check_lists_blocks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +176,12 @@ def test_check_blocks_evicted_before_their_turn_are_gone(node: Node, monkeypatch
     node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ, times=1)
     check = node.checks.begin(node.volume, b"1" * 16, FAST)
     assert node.faults.hanging.acquire(timeout=WAIT_S), "it reads the first four, which are pinned"
-    victims = node.table.mark_all_evicting(node.volume)
+    victims = [node.block(key) for key in node.coldest_on(node.volume)]
     assert len(victims) == BLOCKS - 4
+    with node.table.residency.lock:
+        node.table.residency.mark_evicting(victims)
     node.volume.volume.commit([], [block.key for block in victims])
-    node.table.note_evicted_from_volume(node.volume, victims)
+    finish_eviction(node.table.residency, node.volume, victims)
     node.faults.release_hangs()
     wait_until_ended(check)
     assert (check.state, check.good, check.gone, check.checked_blocks) == (CheckState.DONE, 4, BLOCKS - 4, BLOCKS)

@@ -40,7 +40,7 @@ class HealthCase:
         self.health = HealthReporter(table, log, self.clock, self.storage_node, sources=self.sources, stalls=self.stalls)
 
 
-def told(case: HealthCase) -> list[str]:
+def facts_of(case: HealthCase) -> list[str]:
     """Facts of all findings."""
     return [one.facts for one in case.health.findings()]
 
@@ -51,23 +51,23 @@ def case() -> HealthCase:
 
 
 def test_health_without_failures_reports_nothing(case: HealthCase) -> None:
-    assert told(case) == []
+    assert facts_of(case) == []
     assert case.health.why_not_writable(case.volume) == ""
     assert case.health.publish_failing_s() == 0
 
 
 def test_health_corrupt_blocks_are_reported_for_ten_minutes(case: HealthCase) -> None:
     case.volume.quarantined = 3
-    assert told(case) == ["3 blocks on volume n/nvme0 were found corrupt in the last 1 min."]
+    assert facts_of(case) == ["3 blocks on volume n/nvme0 were found corrupt in the last 1 min."]
     case.clock.advance(QUARANTINE_REPORT_S - 1)
     case.volume.quarantined = 4
-    assert told(case) == ["4 blocks on volume n/nvme0 were found corrupt in the last 10 min."]
+    assert facts_of(case) == ["4 blocks on volume n/nvme0 were found corrupt in the last 10 min."]
     case.clock.advance(QUARANTINE_REPORT_S - 1)
-    assert told(case) == ["4 blocks on volume n/nvme0 were found corrupt in the last 20 min."]
+    assert facts_of(case) == ["4 blocks on volume n/nvme0 were found corrupt in the last 20 min."]
     case.clock.advance(QUARANTINE_REPORT_S + 1)
-    assert told(case) == []
+    assert facts_of(case) == []
     case.volume.quarantined = 5
-    assert told(case)[0].startswith("1 blocks"), "a new series"
+    assert facts_of(case)[0].startswith("1 blocks"), "a new series"
 
 
 def test_health_publish_failure_is_reported_until_caught_up(case: HealthCase) -> None:
@@ -75,25 +75,25 @@ def test_health_publish_failure_is_reported_until_caught_up(case: HealthCase) ->
     case.health.publish_failed("no space on disk for the index")
     case.clock.advance(3.0)
     case.health.publish_acknowledged()  # one small batch was accepted
-    (facts,) = told(case)
+    (facts,) = facts_of(case)
     assert facts == "The index has accepted no changes of this node for 3 s (70,000 wait): no space on disk for the index"
     assert case.health.publish_failing_s() == 3.0
     case.waiting = 0
     case.health.publish_caught_up()
-    assert told(case) == []
+    assert facts_of(case) == []
 
 
 def test_health_publish_unacknowledged_is_behind(case: HealthCase) -> None:
     case.clock.advance(1000.0)
-    assert told(case) == [], "nothing waited"
+    assert facts_of(case) == [], "nothing waited"
     case.health.publish_caught_up()
     case.waiting = 1
     case.clock.advance(BEHIND_S)
-    assert told(case) == []
+    assert facts_of(case) == []
     case.clock.advance(1.0)
-    assert "no acknowledgement" in told(case)[0]
+    assert "no acknowledgement" in facts_of(case)[0]
     case.health.publish_acknowledged()
-    assert told(case) == []
+    assert facts_of(case) == []
 
 
 def test_health_failing_writes_are_reported_until_they_succeed(case: HealthCase) -> None:
@@ -104,9 +104,9 @@ def test_health_failing_writes_are_reported_until_they_succeed(case: HealthCase)
     case.volume.failing.succeeded(case.clock.now_s())
     assert case.health.why_not_writable(case.volume) == ""
     case.storage_node.failed(case.clock.now_s(), "no answer")
-    assert told(case) == ["The storage node does not accept blocks: no answer"]
+    assert facts_of(case) == ["The storage node does not accept blocks: no answer"]
     case.clock.advance(FORGET_S)
-    assert told(case) == []
+    assert facts_of(case) == []
 
 
 def test_health_stalled_volume_is_reported_until_it_answers(case: HealthCase) -> None:
@@ -115,11 +115,11 @@ def test_health_stalled_volume_is_reported_until_it_answers(case: HealthCase) ->
     case.volume.set_guard(Counters(), stall_s=0.05)
     with pytest.raises(VolumeStalled):
         case.volume.guard.read(lambda: release.wait(30.0), ignore)
-    (facts,) = told(case)
+    (facts,) = facts_of(case)
     assert facts == "Volume n/nvme0 does not answer I/O since 0 s."
     release.set()
     wait_until(lambda: not case.volume.guard.abandoned)
-    assert told(case) == []
+    assert facts_of(case) == []
     assert case.health.why_not_writable(case.volume) == ""
 
 
@@ -130,7 +130,7 @@ def test_health_slow_peer_is_named_as_the_subject(case: HealthCase) -> None:
     assert (found.code, found.subject) == (codes.NODE_SLOW, "host-2")
     assert found.facts == "Loads at node n wait for node host-2: 3 slow loads in the last minute, the longest 1.8 s."
     case.clock.advance(60.0)
-    assert told(case) == []
+    assert facts_of(case) == []
 
 
 def test_health_slow_volumes_are_those_of_the_node(case: HealthCase) -> None:

@@ -14,13 +14,13 @@ import pytest
 
 from kvproto.v1.common_pb2 import NODE_STATE_DRAINED, DrainOrder
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, VolumeId
+from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, Tier, VolumeId
 from kvstore.node.base.volume_guard import VolumeStalled
 from kvstore.node.control.drain import Drainer
-from kvstore.node.durability.requeue import requeue_dram_only
 from kvstore.node.durability.volume_checks import CheckState, VolumeChecks
+from kvstore.node.durability.volume_watch import requeue_dram_only
 from kvstore.node.durability.writeback import WriteBack
-from kvstore.node.eviction.execution import evict_all_nvme
+from kvstore.node.eviction.execution import evict_tier
 from kvstore.node.loads.locate import pin_stored
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.loads.runs import SourceRange
@@ -61,7 +61,7 @@ class Node(NodeHarness):
         self.write_back()
         other.resting_until_s = 0.0
         assert all(self.block(key).nvme_volume is volume for key in keys)
-        self.table.evict_all_clean_from_dram()
+        evict_tier(self.table, Tier.DRAM)
         return keys
 
     def load(self, keys: Sequence[BlockKey]) -> list[Outcome | None]:
@@ -193,10 +193,10 @@ def test_flush_all_volumes_hung_reports_not_durable_soon(node: Node, operation: 
         assert node.load(chain) == HIT, "from DRAM"
     node.answers_again()
     wait_until(lambda: node.hung.guard.takes_changes, "the volume accepts changes again")
-    assert requeue_dram_only(node.table) == 5 * CHAIN
+    assert requeue_dram_only(node.table, node.hung) == 5 * CHAIN
     assert node.table.wait_written(node.clock.now_s() + WAIT_S)
     assert all(all(node.table.are_durable(chain)) for chain in keys)
-    node.table.evict_all_clean_from_dram()
+    evict_tier(node.table, Tier.DRAM)
     for chain in keys:
         assert node.load(chain) == HIT, "from the volume"
     node.table.node_volumes.append(node.good)
@@ -214,8 +214,7 @@ def test_commit_late_leaves_no_stale_catalog_entry(node: Node, tmp_path: Path) -
     assert node.hung.volume.usage().blocks == 0
     node.store_chain("next")
     assert node.table.wait_written(node.clock.now_s() + SOON_S)
-    named = {key for key, _ in node.hung.volume._inner._listed()}  # type: ignore[attr-defined]
-    assert named == set(node.keys("next", CHAIN))
+    assert set(node.after_restart(0, tmp_path)) == set(node.keys("next", CHAIN))
 
 
 def test_evict_volume_hung_fails_soon_and_settles_later(node: Node) -> None:
@@ -223,7 +222,7 @@ def test_evict_volume_hung_fails_soon_and_settles_later(node: Node) -> None:
     node.faults.add(VolumeFault.HANG, operation=VolumeOperation.COMMIT, times=1)
     began_s = time.monotonic()
     with pytest.raises(VolumeStalled):
-        evict_all_nvme(node.table)
+        evict_tier(node.table, Tier.NVME)
     assert time.monotonic() - began_s < SOON_S
     assert all(node.block(key).evicting for key in hung), "a load could begin to read them"
     assert node.load(hung) == [Outcome.MISS] * CHAIN
@@ -261,7 +260,7 @@ def test_volume_hangs_repeatedly_under_load_nothing_leaks(node: Node) -> None:
         while not stop.is_set():
             at += 1
             node.load(chains[at % len(chains)])
-            node.table.evict_all_clean_from_dram()
+            evict_tier(node.table, Tier.DRAM)
             if at % 5 == 0:
                 node.store_chain(f"new{number}-{at}")
             loads += 1

@@ -56,7 +56,7 @@ def test_layered_load_returns_groups_in_order(node: LayeredNode, storage: MakeSt
     assert order == sorted(order)
     expected = [(at, min(layer_group, 5 - at)) for at in range(0, 5, layer_group)]
     assert layers == dict.fromkeys(range(20), expected)
-    assert all(node.table.held(node.namespace, keys(20))), "complete blocks stay in DRAM"
+    assert None not in node.table.find(node.namespace, keys(20)), "complete blocks stay in DRAM"
 
 
 def test_layered_load_missing_blocks_are_misses(node: LayeredNode, storage: MakeStorage) -> None:
@@ -74,7 +74,7 @@ def test_layered_load_corrupt_layer_loses_its_block(node: LayeredNode, storage: 
     layers, failed, _ = node.drive(node.load(6, [s.source(0, 6)], 1))
     assert failed == {3: Outcome.CORRUPT}
     assert layers[3] == [(0, 1), (1, 1)]
-    assert node.table.held(node.namespace, keys(6)) == [True, True, True, False, True, True]
+    assert [block is not None for block in node.table.find(node.namespace, keys(6))] == [True, True, True, False, True, True]
 
 
 def test_layered_load_failed_first_group_drops_the_second(node: LayeredNode, storage: MakeStorage) -> None:
@@ -97,7 +97,7 @@ def test_layered_load_failed_first_group_drops_the_second(node: LayeredNode, sto
     second.join()
     assert layers == {}
     assert sorted(failed) == [0, 1]
-    assert node.table.held(node.namespace, keys(2)) == [False] * 2
+    assert node.table.find(node.namespace, keys(2)) == [None] * 2
 
 
 def test_layered_load_layers_with_a_hole_are_not_ready(node: LayeredNode, storage: MakeStorage) -> None:
@@ -174,7 +174,7 @@ def test_layered_load_of_later_layers_is_served_while_pinned(node: LayeredNode, 
     assert failed == {}
     assert set(map(tuple, layers.values())) == {((3, 2),)}
     assert {request.first_layer for request in s.provider.requests} == {3}
-    assert node.table.held(node.namespace, keys(6)) == [False] * 6, "incomplete blocks are not in the table"
+    assert node.table.find(node.namespace, keys(6)) == [None] * 6, "incomplete blocks are not in the table"
     # the load has ended, but the leases of its runs have not: the engine of another host still reads them
     (part,) = node.provider.read(ReadRequest(SPEC.namespace, keys(6), 3, 2, 0, node.clock.now_s() + 1))
     assert list(part.outcomes) == [Outcome.HIT] * 6

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import copy_context
 
 import pytest
 
@@ -13,7 +14,6 @@ from kvstore.core.errors import Unavailable
 from kvstore.core.types import NodeId, Outcome, Tier
 from kvstore.node.base.process_stall import INTERVAL_S, TOLERANCE_S, ProcessStallDetector
 from kvstore.node.base.slow_sources import MIN_LOADS, SLOW_BYTES_PER_S, SlowSource, SlowSources
-from kvstore.node.loads import peer_waits
 from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.runs import LoadedRun
 from kvstore.node.loads.timings import LoadTimings
@@ -43,13 +43,12 @@ class Load:
         return record
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Inside, reads of the current context belong to this load."""
-        before = peer_waits._current.set(self.timer.peers)
-        try:
-            yield
-        finally:
-            peer_waits._current.reset(before)
+    def waiting_for(self, node: str) -> Iterator[Callable[[Iterable[Outcome]], None]]:
+        """Inside, this load waits for a node."""
+        context = copy_context()
+        context.run(self.timer.peers.record_in_context)
+        with ExitStack() as stack:
+            yield context.run(stack.enter_context, waiting_for(NodeId(node)))
 
 
 def test_reason_time_before_a_part_belongs_to_its_tier() -> None:
@@ -82,7 +81,7 @@ def test_reason_unmeasured_time_is_not_attributed() -> None:
 
 def test_reason_peer_silent_names_the_node() -> None:
     load = Load()
-    with load.recording(), waiting_for(NodeId("host-2")):  # it never answers: the engine leaves at its deadline
+    with load.waiting_for("host-2"):  # it never answers: the engine leaves at its deadline
         load.clock.advance(10.0)
         record = load.end()
     assert record.reason == "100 % of the time waiting for node host-2, which did not answer"
@@ -91,7 +90,7 @@ def test_reason_peer_silent_names_the_node() -> None:
 
 def test_reason_peer_timed_out_names_it_with_the_misses() -> None:
     load = Load()
-    with load.recording(), waiting_for(NodeId("host-2")) as answered:
+    with load.waiting_for("host-2") as answered:
         load.clock.advance(2.0)
         answered([Outcome.HIT, Outcome.TIMEOUT])
     load.timer.ready(LoadedRun(0, [Outcome.TIMEOUT] * 4, [None] * 4, Tier.NVME, HOME))
@@ -101,7 +100,7 @@ def test_reason_peer_timed_out_names_it_with_the_misses() -> None:
 
 def test_reason_peer_answered_is_not_blamed() -> None:
     load = Load()
-    with load.recording(), waiting_for(NodeId("host-2")) as answered:
+    with load.waiting_for("host-2") as answered:
         load.clock.advance(0.2)
         answered([Outcome.HIT, Outcome.MISS])
     load.clock.advance(0.5)
@@ -110,7 +109,7 @@ def test_reason_peer_answered_is_not_blamed() -> None:
 
 def test_reason_peer_lost_at_once_is_not_blamed() -> None:
     load = Load()
-    with load.recording(), suppress(Unavailable), waiting_for(NodeId("host-2")):
+    with suppress(Unavailable), load.waiting_for("host-2"):
         load.clock.advance(0.1)
         raise Unavailable("connection refused")
     load.clock.advance(5.0)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.types import BlockKey, Outcome
+from kvstore.core.types import BlockKey, Outcome, Tier
+from kvstore.node.eviction.execution import evict_tier
 from kvstore.node.loads.runs import LoadedRun
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.nvme.slab import NvmeSlab
@@ -43,7 +44,7 @@ class Node(NodeHarness):
         self.slab = slab
         self.slab.gate = threading.Event()
         self.chain = self.store_durably("chain", BLOCKS)
-        assert self.table.evict_all_clean_from_dram() == BLOCKS
+        assert evict_tier(self.table, Tier.DRAM) == BLOCKS
 
     def close(self) -> None:
         self.slab.gate.set()

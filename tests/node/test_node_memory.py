@@ -102,20 +102,20 @@ def test_block_in_dram_alone_keeps_its_checksums() -> None:
 
 def test_place_map_finds_blocks_of_several_sizes() -> None:
     namespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), SHAPE)
-    places = SlotMap()
+    by_slot = SlotMap()
     blocks = {
         Slot(start + number * size, size, 1): Block(namespace, BlockKey(b"%016d" % (start + number * size)), None, 0, b"")
         for start, size, count in ((0, 4096, 700), (3_000_000, 12_288, 300), (9_000_001 // 4096 * 4096, 8192, 5))
         for number in range(count)
     }
     for slot, block in blocks.items():
-        assert places.get(slot) is None
-        places.put(slot, block)
-    assert {id(block) for block in places} == {id(block) for block in blocks.values()}
+        assert by_slot.get(slot) is None
+        by_slot.put(slot, block)
+    assert {id(block) for block in by_slot} == {id(block) for block in blocks.values()}
     for slot, block in blocks.items():
-        assert places.get(slot) is block
-        places.take(slot)
-        assert places.get(slot) is None
+        assert by_slot.get(slot) is block
+        by_slot.take(slot)
+        assert by_slot.get(slot) is None
         with pytest.raises(KeyError):
-            places.take(slot)
-    assert list(places) == []
+            by_slot.take(slot)
+    assert list(by_slot) == []

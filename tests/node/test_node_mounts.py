@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import mmap
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +127,15 @@ def test_mount_close_ends_queued_reads(
     put(owner, [1], SHAPE)
     monkeypatch.setattr("kvstore.node.loads.mounts.THREADS", 1)
     monkeypatch.setattr("kvstore.node.base.volume_guard.CHANGERS", 0)
+    submitted = threading.Semaphore(0)
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *work: Any, **options: Any) -> Future[Any]:  # type: ignore[override]
+            future = super().submit(*work, **options)
+            submitted.release()
+            return future
+
+    monkeypatch.setattr("kvstore.node.base.volume_guard.ThreadPoolExecutor", Pool)
     mount = Mount(MountSection(volume=NAME, path=tmp_path / "v"), io_threads=2, counters=Counters(), clock=MonotonicClock())
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
     begun, proceed = threading.Event(), threading.Event()
@@ -142,9 +151,8 @@ def test_mount_close_ends_queued_reads(
         first = readers.submit(read, mount, namespace, 1, LONG_S, events[0])
         assert begun.wait(LONG_S)
         second = readers.submit(read, mount, namespace, 1, LONG_S, events[1])
-        while not mount._guard._others._work_queue.qsize():
-            assert not second.done()
-            time.sleep(0.001)
+        for _ in ("catch up", "first read", "second read"):
+            assert submitted.acquire(timeout=LONG_S)
         mount.close()
         assert second.result(LONG_S) is None
         assert events[1].is_set(), "the memory of the queued read was not released"

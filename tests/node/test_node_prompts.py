@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.core.types import BlockRun, NamespaceId, Outcome
+from kvstore.core.types import BlockRun, NamespaceId, Outcome, Tier
+from kvstore.node.eviction.execution import evict_tier
 from kvstore.node.loads.prompt_wait import PromptWaits
 from kvstore.node.loads.runs import LoadedRun
 from support.callers import ObservedScope
@@ -101,10 +102,10 @@ def test_prompt_from_stores_and_loads_completes(node: LayeredNode, storage: Stor
 def test_prompt_early_blocks_are_not_evicted(node: LayeredNode) -> None:
     engine = DecodeEngine(node, 8)
     node.store_blocks(4, 4)
-    node.table.evict_all_clean_from_dram()
+    evict_tier(node.table, Tier.DRAM)
     for first in range(12, 60, 6):  # all other blocks of the arena are replaced
         node.store_blocks(first, 4)
-        node.table.evict_all_clean_from_dram()
+        evict_tier(node.table, Tier.DRAM)
     node.store_blocks(0, 4)
     assert engine.end() == [Outcome.HIT] * 8
 

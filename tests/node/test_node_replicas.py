@@ -11,8 +11,8 @@ import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvstore.core.checksum import key_range
 from kvstore.core.clock import ManualClock, MonotonicClock
-from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog, runs_of
 from kvstore.observe.counters import Counters

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvproto.v1.metadata_pb2 import Retention
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import Tier
-from kvstore.node.eviction.execution import evict_down_to, evict_namespace, invalidate
+from kvstore.node.eviction.execution import evict_down_to, evict_namespace, evict_tier, invalidate
 from support.quota_node import BLOCK, HALF_DRAM, HALF_NVME, SKIPPED, STORED, QuotaNode
 
 
@@ -88,7 +88,7 @@ def test_ttl_blocks_in_use_or_in_write_back_stay(node: QuotaNode) -> None:
 def test_ttl_read_from_volume_counts_as_use(node: QuotaNode) -> None:
     node.set_rules((0, 60, False))
     keys = node.store_durably(1, 4)
-    node.table.evict_all_clean_from_dram()
+    evict_tier(node.table, Tier.DRAM)
     node.clock.advance(50)
     claim = node.table.claim(node.namespaces[0], keys[:2])
     node.table.unclaim([block.key for block in claim.durable.values()], claim.durable.values())
@@ -119,7 +119,7 @@ def test_pin_survives_pressure_until_unpinned(node: QuotaNode) -> None:
     assert node.is_resident(kept, 0) == [True] * 20
     assert held(node) == (20, 20)
     evict_down_to(node.table, None, 0)
-    node.table.evict_all_clean_from_dram()
+    evict_tier(node.table, Tier.DRAM)
     assert evict_down_to(node.table, node.table.node_volumes[0], 0).kept >= 20
     assert held(node) == (20, 20)
     done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)
@@ -157,10 +157,10 @@ def test_pins_take_at_most_half_under_pressure(node: QuotaNode) -> None:
 def test_pin_protects_from_quota_and_ttl(node: QuotaNode) -> None:
     kept = node.store_durably(1, 10)
     node.set_rules((0, 60, True))
-    told = Retention()
-    told.shares.add(tenant="acme", dram_bytes=4 * BLOCK, nvme_bytes=4 * BLOCK)
-    told.rules.add(namespace_id=node.namespaces[0].namespace_id, ttl_ms=60_000, pinned=True)
-    node.enforcer.apply(told)
+    settings = Retention()
+    settings.shares.add(tenant="acme", dram_bytes=4 * BLOCK, nvme_bytes=4 * BLOCK)
+    settings.rules.add(namespace_id=node.namespaces[0].namespace_id, ttl_ms=60_000, pinned=True)
+    node.enforcer.apply(settings)
     node.clock.advance(100)
     node.enforcer.round()
     assert node.is_resident(kept, 0) == [True] * 10
@@ -265,7 +265,7 @@ class RuleMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.node = QuotaNode(Path(self.folder.name) / "slab", "lru")
-        self.wanted = [(0.0, False), (0.0, False)]
+        self.current_rules = [(0.0, False), (0.0, False)]
 
     @rule(chain=st.integers(0, 8), count=st.integers(1, 25), tenant=st.integers(0, 1), durable=st.booleans())
     def store(self, chain: int, count: int, tenant: int, durable: bool) -> None:
@@ -283,8 +283,8 @@ class RuleMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.integers(0, 1), ttl_s=st.sampled_from([0.0, 20.0, 60.0]), pinned=st.booleans())
     def change(self, tenant: int, ttl_s: float, pinned: bool) -> None:
-        self.wanted[tenant] = ttl_s, pinned
-        self.node.set_rules(*((number, *one) for number, one in enumerate(self.wanted)))
+        self.current_rules[tenant] = ttl_s, pinned
+        self.node.set_rules(*((number, *one) for number, one in enumerate(self.current_rules)))
 
     @rule()
     def settle(self) -> None:
@@ -292,7 +292,7 @@ class RuleMachine(RuleBasedStateMachine):
         self.node.write_back()
         self.node.enforcer.round()
         now_s = self.node.clock.now_s()
-        for tenant, (ttl_s, pinned) in enumerate(self.wanted):
+        for tenant, (ttl_s, pinned) in enumerate(self.current_rules):
             uses = self.node.namespaces[tenant].uses
             assert (uses is not None) == bool(ttl_s)
             if uses is None or pinned:
@@ -312,12 +312,12 @@ class RuleMachine(RuleBasedStateMachine):
             if namespace.uses is not None:
                 assert namespace.uses.keys == held_keys == namespace.uses.used_s.keys()
             for tier, order in namespace.kept_orders.items() if namespace.kept else ():
-                place = {
+                expected = {
                     block.key
                     for block in self.node.table.snapshot()
                     if block.namespace is namespace and (block.dram if tier is Tier.DRAM else block.nvme) is not None
                 }
-                assert order.keys == place
+                assert order.keys == expected
 
     def teardown(self) -> None:
         self.node.close()

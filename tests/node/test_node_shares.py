@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
-from kvstore.core.types import BlockRun, NodeId, Tier
+from kvstore.core.types import BlockKey, BlockRun, NodeId, Tier
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.pull import FreeShares, Puller
-from kvstore.node.eviction import quotas as tenants
 from kvstore.node.eviction.execution import evict_from_volume
 from kvstore.node.eviction.quotas import beyond_kept, mark_coldest_evicting, over_share, release_durable, reserve_durable
 from kvstore.node.loads.peers import PeerAddress
@@ -32,9 +31,9 @@ def held(node: QuotaNode) -> tuple[int, int]:
     return node.held(0, Tier.DRAM), node.held(0, Tier.NVME)
 
 
-def told_of(node: QuotaNode) -> dict[tuple[bool, str], int]:
-    """The next heartbeat response: bytes on NVMe per tenant."""
-    beat = HeartbeatRequest()
+def told_of(node: QuotaNode, number: int) -> dict[tuple[bool, str], int]:
+    """The heartbeat of a number: bytes on NVMe per tenant."""
+    beat = HeartbeatRequest(report=number)
     node.enforcer.report(beat)
     return {(one.unknown, one.tenant): one.nvme_bytes // BLOCK for one in beat.tenants}
 
@@ -45,13 +44,13 @@ def test_share_without_knowledge_of_found_blocks_evicts_none(tmp_path: Path) -> 
     before.store_durably(1, 20)
     before.close()
     node = QuotaNode(tmp_path / "slab")
-    assert told_of(node) == {(True, ""): 20}
+    assert told_of(node, 1) == {(True, ""): 20}
     node.set_shares(("acme", None, 4), report=1)  # no node seems to hold blocks of the tenant here, so the server grants little
     node.clock.advance(60)
     node.enforcer.round()
     assert node.namespaces[0].account is not None, "whose they are is known now"
     node.enforcer.round()
-    assert told_of(node) == {(False, "acme"): 20}
+    assert told_of(node, 2) == {(False, "acme"): 20}
     node.set_shares(("acme", None, 5), report=1)  # a response from the server's cache
     assert node.store_durably(2, 3), "nor are stores held to it"
     node.enforcer.round()
@@ -84,7 +83,7 @@ def test_drain_blocks_evicted_for_quota_need_no_durability(node: QuotaNode) -> N
     assert node.table.not_durable() == 0
     node.set_shares()
     kept = node.keys(1, 20)
-    node.table.requeue_writeback(node.namespaces[0], kept)
+    node.table.requeue_writeback(filter(None, node.table.find(node.namespaces[0], kept)))
     node.write_back()
     assert node.table.are_durable(kept) == [True] * 20
     assert all(block.produced_here for block in node.table.snapshot()), "durable here again: that is to be kept"
@@ -164,7 +163,7 @@ def test_excess_counts_blocks_that_could_not_leave(node: QuotaNode) -> None:
     with table.residency.lock:
         ((order, excess),) = over_share(table.residency, Tier.NVME)
         victims = mark_coldest_evicting(table.residency, order, excess)
-    table.cancel_nvme_eviction(victims)
+    table.residency.cancel_eviction(victims)
     with table.residency.lock:
         assert [size for _, size in over_share(table.residency, Tier.NVME)] == [8 * BLOCK]
 
@@ -179,7 +178,7 @@ def test_pins_beyond_their_part_are_searched_once(node: QuotaNode) -> None:
         victims = mark_coldest_evicting(table.residency, order, excess)
         assert victims
         assert list(beyond_kept(table.residency, Tier.NVME)) == []
-    table.cancel_nvme_eviction(victims)
+    table.residency.cancel_eviction(victims)
 
 
 # ---- pins of a tenant over its share ----
@@ -189,18 +188,23 @@ def test_pinned_blocks_are_skipped_until_unpinned(node: QuotaNode, monkeypatch: 
     node.set_rules((0, 0, True))
     node.set_shares(("acme", 4, 4))
     node.enforcer.join_orders()
-    asked = []
-    rule = tenants._may_leave_dram
+    (account,) = (one for one in node.registry.accounts.all() if Tier.DRAM in one.orders)
+    policy = account.orders[Tier.DRAM].policy
+    coldest = policy.coldest
+    visited: list[BlockKey] = []
 
-    def counting(*arguments: Any) -> bool | None:
-        asked.append(arguments)
-        return rule(*arguments)
+    def counting(evictable: Callable[[BlockKey], bool | None]) -> Iterator[BlockKey]:
+        def visit(key: BlockKey) -> bool | None:
+            visited.append(key)
+            return evictable(key)
 
-    monkeypatch.setattr(tenants, "_may_leave_dram", counting)
+        return coldest(visit)
+
+    monkeypatch.setattr(policy, "coldest", counting)
     node.enforcer.enforce_quotas()
-    assert len(asked) == 30
+    assert len(visited) == 30
     node.enforcer.enforce_quotas()
-    assert len(asked) == 30, "nothing was looked at"
+    assert len(visited) == 30, "no block was visited again"
     assert held(node) == (30, 30)
     node.set_shares(("acme", 4, 4))
     node.set_rules()
@@ -220,7 +224,7 @@ def test_share_full_of_pinned_blocks_fails_without_waiting(node: QuotaNode, monk
         waits.append(arguments)
         return False
 
-    monkeypatch.setattr(node.table, "_wait", waited)
+    monkeypatch.setattr(node.table, "wait_changed", waited)
     assert node.prepare(2, 0, 4).outcomes == [SKIPPED] * 4
     assert not waits
     node.set_rules()

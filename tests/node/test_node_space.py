@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
 from kvstore.node.durability.writeback import LocalTarget
+from kvstore.node.eviction.allocation import allocate_nvme
 from kvstore.node.eviction.space import OTHERS_LIMIT, SpaceReclaimer
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, NodeVolume
@@ -184,12 +185,12 @@ def test_large_blocks_beyond_search_limit_become_durable(full: Full) -> None:
     before = full.durable(full.small)
     assert len(before) > 2 * OTHERS_LIMIT
     searches = 0
-    asked = full.table.residency.volume_evictor.victims
+    find_victims = full.table.residency.volume_evictor.victims
 
     def counted(*arguments: object) -> list[Block]:
         nonlocal searches
         searches += 1
-        return asked(*arguments)  # type: ignore[arg-type]
+        return find_victims(*arguments)  # type: ignore[arg-type]
 
     full.table.residency.volume_evictor.victims = counted  # type: ignore[method-assign]
     for count in (1, 4, 8):
@@ -216,16 +217,16 @@ def test_large_block_evicts_one_span_with_descendants(full: Full) -> None:
 def test_span_with_block_in_use_is_skipped(full: Full) -> None:
     """If one block of the chosen span is pinned, another span is emptied; if all are pinned, none."""
     table, node_volume = full.table, full.table.node_volumes[0]
-    _, first = table.allocate_or_mark_victims(node_volume, LARGE, 1, ahead=1)
-    table.cancel_nvme_eviction(first)
+    _, first = allocate_nvme(table.residency, node_volume, LARGE, 1, ahead=1)
+    table.residency.cancel_eviction(first)
     first[-1].pins = 1
-    _, second = table.allocate_or_mark_victims(node_volume, LARGE, 1, ahead=1)
+    _, second = allocate_nvme(table.residency, node_volume, LARGE, 1, ahead=1)
     assert second
     assert first[-1] not in second
-    table.cancel_nvme_eviction(second)
+    table.residency.cancel_eviction(second)
     for block in table.snapshot():
         block.pins = 1
-    assert table.allocate_or_mark_victims(node_volume, LARGE, 1, ahead=1) == (None, [])
+    assert allocate_nvme(table.residency, node_volume, LARGE, 1, ahead=1) == (None, [])
     for block in table.snapshot():
         block.pins = 0
 

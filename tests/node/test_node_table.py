@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvstore.core.checksum import layer_checksums, verify
-from kvstore.core.types import BlockShape, StoreOutcome
+from kvstore.core.types import BlockShape, StoreOutcome, Tier
+from kvstore.node.eviction.execution import evict_tier
 from kvstore.node.state.grants import KeyWaiter, SlotGrant
 from kvstore.node.state.model import Block
 from support.chains import key_of, payload_of
@@ -110,7 +111,7 @@ def test_grants_are_prefix_first(node: Node) -> None:
 def test_evict_dram_keeps_durable_blocks_readable(node: Node) -> None:
     node.store(1, 0, 8)
     node.write_back()
-    assert node.table.evict_all_clean_from_dram() == 8
+    assert evict_tier(node.table, Tier.DRAM) == 8
     claim = node.table.claim(node.namespaces[0], [key_of(2, depth) for depth in range(8)])
     assert sorted(claim.durable) == list(range(8))
     node.table.unclaim((block.key for block in claim.durable.values()), claim.durable.values())
@@ -123,7 +124,7 @@ def test_events_are_logged_in_order_and_joined_to_runs(node: Node) -> None:
     assert [len(run.keys) for run in taken.stored] == [5]
     assert (taken.removed, taken.events) == ([], 5)
     node.write_back()
-    node.table.evict_all_clean_from_dram()
+    evict_tier(node.table, Tier.DRAM)
     written, taken = node.log.take(1000)
     assert (written.volume, taken.volume) == (NVME, DRAM), "shown in the one volume before it is gone from the other"
     assert taken.stored == []
@@ -136,11 +137,8 @@ def test_block_without_nvme_replica_is_rewritten_before_eviction(tmp_path: Path)
     node = Node(tmp_path / "slab", slab_bytes=8 * SLAB_BYTES)
     node.store(1, 0, 8)
     node.write_back()
-    node_volume = node.table.node_volumes[0]
-    victims = node.table.mark_all_evicting(node_volume)
-    node_volume.volume.commit([], [block.key for block in victims])
-    node.table.note_evicted_from_volume(node_volume, victims)
-    assert node.table.evict_all_clean_from_dram() == 0, "nowhere else: must not be dropped"
+    assert evict_tier(node.table, Tier.NVME) == 8
+    assert evict_tier(node.table, Tier.DRAM) == 0, "nowhere else: must not be dropped"
     for chain in range(2, 40):
         node.store(chain, 0, 8)
         node.write_back()
@@ -206,7 +204,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule()
     def evict_dram(self) -> None:
-        self.node.table.evict_all_clean_from_dram()
+        evict_tier(self.node.table, Tier.DRAM)
 
     @rule(chain=st.integers(0, 5), count=st.integers(1, 20), namespace=st.integers(0, 1))
     def pin(self, chain: int, count: int, namespace: int) -> None:
@@ -267,7 +265,7 @@ class TableMachine(RuleBasedStateMachine):
     def lease_one_that_arrives(self, pins: int) -> None:
         for block in self.arriving[:1]:
             for _ in range(pins):
-                assert self.node.table.pin_if_pinned([block])
+                assert self.node.table.pin_again([block])
                 self.pinned.append([block])
                 self.halves.append(block)
 
@@ -290,7 +288,7 @@ class TableMachine(RuleBasedStateMachine):
         self.node.table.unpin([block])
         if last and not whole:
             assert block.dram is None, "nobody can use it: its slot is given back"
-            assert not self.node.table.pin_if_pinned([block])
+            assert not self.node.table.pin_again([block])
 
     @rule(chain=st.integers(0, 5), count=st.integers(1, 12), namespace=st.integers(0, 1))
     def watch(self, chain: int, count: int, namespace: int) -> None:

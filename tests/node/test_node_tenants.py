@@ -135,8 +135,8 @@ def test_usage_is_reported_by_tenant(node: QuotaNode) -> None:
     node.store_durably(9, 5, 1)
     beat = HeartbeatRequest()
     node.enforcer.report(beat)
-    told = {one.tenant: (one.dram_bytes // BLOCK, one.nvme_bytes // BLOCK) for one in beat.tenants}
-    assert told == {"acme": (3, 3), "beta": (5, 5)}
+    reported = {one.tenant: (one.dram_bytes // BLOCK, one.nvme_bytes // BLOCK) for one in beat.tenants}
+    assert reported == {"acme": (3, 3), "beta": (5, 5)}
     (dram,) = [
         one for one in node.enforcer.by_tenant(node.table.residency.arena_evictor.held_blocks, Tier.DRAM) if one.tenant == "beta"
     ]

@@ -35,7 +35,7 @@ def sources() -> list[tuple[str, ast.AST]]:
 def events_of(module: str, name: str) -> list[str]:
     """Events, or the sampled metric, of one constant of ``metric_definitions``."""
     found = getattr(getattr(metric_definitions, module), name)
-    return [found] if isinstance(found, str) else list(found.metric.events)
+    return [found] if isinstance(found, str) else list(found.values())
 
 
 def test_code_counts_by_constants() -> None:

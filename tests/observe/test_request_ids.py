@@ -7,7 +7,7 @@ import sys
 
 FORKED = """
 import os
-from kvstore.observe.context import new_request_id
+from kvstore.observe.tracing import new_request_id
 read, write = os.pipe()
 new_request_id()
 if os.fork() == 0:

@@ -19,8 +19,7 @@ from kvstore.replay.engine import ReplayTotals
 from kvstore.replay.plan import read_workload
 from kvstore.replay.progress import progress
 from kvstore.replay.report import milliseconds, show_bytes, tally_json, tally_rows
-from kvstore.replay.run import ReplayResult
-from kvstore.replay.summary import replay_rows, verdict
+from kvstore.replay.run import ReplayResult, replay_rows, verdict
 from kvstore.workload.generator import PROFILES, AgentWorkload
 from kvstore.workload.requests import TraceInfo, TraceRequest
 

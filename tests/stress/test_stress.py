@@ -18,10 +18,9 @@ from kvstore.cli.app import root
 from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.replay.engine import ReplayTotals
-from kvstore.stress.latency import LatencyHistogram
 from kvstore.stress.limits import MemcpyLimit, SocketLimit
 from kvstore.stress.plan import StressChains, StressPlan
-from kvstore.stress.summary import PassSummary, StressResult
+from kvstore.stress.summary import LatencyHistogram, PassSummary, StressResult
 from support.wait import wait_until
 
 WAIT_S = 60.0

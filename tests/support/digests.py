@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import limits
-from kvstore.core.range_digests import digest_keys
+from kvstore.core.checksum import digest_keys
 from kvstore.core.types import KEY_BYTES, BlockKey
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockKey, BlockRun, NodeId, Outcome, StoreOutcome
+from kvstore.core.types import BlockKey, BlockRun, NodeId, Outcome, StoreOutcome, Tier
 from kvstore.node.base.buffer_budget import BufferBudget
+from kvstore.node.eviction.execution import evict_tier
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.loads.prompt_wait import PromptWaits
@@ -136,7 +137,7 @@ class LayeredNode(NodeHarness):
         """Check that nothing is pinned, admitted or claimed."""
         self.table.validate()
         assert self.budget.used_bytes == 0
-        self.table.evict_all_clean_from_dram()
+        evict_tier(self.table, Tier.DRAM)
         assert self.arena.usage().blocks == 0, "a slot leaked"
         claim = self.table.claim(self.namespace, keys(64))
         assert claim.busy == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.faulty_volume import FaultPlan, FaultyVolume
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.contract import DurableVolume
+from kvstore.tiers.contract import DurableVolume, Slot
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.transport.tcp.peer import TcpPeer
@@ -83,6 +85,7 @@ class NodeHarness:
         self.clock = clock or ManualClock()
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=arena_bytes)
         assert folder is not None or not volumes
+        self._folder = folder
         self.slabs = [
             slab.open(folder / f"nvme{number}", volume_id=volume_id(number), capacity_bytes=size, io_threads=1)
             for number, size in enumerate(volumes)
@@ -198,6 +201,20 @@ class NodeHarness:
     def block(self, key: BlockKey) -> Block:
         """Return a block that the node holds."""
         return next(block for block in self.table.snapshot() if block.key == key)
+
+    def coldest_on(self, node_volume: NodeVolume) -> list[BlockKey]:
+        """Return the keys of the idle blocks on a volume, coldest first."""
+        residency = self.table.residency
+        with residency.lock:
+            return [key for key, _ in residency.volume_evictor.coldest(node_volume, residency.is_idle)]
+
+    def after_restart(self, number: int, folder: Path) -> dict[BlockKey, Slot]:
+        """Recover a copy of a volume in ``folder``. Returns the slots of its blocks. No write may be in progress."""
+        assert self._folder is not None
+        copy = shutil.copytree(self._folder / f"nvme{number}", folder / "copy")
+        capacity = self.slabs[number].usage().capacity_bytes
+        with closing(NvmeSlab.open(copy, volume_id=volume_id(number), capacity_bytes=capacity, io_threads=1)) as slab:
+            return {record.key: slot for slot, record in slab.recover()}
 
     def is_resident(self, keys: Sequence[BlockKey], namespace: int = 0) -> list[bool]:
         """Use blocks in DRAM. Returns which were there."""

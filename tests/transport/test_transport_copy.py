@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvclient.memory.arena import copy_from_arena, copy_to_arena
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.testing.transport_suite import BUFFERS, SENTINEL, content, dense
-from kvstore.transport.copy import copy_from_arena, copy_to_arena
 
 Make = Callable[[int, BlockShape], BlockBuffer]
 

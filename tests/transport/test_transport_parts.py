@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.buffers import DenseBlocks
+from kvstore.core.buffers import DenseBlocks, Layout, positions
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.testing.transport_suite import BUFFERS, dense, layer_major, padded
 from kvstore.transport.addresses import format_address, parse_address
-from kvstore.transport.breaker import CircuitBreaker
-from kvstore.transport.layout import Layout, positions
+from kvstore.transport.liveness import CircuitBreaker
 from kvstore.transport.tcp.striped_read import MAX_UNIT_BYTES, UNIT_KEYS, budget_ms, split_read
 from kvstore.transport.wire import PlainWire
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from kvclient.memory.arena import open_arena
 from kvstore.core.errors import Conflict, InvalidArgument, PermissionDenied, Unavailable
 from kvstore.core.types import SessionId
 from kvstore.observe.counters import Counters
-from kvstore.transport.shm import ArenaServer, open_arena
+from kvstore.transport.shm import ArenaServer
 
 SIZE = 1 << 20
 PATIENCE_S = 20.0
@@ -121,7 +122,7 @@ def test_arena_connections_above_limit_are_refused(node: Node) -> None:
 
 ENGINE = """
 import sys
-from kvstore.transport.shm import open_arena
+from kvclient.memory.arena import open_arena
 arena = open_arena(sys.argv[1], b"1" * 16, 20.0)
 arena.view[0:3] = b"me!"
 print("mapped", flush=True)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvclient.call.threads import LazyThreadPool
 from kvclient.load.accounting import HitAccounting
 from kvclient.memory.engine_pool import PoolNamespace
 from kvclient.nodes.local_session import LocalNode
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
 from kvclient.nodes.remote_sessions import RemoteSessionCache
+from kvclient.nodes.run_ends import RunEndMemory
 from kvclient.nodes.store_node import StoreNodeFinder
 from kvclient.options import ClientOptions
 from kvstore.core.clock import Clock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockShape, NamespaceId
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.threads.submission import LazyThreadPool
 from kvstore.transport.liveness import LivenessMonitor
 
 
@@ -37,6 +38,7 @@ class ClientContext:
     store_nodes: StoreNodeFinder
     liveness: LivenessMonitor
     accounting: HitAccounting
+    run_ends: RunEndMemory
     part_threads: LazyThreadPool
     """Threads for the parts of planned loads and for prompts that are awaited."""
     pool: PoolNamespace | None = None

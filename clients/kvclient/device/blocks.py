@@ -16,7 +16,7 @@ from kvclient.device.driver import Addresses
 from kvclient.device.streams import Event
 from kvclient.memory.device_buffer import DeviceBuffer, DeviceHung, Offsets, PoolMemory
 from kvstore.core.errors import Internal
-from kvstore.transport.layout import address_of
+from kvstore.native import address_of
 
 Positions = npt.NDArray[np.intp]
 

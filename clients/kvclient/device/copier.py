@@ -35,9 +35,9 @@ from kvclient.device.pinned_range import CHUNK_BYTES, PinnedRange, PinReport, cp
 from kvclient.device.pool_copy import PoolCopy, PoolCopyRequest
 from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event
 from kvstore.core.errors import Internal, Unsupported
+from kvstore.native import address_of
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
-from kvstore.transport.layout import address_of
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvclient.call.arguments import check_seconds
 from kvclient.call.context import ClientContext
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.load.sink import BlockSink, spans
 from kvclient.memory.buffers import as_block_buffer
 from kvclient.nodes.local_session import Session, is_session_lost, new_operation_id

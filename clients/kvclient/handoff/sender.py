@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.call.context import ClientContext
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.memory.buffers import as_block_buffer
 from kvclient.results import HELD, NodeRef, Outcomes, StoreResult
 from kvclient.store.store import count_store
@@ -143,6 +143,7 @@ class PromptSender:
                     self._record_missing(result, int(np.count_nonzero(found[coming] == StoreOutcome.SKIPPED)))
             result.seconds = self._scope.elapsed_s()
             count_store(self._context, result)
+            self._context.run_ends.record_stored(self._chain, result.held_blocks)
             self._context.incidents.counters.add(client_metrics.HANDOFF_BYTES, result.bytes_stored)
             return result
 

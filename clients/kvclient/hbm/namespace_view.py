@@ -337,7 +337,7 @@ class NamespaceView:
                             break
         finally:
             if parts.lost:
-                table.discard_after_use(held)
+                table.mark_clean(held, transient=True)
             table.unclaim([keys[at] for at in claim.claimed_absent[done:]], ())
             table.unpin(held)
         parts.counters.add(device_metrics.HBM_KEPT_BLOCKS, done)

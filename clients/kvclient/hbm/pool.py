@@ -22,7 +22,8 @@ from kvclient.memory.engine_pool import Demote
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockKey, NamespaceId, VolumeId
+from kvstore.core.types import NamespaceId, VolumeId
+from kvstore.node.eviction.execution import evict_down_to
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.state.residency import Residency
@@ -110,8 +111,8 @@ class HbmPool:
         self._volume = HbmVolume(volume_id, where, capacity, counters=self._counters)
         self._log = ReplicaChangeLog([volume_id], self._counters, self._clock, keep=metadata is not None)
         # the table only allocates from the volume; a node's loader, provider, write-back and migrations need views
-        residency = Residency(self._volume, chosen, [], self._log, self._counters, self._clock)  # type: ignore[arg-type]
-        self._table = BlockTable(residency, writes_back=demote, cascades_chains=True)
+        residency = Residency(self._volume, chosen, [], self._log, self._counters, self._clock, cascades_chains=True)  # type: ignore[arg-type]
+        self._table = BlockTable(residency, writes_back=demote)
         self.state = PoolState(self.node_id, self._volume, self._table, self._counters, self._clock, space_wait_s, demote=demote)
         """Shared state; for benchmarks and tests."""
         self.gds_reader = GdsReader(self.state, gds, gds_in_flight)
@@ -193,15 +194,11 @@ class HbmPool:
             Number of evicted blocks.
         """
         if demote and self.state.demote and not self.state.lost:
-            waiting: dict[NamespaceId, list[BlockKey]] = {}
-            for block in self._table.snapshot():
-                waiting.setdefault(block.namespace_id, []).append(block.key)
-            for namespace_id, keys in waiting.items():
-                self._table.requeue_writeback(self.namespaces.get(namespace_id), keys)
+            self._table.requeue_writeback(sorted(self._table.snapshot(), key=lambda block: block.namespace_id))
             self._table.wait_written(self._clock.now_s() + timeout_s)
         self._demoter.skip_batch()
         self._table.mark_clean(self._table.snapshot())
-        return self._table.evict_all_clean_from_dram()
+        return evict_down_to(self._table, None, 0).blocks
 
     def resize(self, capacity_bytes: int, *, demote: bool = True, timeout_s: float = _STOP_S) -> bool:
         """Release memory to the device, or take more.

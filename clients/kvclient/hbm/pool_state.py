@@ -14,6 +14,7 @@ from kvclient.hbm.volume import HbmVolume
 from kvclient.memory.device_buffer import DeviceHung
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
+from kvstore.node.eviction.execution import evict_down_to
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -98,11 +99,11 @@ class PoolState:
         if first:
             _log.error("disabled pool: %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error)
         self.table.give_up_pending()
-        self.table.discard_after_use(self.table.snapshot())
-        self.table.evict_all_clean_from_dram()
+        self.table.mark_clean(self.table.snapshot(), transient=True)
+        evict_down_to(self.table, None, 0)
 
     def drop_corrupt(self, block: Block) -> None:
         """Drop a pinned block whose bytes no longer match its checksums; it is evicted with its last unpin, without demotion."""
-        self.table.discard_after_use([block])
+        self.table.mark_clean([block], transient=True)
         self.counters.add(device_metrics.HBM_CORRUPT_BLOCKS)
         _limited.warning("dropped corrupt block: pool %s (device=%s)", self.node_id, self.volume.device)

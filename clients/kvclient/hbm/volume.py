@@ -17,15 +17,14 @@ import torch
 
 from kvclient.hbm import memory
 from kvclient.hbm.tensors import stretches, until_done
+from kvclient.memory.arena import copy_from_arena, copy_to_arena
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockShape, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.tiers.contract import Slot
-from kvstore.tiers.memory_volume import MemoryVolume
-from kvstore.tiers.slot_pool import SlotPool
-from kvstore.transport.copy import copy_from_arena, copy_to_arena
+from kvstore.tiers.slot_pool import MemoryVolume, SlotPool
 
 _log = logging.getLogger(__name__)
 

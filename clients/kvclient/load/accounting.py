@@ -21,13 +21,13 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, KVStoreError
 from kvstore.core.types import Outcome, Tier
 from kvstore.observe import tracing
-from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.metric_definitions.label_values import MISS_REASONS, NONE, PATHS
 from kvstore.observe.metrics import Event
 from kvstore.observe.slow_loads import LoadRecord, RecentLoads
+from kvstore.observe.tracing import request_id
 
 _limited = LimitedLog(logging.getLogger("kvclient"), interval_s=1.0)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from kvclient.call.arguments import check_seconds
+from kvclient.call.execution import CallScope
 from kvclient.call.handle import CallHandle
-from kvclient.call.scope import CallScope
 from kvclient.results import LoadResult
 from kvstore.core.errors import InvalidArgument
 

@@ -1,4 +1,4 @@
-"""One load: asks its sources one after the other, nearest first, until no block is missing.
+"""Lookups, and loads. A load asks its sources one after the other, nearest first, until no block is missing.
 
 1. The engine's own pool, if it has one.
 2. Disks of the local node, read directly into the pool if GPUDirect Storage works.
@@ -10,17 +10,17 @@ With ``paths``, blocks that only other hosts' storage links reach are loaded by 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kvclient.call.context import ClientContext
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.load.accounting import LoadTrace
 from kvclient.load.layerwise import LayerBarrier
-from kvclient.load.lookup import look_up
 from kvclient.load.paths import Paths
 from kvclient.load.planned import PlannedSource
-from kvclient.load.request import LoadRequest, LoadSource, fetch_from
-from kvclient.load.sink import BlockSink
+from kvclient.load.sink import BlockSink, LoadRequest, LoadSource, fetch_from
 from kvclient.load.sources.engine_pool import EnginePoolSource
 from kvclient.load.sources.gds import GdsSource
 from kvclient.load.sources.local_node import LocalNodeSource
@@ -28,14 +28,53 @@ from kvclient.load.sources.peers import PeerSource
 from kvclient.options import Verify
 from kvclient.results import LoadResult, Lookup
 from kvstore.core.buffers import BlockBuffer
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Outcome
 from kvstore.observe import tracing
-from kvstore.observe.context import named_request
+from kvstore.observe.metric_definitions import client as client_metrics
 
 _LOOKUP_SHARE = 0.5
 """Share of a load's time that the lookup within it may take."""
+
+
+class LookupCall:
+    """One lookup of an engine; a ``PreparedCall``."""
+
+    def __init__(self, context: ClientContext, chain: ChainSlice, scope: CallScope) -> None:
+        self._context = context
+        self._chain = chain
+        self.scope = scope
+
+    def run(self) -> Lookup:
+        """Do the lookup, and count the blocks that it did not find."""
+        found = look_up(self._context, self._chain, self.scope)
+        self._context.accounting.looked_up(found)
+        return found
+
+    def refused(self, error: KVStoreError) -> Lookup:
+        """Return a lookup that found nothing."""
+        self._context.accounting.refused(len(self._chain), error)
+        return Lookup(self._chain.keys, error=error)
+
+
+def look_up(context: ClientContext, chain: ChainSlice, scope: CancelScope) -> Lookup:
+    """Ask the metadata server. Without an answer the result is a miss."""
+    counters = context.incidents.counters
+    counters.add(client_metrics.LOOKUPS)
+    if not len(chain) or context.metadata is None:
+        return Lookup(chain.keys)
+    try:
+        found = context.metadata.lookup(chain, scope.left_s(), context.run_ends.of(chain))
+    except KVStoreError as error:
+        context.incidents.report(client_metrics.LOOKUPS_FAILED, "lookup failed", error)
+        return Lookup(chain.keys, seconds=scope.elapsed_s(), error=error)
+    context.run_ends.record_lookup(chain, [run.end for run in found.runs])
+    counters.add(client_metrics.LOOKUP_BLOCKS, len(chain))
+    counters.add(client_metrics.LOOKUP_HIT_BLOCKS, found.hit_blocks)
+    counters.observe(client_metrics.LOOKUP_SECONDS, found.seconds)
+    return found
 
 
 class Load:
@@ -80,7 +119,7 @@ class Load:
         """Load the blocks. Failures of the store end in outcomes and in ``error``."""
         hit_blocks = 0
         try:
-            with named_request(), tracing.span("kvclient.load"):
+            with tracing.named_request(), tracing.span("kvclient.load"):
                 result = self._run()
             hit_blocks = result.hit_blocks if self._barrier is not None else 0
             return result
@@ -109,8 +148,13 @@ class Load:
         if lookup.error is not None:
             sink.record_error(lookup.error)
         pool_source = None if pool is None else EnginePoolSource(pool)
-        sources = self._sources()
-        fetch_from(sources if pool_source is None else [pool_source, *sources], request, sink)
+        if pool_source is not None:
+            fetch_from([pool_source], request, sink)
+        if self._paths is None or context.metadata is None:
+            fetch_from(self._sources(), request, sink)
+        else:
+            planned = PlannedSource(self._sources(), context.local, context.metadata, self._paths)
+            fetch_from([planned], request, sink)
         sink.flush_to_device()
         if pool_source is not None:
             pool_source.insert(request, sink)
@@ -120,19 +164,16 @@ class Load:
         context.accounting.account(result, sink.sources(), trace, cancelled=self.scope.cancelled)
         return result
 
-    def _sources(self) -> list[LoadSource]:
-        """Return the sources to ask after the engine's own pool, nearest first."""
-        context = self._context
-        sources: list[LoadSource] = []
-        local = None if context.local is None else LocalNodeSource(context.local)
-        if context.local is not None and context.pool is not None:
-            sources.append(GdsSource(context.pool, context.local))
+    def _sources(self) -> Iterator[LoadSource]:
+        """Yield the sources after the engine's own pool, nearest first. A source is made only if blocks are still missing."""
+        pool, local = self._context.pool, self._context.local
+        node = None
         if local is not None:
-            sources.append(local)
-        sources.append(PeerSource(local))
-        if self._paths is None or context.metadata is None:
-            return sources
-        return [PlannedSource(sources, context.local, context.metadata, self._paths)]
+            if pool is not None:
+                yield GdsSource(pool, local)
+            node = LocalNodeSource(local)
+            yield node
+        yield PeerSource(node)
 
     def _look_up(self, trace: LoadTrace) -> Lookup:
         with trace.phase("lookup"):

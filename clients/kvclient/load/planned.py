@@ -11,7 +11,7 @@ the metadata server makes from the queues of all links. Each part of the plan ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvclient.load.paths import Paths, Plan, PlannedPart, largest_ranges
-from kvclient.load.request import LoadRequest, LoadSource, fetch_from
-from kvclient.load.sink import BlockSink, Mask, Positions, spans
+from kvclient.load.sink import BlockSink, LoadRequest, LoadSource, Mask, Positions, fetch_from, spans
 from kvclient.load.sources.storage_path import PrefillPath, RemotePath, StoragePathSource
 from kvclient.nodes.local_session import LocalNode, Session, is_session_lost
 from kvclient.nodes.metadata_client import MetadataClient
@@ -40,13 +39,13 @@ class PlannedSource:
     """Storage links by plan, beside the usual sources for near blocks.
 
     Args:
-        usual: sources for blocks that need no plan, nearest first.
+        usual: sources for blocks that need no plan, nearest first; iterated once.
         local: the local node; without it nothing is planned.
         metadata: the planner.
         paths: choices of the caller.
     """
 
-    def __init__(self, usual: Sequence[LoadSource], local: LocalNode | None, metadata: MetadataClient, paths: Paths) -> None:
+    def __init__(self, usual: Iterable[LoadSource], local: LocalNode | None, metadata: MetadataClient, paths: Paths) -> None:
         self._usual = usual
         self._local = local
         self._metadata = metadata

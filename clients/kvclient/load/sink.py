@@ -1,4 +1,4 @@
-"""Destination of the sources of a load: the outcome of each block, its origin, and the layers that have arrived.
+"""What the sources of a load share: their interface, the request, and the sink, where they record what has arrived.
 
 A block begins as a MISS and becomes a HIT only when its bytes are in the caller's buffer, complete and verified as requested.
 After any failure it stays a miss.
@@ -7,17 +7,23 @@ After any failure it stays a miss.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.load.layer_progress import LayerTracker
+from kvclient.call.context import ClientContext
+from kvclient.call.execution import CallScope
+from kvclient.load.accounting import LoadTrace
 from kvclient.load.layerwise import LayerBarrier
 from kvclient.memory.device_buffer import DeviceBuffer
-from kvclient.results import LoadResult, Outcomes
+from kvclient.options import Verify
+from kvclient.results import LoadResult, Outcomes, Run
 from kvstore.core.buffers import BlockBuffer
+from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Outcome, Tier
 
@@ -28,6 +34,83 @@ Where: TypeAlias = slice | Positions
 
 _TIERS = {int(tier): tier for tier in Tier}
 _TIER_BITS = 8
+
+
+class LayerTracker:
+    """Number of leading layers that have arrived, per block. Opens a barrier for layers that all blocks have. Thread-safe.
+
+    Args:
+        blocks: number of blocks.
+        layers: number of layers of each.
+        barrier: opened for layers that all blocks have; None: no thread waits for layers.
+        device: the load's buffer if it is a device's: layers are sent on to the device before they are announced.
+    """
+
+    def __init__(self, blocks: int, layers: int, barrier: LayerBarrier | None = None, device: DeviceBuffer | None = None) -> None:
+        self._device = device
+        self._layers = layers
+        self._barrier = barrier
+        self._lock = threading.Lock()
+        self._ready = np.zeros(blocks, np.int32)
+        self._promised = blocks
+        self._announced = 0
+
+    def arrived(self, positions: Positions, first_layer: int, layer_count: int) -> None:
+        """Record layers that are in the buffer, verified. Layers above a gap do not count until the gap is filled."""
+        if self._device is not None and len(positions):
+            try:
+                self._device.host_copy_ready(positions, first_layer, layer_count)
+            except KVStoreError:  # the flush at the end of the load meets the same error and records it
+                self.mark_failed(positions)
+                return
+        with self._lock:
+            ready = self._ready[positions]
+            self._ready[positions] = np.where(ready >= first_layer, np.maximum(ready, first_layer + layer_count), ready)
+            self._announce()
+
+    def ready(self, positions: Positions) -> npt.NDArray[np.int32]:
+        """Return the number of leading layers that have arrived, per block."""
+        with self._lock:
+            found: npt.NDArray[np.int32] = self._ready[positions]
+            return found
+
+    def complete(self) -> Mask:
+        """Return which blocks have all layers."""
+        with self._lock:
+            done: Mask = self._ready == self._layers
+            return done
+
+    def restart(self, positions: Positions) -> bool:
+        """Forget the layers of blocks that are about to be read again.
+
+        Returns:
+            False: layers have been announced, so an engine may be reading them and nothing may be written over them.
+        """
+        with self._lock:
+            if self._announced:
+                return False
+            self._ready[positions] = 0
+            return True
+
+    def mark_failed(self, positions: Positions) -> None:
+        """Record that some blocks will not arrive: only blocks before the first of them are still promised."""
+        if not len(positions):
+            return
+        position = int(positions.min())
+        with self._lock:
+            if position < self._promised:
+                self._promised = position
+                if self._barrier is not None:
+                    self._barrier.shrink(position)
+                self._announce()
+
+    def _announce(self) -> None:
+        if self._barrier is None or self._promised == 0:
+            return
+        layers = int(self._ready[: self._promised].min())
+        if layers > self._announced:
+            self._announced = layers
+            self._barrier.advance(layers)
 
 
 class BlockSink:
@@ -183,3 +266,52 @@ def _sums(numbers: npt.NDArray[np.integer], block_bytes: int) -> dict[int, int]:
 
 def _named(sizes: dict[int, int], numbers: dict[str, int]) -> dict[str, int]:
     return {name: sizes[number] for name, number in numbers.items() if number in sizes}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """One load.
+
+    Attributes:
+        context: the client's parts.
+        chain: the blocks.
+        runs: replicas of them that the lookup named, nearest first.
+        buffer: space for all blocks.
+        scope: deadline and cancellation.
+        verify: see ``Verify``.
+        layerwise: layer 0 of all blocks first, then layer 1, and so on.
+        trace: phases and facts of the load.
+    """
+
+    context: ClientContext
+    chain: ChainSlice
+    runs: Sequence[Run]
+    buffer: BlockBuffer
+    scope: CallScope
+    verify: Verify
+    layerwise: bool
+    trace: LoadTrace
+
+
+class LoadSource(Protocol):
+    """Source of blocks: the engine's pool, disks, the local node, other nodes or storage links."""
+
+    def fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
+        """Bring as many of the missing blocks as possible into the buffer, and record each in the sink.
+
+        Does not raise failures of the store: it records outcomes and errors. When it has returned, nothing writes to the buffer.
+        """
+
+
+def fetch_from(sources: Iterable[LoadSource], request: LoadRequest, sink: BlockSink, among: Positions | None = None) -> None:
+    """Ask one source after the other for the missing blocks, until all blocks are complete.
+
+    Args:
+        sources: nearest first.
+        request: the load.
+        sink: its blocks.
+        among: only these blocks; None: all.
+    """
+    remaining = iter(sources)
+    while len(missing := sink.missing(among)) and (source := next(remaining, None)) is not None:
+        source.fetch(request, missing, sink)

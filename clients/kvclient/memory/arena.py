@@ -1,24 +1,28 @@
-"""The arena of the local node, mapped into this process: copies out of it and into it."""
+"""The arena of the local node, mapped into this process: copies out of it and into it, each one call of the native kernel."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
+import socket
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvclient.memory.buffers import LayersOf
-from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
-from kvstore.core.buffers import BlockBuffer, ScatteredBlocks
-from kvstore.core.checksum import ChecksumArray, block_checksums
-from kvstore.core.errors import Internal, KVStoreError
-from kvstore.core.types import BlockShape, SessionId
-from kvstore.transport.copy import copy_from_arena, copy_to_arena
-from kvstore.transport.layout import address_of
-from kvstore.transport.shm import ArenaMapping, open_arena
+from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer, Offsets
+from kvstore.core.buffers import BlockBuffer, Layout, Positions, ScatteredBlocks, positions
+from kvstore.core.checksum import ChecksumArray, LayerHasher, block_checksums
+from kvstore.core.errors import Conflict, DeadlineExceeded, Internal, InvalidArgument, KVStoreError, PermissionDenied, Unavailable
+from kvstore.core.types import KEY_BYTES, BlockShape, SessionId
+from kvstore.native import CopyBatch, address_of, bounds_of, run
+from kvstore.transport.contract import Checksums
+from kvstore.transport.shm import MAGIC, REPLY
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +32,146 @@ MAP_AHEAD_MOST_BYTES = 16 << 30
 MADV_POPULATE_WRITE = 23
 """Since Linux 5.14; the mmap module does not define it."""
 
-Offsets = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
+
+
+def copy_from_arena(
+    arena: memoryview,
+    offsets: Offsets | Sequence[int],
+    destination: BlockBuffer,
+    blocks: Sequence[int] | Positions | None = None,
+    *,
+    first_layer: int = 0,
+    layer_count: int | None = None,
+    threads: int = 2,
+    checksums: Checksums | None = None,
+) -> None:
+    """Copy layers of blocks from an arena into a buffer.
+
+    Args:
+        arena: the whole mapping.
+        offsets: byte offset of each full block in the arena.
+        destination: the buffer.
+        blocks: blocks of the buffer, one per offset; None: the first ones.
+        first_layer: layers ``[first_layer, first_layer + layer_count)`` are copied.
+        layer_count: None: all layers from ``first_layer`` on.
+        threads: maximum number of threads, including this one.
+        checksums: ``[len(offsets), layer_count]``, filled with the checksums of the bytes in the buffer; None: not computed.
+
+    Raises:
+        InvalidArgument: a block or layer is outside the arena or the buffer, or the memory is read-only.
+    """
+    _Copy(arena, offsets, destination, blocks, first_layer, layer_count, into_buffer=True).run(threads, checksums)
+
+
+def copy_to_arena(
+    source: BlockBuffer,
+    arena: memoryview,
+    offsets: Offsets | Sequence[int],
+    blocks: Sequence[int] | Positions | None = None,
+    *,
+    first_layer: int = 0,
+    layer_count: int | None = None,
+    threads: int = 2,
+    checksums: Checksums | None = None,
+) -> None:
+    """Copy layers of blocks from a buffer into an arena. Arguments and errors as in ``copy_from_arena``."""
+    _Copy(arena, offsets, source, blocks, first_layer, layer_count, into_buffer=False).run(threads, checksums)
+
+
+class _Copy:
+    """One copy call: checked arguments and addresses."""
+
+    def __init__(
+        self,
+        arena: memoryview,
+        offsets: Offsets | Sequence[int],
+        buffer: BlockBuffer,
+        blocks: Sequence[int] | Positions | None,
+        first_layer: int,
+        layer_count: int | None,
+        *,
+        into_buffer: bool,
+    ) -> None:
+        shape = buffer.shape
+        self._first_layer = first_layer
+        self._layer_count = shape.layers - first_layer if layer_count is None else layer_count
+        if not (first_layer >= 0 and 0 < self._layer_count <= shape.layers - first_layer):
+            raise InvalidArgument("layers outside the block shape", layers=shape.layers, first=first_layer, count=layer_count)
+        starts = np.asarray(offsets, np.int64)
+        self._blocks = positions(range(len(starts)) if blocks is None else blocks, buffer.count)
+        if starts.ndim != 1 or len(self._blocks) != len(starts):
+            raise InvalidArgument("one offset per block is required", offsets=starts.shape, blocks=len(self._blocks))
+        if not into_buffer and arena.readonly:
+            raise InvalidArgument("the arena is read-only")
+        # after this check, all addresses are inside the arena
+        if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= arena.nbytes - shape.block_bytes:
+            raise InvalidArgument("block outside the arena", arena_bytes=arena.nbytes, block_bytes=shape.block_bytes)
+        self._shape = shape
+        self._arena_bounds = bounds_of(arena)
+        self._starts = starts + (self._arena_bounds[0] + first_layer * shape.layer_block_bytes)
+        self._layout = Layout(buffer, writable=into_buffer)
+        self._into_buffer = into_buffer
+
+    def run(self, threads: int, checksums: Checksums | None) -> None:
+        """Copy with at most ``threads`` threads."""
+        if checksums is not None and checksums.shape != (len(self._starts), self._layer_count):
+            raise InvalidArgument("one checksum per layer block is required", shape=checksums.shape, blocks=len(self._starts))
+        if not len(self._starts) or not self._shape.layer_block_bytes:
+            return
+        ours, lengths = self._layout.addresses(self._blocks, self._first_layer, self._layer_count)
+        block_bytes = self._layer_count * self._shape.layer_block_bytes
+        if len(ours) == len(self._starts):
+            theirs = self._starts
+        else:
+            # offset of each piece if all blocks were consecutive; it gives the block and the offset inside the block
+            before = np.cumsum(lengths) - lengths
+            theirs = self._starts[before // block_bytes] + before % block_bytes
+        length = int(lengths[0])
+        parts, rest = divmod(length, self._shape.layer_block_bytes)
+        if checksums is None or rest or (lengths != length).any():
+            self._copy(ours, theirs, lengths, threads)
+            if checksums is not None:
+                # hash the buffer, not the arena: on a load, the bytes in the buffer are what counts
+                hasher = LayerHasher(self._shape.layer_block_bytes, checksums.size)
+                hasher.update(self._layout.pieces(self._blocks, self._first_layer, self._layer_count))
+                checksums[:] = hasher.digests().reshape(checksums.shape)
+            return
+        sums = np.empty(checksums.size, np.uint64)
+        self._copy(ours, theirs, None, threads, parts, sums)
+        checksums[:] = sums.reshape(checksums.shape)
+
+    def _copy(
+        self,
+        ours: Positions,
+        theirs: Positions,
+        lengths: Positions | None,
+        threads: int,
+        parts: int = 1,
+        sums: npt.NDArray[np.uint64] | None = None,
+    ) -> None:
+        """Copy pieces between the buffer (``ours``) and the arena (``theirs``)."""
+        region = self._layout.region
+        if region is not None:
+            bounds = region[0], region[0] + region[1]
+        else:  # several regions, whose pieces the layout has checked
+            sizes = parts * self._shape.layer_block_bytes if lengths is None else lengths
+            bounds = int(ours.min()), int((ours + sizes).max())
+        sides = (theirs, ours) if self._into_buffer else (ours, theirs)
+        limits = (self._arena_bounds, bounds) if self._into_buffer else (bounds, self._arena_bounds)
+        sources, targets = (np.ascontiguousarray(side).view(np.uint64) for side in sides)
+        run(
+            CopyBatch(
+                sources,
+                targets,
+                *limits,
+                size=self._shape.layer_block_bytes if sums is not None else 0,
+                parts=parts,
+                lengths=None if lengths is None else np.ascontiguousarray(lengths).view(np.uint64),
+                threads=threads,
+            ),
+            sums,
+        )
 
 
 class ClientArena:
@@ -201,3 +343,102 @@ def matches(found: ChecksumArray, expected: ChecksumArray) -> Mask:
     """Return which blocks have the expected checksums in all layers; both arrays are ``[blocks, layers]``."""
     good: Mask = (found == expected).all(axis=1)
     return good
+
+
+class ArenaMapping:
+    """An engine's mapping of its node's arena, with the connection that keeps the session alive.
+
+    Args:
+        sock: connection to the arena server; owned from now on.
+        memory: the mapping; owned from now on.
+        size: bytes of the arena.
+    """
+
+    def __init__(self, sock: socket.socket, memory: mmap.mmap, size: int) -> None:
+        self._sock = sock
+        self._memory = memory
+        self.size = size
+        self.view = memoryview(memory)
+        """The whole arena, writable."""
+        self._closed = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the node still holds its end. If not, the node has stopped, and the contents of the arena are invalid."""
+        if self._closed:
+            return False
+        try:
+            return bool(self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Unmap the arena, then end the connection, after which the node may reuse the session's slots. Idempotent.
+
+        Raises:
+            Conflict: views of the arena are still referenced. Nothing has changed: their holders may still access the arena.
+        """
+        if self._closed:
+            return
+        try:
+            self.view.release()
+            self._memory.close()
+        except BufferError as error:
+            self.view = memoryview(self._memory)
+            raise Conflict("views of the arena are still in use", error=error) from error
+        self._closed = True
+        self._sock.close()
+
+
+def open_arena(path: Path | str, session_id: SessionId, timeout_s: float) -> ArenaMapping:
+    """Map the arena of a node on this host.
+
+    Args:
+        path: the node's arena socket.
+        session_id: the session id that ``OpenSession`` returned.
+        timeout_s: bound for connecting and for the answer.
+
+    Raises:
+        Unavailable: the node does not answer, or the arena cannot be mapped.
+        DeadlineExceeded: the answer did not come in time.
+        PermissionDenied: the node refused the session, or this user may not connect.
+    """
+    if len(session_id) != KEY_BYTES:
+        raise InvalidArgument("a session id must have 16 bytes", bytes=len(session_id))
+    sock = socket.socket(socket.AF_UNIX)
+    descriptors: list[int] = []
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(str(path))
+        sock.sendall(session_id)
+        # the answer is one short message, and nothing else is sent before it, so one call receives all of it
+        answer, descriptors, _, _ = socket.recv_fds(sock, REPLY.size, 1)
+        size = _size_granted(answer, descriptors)
+        memory = mmap.mmap(descriptors[0], size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        sock.settimeout(None)
+        return ArenaMapping(sock, memory, size)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, TimeoutError):
+            raise DeadlineExceeded("the arena's socket did not answer in time", path=path, timeout_s=timeout_s) from error
+        if isinstance(error, PermissionError):
+            raise PermissionDenied("this user may not connect to the arena's socket", path=path) from error
+        if isinstance(error, (OSError, ValueError)):
+            raise Unavailable("cannot map the arena", path=path, error=error) from error
+        raise
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)  # the mapping keeps the memory alive
+
+
+def _size_granted(answer: bytes, descriptors: list[int]) -> int:
+    if len(answer) != REPLY.size:
+        raise Unavailable("the node closed the arena's socket")
+    magic, granted, size = REPLY.unpack(answer)
+    if magic != MAGIC:
+        raise Unavailable("not an arena socket")
+    if not granted or not descriptors:
+        raise PermissionDenied("the node does not know the session, or the session has its arena already")
+    return int(size)

@@ -19,7 +19,7 @@ from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockShape
-from kvstore.transport.layout import address_of
+from kvstore.native import address_of
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer

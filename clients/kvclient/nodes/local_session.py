@@ -31,8 +31,7 @@ from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import spec_to_proto
-from kvstore.transport.breaker import CircuitBreaker
-from kvstore.transport.liveness import LivenessMonitor, WatchedServer
+from kvstore.transport.liveness import CircuitBreaker, LivenessMonitor, WatchedServer
 
 _log = logging.getLogger(__name__)
 

@@ -32,8 +32,7 @@ from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
 from kvstore.rpc.failover.addresses import MetadataAddresses
 from kvstore.rpc.failover.connect import connect_metadata, states_of
 from kvstore.rpc.failover.servers import MetadataServerState
-from kvstore.transport.breaker import CircuitBreaker
-from kvstore.transport.liveness import LivenessMonitor
+from kvstore.transport.liveness import CircuitBreaker, LivenessMonitor
 
 _limited = LimitedLog(logging.getLogger("kvclient"))
 
@@ -119,8 +118,13 @@ class MetadataClient:
             raise Internal("the metadata server derives another namespace from this spec; its version differs")
         self._registered = True
 
-    def lookup(self, chain: ChainSlice, timeout_s: float) -> Lookup:
+    def lookup(self, chain: ChainSlice, timeout_s: float, ends: Sequence[int] = ()) -> Lookup:
         """Return the longest hit of a chain, from its head.
+
+        Args:
+            chain: the blocks.
+            timeout_s: bound of the call.
+            ends: guesses where replicas of the chain end (``RunEndMemory``).
 
         Raises:
             KVStoreError: the server does not answer, or answers something impossible.
@@ -128,7 +132,7 @@ class MetadataClient:
         started_s = self._clock.now_s()
         if not self._registered:  # connect() found no server
             self.register(timeout_s)
-        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=chain.packed)
+        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=chain.packed, ends=ends)
         try:
             answer = self._call(self._stub.Lookup, request, timeout_s)
         except NotFound:  # the server lost its index and with it the namespace

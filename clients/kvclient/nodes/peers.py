@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import grpc
 
-from kvclient.call.threads import LazyThreadPool
 from kvclient.options import ClientOptions
 from kvclient.results import NodeRef
 from kvproto.v1 import node_pb2, node_pb2_grpc
@@ -21,6 +20,7 @@ from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import transport as transport_metrics
+from kvstore.process.threads.submission import LazyThreadPool
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto

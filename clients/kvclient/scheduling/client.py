@@ -34,7 +34,7 @@ from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, KVStoreError
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import AioUnaryMethod, UnaryMethod, call, call_aio
 from kvstore.rpc.failover.connect import connect_metadata, connect_metadata_aio
-from kvstore.transport.breaker import CircuitBreaker
+from kvstore.transport.liveness import CircuitBreaker
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvclient.call.context import ClientContext
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.store.store import Store
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.chain import ChainSlice

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.call.context import ClientContext
-from kvclient.call.scope import CallScope
+from kvclient.call.execution import CallScope
 from kvclient.load.sink import spans
 from kvclient.memory.buffers import as_block_buffer, pick_blocks
 from kvclient.nodes.local_session import Session, is_session_lost
@@ -142,6 +142,7 @@ class LayerwiseStore:
                 self._clean_up()
             self._result.seconds = self._scope.elapsed_s()
             count_store(self._context, self._result)
+            self._context.run_ends.record_stored(self._chain, self._result.held_blocks)
             return self._result
 
     def _commit_slots(self, grant: StoreGrant, *, wait_visible: bool) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.call.context import ClientContext
-from kvclient.call.scope import CallScope, call_within
+from kvclient.call.execution import CallScope, call_within
 from kvclient.memory.buffers import pick_blocks
 from kvclient.nodes.local_session import Session, is_session_lost, new_operation_id
 from kvclient.results import HELD, Outcomes, StoreResult
@@ -207,6 +207,8 @@ class Store:
         skip_after_gap(result.outcomes)
         result.seconds = self.scope.elapsed_s()
         count_store(context, result)
+        if not self._heads:
+            context.run_ends.record_stored(self._chain, result.held_blocks)
         if result.error is not None:
             context.store_nodes.forget()
         if self._keep_in_pool and context.pool is not None and not self.scope.ended:  # also blocks that the node rejected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Path, Query, Response
@@ -45,6 +45,26 @@ _ID_DIGITS: Final = 19
 MOST_DECISIONS: Final = 256
 
 
+class Routes(APIRouter):
+    """Routes of several resources."""
+
+    def add(
+        self,
+        method: str,
+        path: str,
+        handler: Callable[..., Any],
+        tag: str,
+        summary: str,
+        responses: Responses | None = None,
+        *,
+        status_code: int | None = None,
+    ) -> None:
+        """Add a route of one method and one tag."""
+        self.add_api_route(
+            path, handler, methods=[method], tags=[tag], summary=summary, responses=responses, status_code=status_code
+        )
+
+
 class Reads:
     """Handlers of queries."""
 
@@ -58,99 +78,46 @@ class Reads:
 
     def routes(self) -> APIRouter:
         """The routes of these handlers."""
-        router = APIRouter(prefix="/v1")
-        add = router.add_api_route
-        add("/cluster", self.cluster, methods=["GET"], tags=["cluster"], summary="Summary of the store")
+        router = Routes(prefix="/v1")
+        add = router.add
+        add("GET", "/cluster", self.cluster, "cluster", "Summary of the store")
+        add("GET", "/health", self.health, "cluster", "Findings with codes and actions")
+        add("GET", "/index", self.index, "cluster", "The prefix index", TAGGED)
+        add("GET", "/config", self.config, "cluster", "Effective configuration")
+        add("GET", "/cluster-events", self.cluster_events, "cluster", "Events of the last 24 hours")
+        add("GET", "/history", self.history, "cluster", "Figures of the last hour", MISSING)
+        add("GET", "/nodes", self.nodes, "nodes", "Nodes")
+        add("GET", "/nodes/{node_id}", self.node, "nodes", "A node", MISSING)
+        add("GET", "/nodes/{node_id}/config", self.node_config, "nodes", "Effective configuration of a node", NODE)
+        add("GET", "/overview", self.overview, "nodes", "Nodes with activity, volumes and slow loads")
+        add("GET", "/activity", self.activity, "nodes", "Totals of traffic, loads and errors by node")
+        add("GET", "/volumes", self.volumes, "volumes", "Volumes")
+        add("GET", "/volumes/{node_id}/{name}", self.volume, "volumes", "A volume", MISSING)
+        add("GET", "/volumes/{node_id}/{name}/check", self.volume_check, "volumes", "Progress or result of a volume check", NODE)
         add(
-            "/health",
-            self.health,
-            methods=["GET"],
-            tags=["cluster"],
-            summary="Findings with codes and actions",
-        )
-        add("/index", self.index, methods=["GET"], tags=["cluster"], summary="The prefix index", responses=TAGGED)
-        add("/config", self.config, methods=["GET"], tags=["cluster"], summary="Effective configuration")
-        add(
-            "/cluster-events",
-            self.cluster_events,
-            methods=["GET"],
-            tags=["cluster"],
-            summary="Events of the last 24 hours",
-        )
-        add(
-            "/history",
-            self.history,
-            methods=["GET"],
-            tags=["cluster"],
-            summary="Figures of the last hour",
-            responses=MISSING,
-        )
-        add("/nodes", self.nodes, methods=["GET"], tags=["nodes"], summary="Nodes")
-        add("/nodes/{node_id}", self.node, methods=["GET"], tags=["nodes"], summary="A node", responses=MISSING)
-        add(
-            "/nodes/{node_id}/config",
-            self.node_config,
-            methods=["GET"],
-            tags=["nodes"],
-            summary="Effective configuration of a node",
-            responses=NODE,
-        )
-        add("/overview", self.overview, methods=["GET"], tags=["nodes"], summary="Nodes with activity, volumes and slow loads")
-        add(
-            "/activity",
-            self.activity,
-            methods=["GET"],
-            tags=["nodes"],
-            summary="Totals of traffic, loads and errors by node",
-        )
-        add("/volumes", self.volumes, methods=["GET"], tags=["volumes"], summary="Volumes")
-        add("/volumes/{node_id}/{name}", self.volume, methods=["GET"], tags=["volumes"], summary="A volume", responses=MISSING)
-        add(
-            "/volumes/{node_id}/{name}/check",
-            self.volume_check,
-            methods=["GET"],
-            tags=["volumes"],
-            summary="Progress or result of a volume check",
-            responses=NODE,
-        )
-        add(
+            "GET",
             "/namespaces",
             self.namespaces,
-            methods=["GET"],
-            tags=["namespaces"],
-            summary="Namespaces",
-            responses={404: {"description": "the cursor's namespace is not known any more"}},
+            "namespaces",
+            "Namespaces",
+            {404: {"description": "the cursor's namespace is not known any more"}},
         )
+        add("GET", "/namespaces/{namespace_id}", self.namespace, "namespaces", "A namespace", MISSING)
+        add("GET", "/namespaces/{namespace_id}/usage", self.usage, "namespaces", "Usage of a namespace", MISSING)
+        add("GET", "/blocks/{key}", self.block, "blocks", "A block and its replicas")
         add(
-            "/namespaces/{namespace_id}",
-            self.namespace,
-            methods=["GET"],
-            tags=["namespaces"],
-            summary="A namespace",
-            responses=MISSING,
-        )
-        add(
-            "/namespaces/{namespace_id}/usage",
-            self.usage,
-            methods=["GET"],
-            tags=["namespaces"],
-            summary="Usage of a namespace",
-            responses=MISSING,
-        )
-        add("/blocks/{key}", self.block, methods=["GET"], tags=["blocks"], summary="A block and its replicas")
-        add(
+            "POST",
             "/blocks/lookup",
             self.look_up,
-            methods=["POST"],
-            tags=["blocks"],
-            summary="Explain which blocks of a chain hit, and why the others miss",
-            responses={**MISSING, 501: {"description": "no tokenizer is configured or installed"}},
+            "blocks",
+            "Explain which blocks of a chain hit, and why the others miss",
+            {**MISSING, 501: {"description": "no tokenizer is configured or installed"}},
         )
-        add("/tokenizer", self.tokenizer, methods=["GET"], tags=["blocks"], summary="Tokenizer of the prefix explorer")
-        add("/plans", self.plans, methods=["GET"], tags=["planning"], summary="Planned loads in progress")
-        add("/decisions", self.decisions, methods=["GET"], tags=["planning"], summary="Last load decisions")
-        add("/queues", self.queues, methods=["GET"], tags=["planning"], summary="Read queues of the nodes")
-        add("/loads/slow", self.slow_loads, methods=["GET"], tags=["planning"], summary="Slowest loads of the last minute")
+        add("GET", "/tokenizer", self.tokenizer, "blocks", "Tokenizer of the prefix explorer")
+        add("GET", "/plans", self.plans, "planning", "Planned loads in progress")
+        add("GET", "/decisions", self.decisions, "planning", "Last load decisions")
+        add("GET", "/queues", self.queues, "planning", "Read queues of the nodes")
+        add("GET", "/loads/slow", self.slow_loads, "planning", "Slowest loads of the last minute")
         return router
 
     # ---- cluster ----

@@ -11,7 +11,7 @@ from kvproto.v1.metadata_pb2 import NodeStatus
 from kvstore.admin.audit import audited
 from kvstore.admin.etags import IfMatch, check_match, tag_of
 from kvstore.admin.problems import changed_meanwhile
-from kvstore.admin.routes.read import MISSING, NODE, TAGGED, NamespaceId, NodeId, Responses, VolumeName
+from kvstore.admin.routes.read import MISSING, NODE, TAGGED, NamespaceId, NodeId, Responses, Routes, VolumeName
 from kvstore.control_api import serializers
 from kvstore.control_api.commands import Commands
 from kvstore.control_api.schemas import store as models
@@ -37,108 +37,80 @@ class Changes:
 
     def routes(self) -> APIRouter:
         """The routes of these handlers."""
-        router = APIRouter(prefix="/v1")
-        add = router.add_api_route
+        router = Routes(prefix="/v1")
+        add = router.add
+        add("POST", "/volumes/{node_id}/{name}/evict", self.evict_volume, "volumes", "Evict the coldest blocks of a volume", NODE)
         add(
-            "/volumes/{node_id}/{name}/evict",
-            self.evict_volume,
-            methods=["POST"],
-            tags=["volumes"],
-            summary="Evict the coldest blocks of a volume",
-            responses=NODE,
-        )
-        add(
+            "POST",
             "/volumes/{node_id}/{name}/check",
             self.check_volume,
-            methods=["POST"],
-            tags=["volumes"],
-            summary="Verify the checksums of all blocks on a volume while it serves",
-            responses={**NODE, 409: {"description": "the volume is being checked already"}},
+            "volumes",
+            "Verify the checksums of all blocks on a volume while it serves",
+            {**NODE, 409: {"description": "the volume is being checked already"}},
             status_code=202,
         )
+        add("DELETE", "/volumes/{node_id}/{name}/check", self.cancel_check, "volumes", "Cancel a volume check", NODE)
         add(
-            "/volumes/{node_id}/{name}/check",
-            self.cancel_check,
-            methods=["DELETE"],
-            tags=["volumes"],
-            summary="Cancel a volume check",
-            responses=NODE,
-        )
-        add(
+            "POST",
             "/namespaces/{namespace_id}/evict",
             self.evict_namespace,
-            methods=["POST"],
-            tags=["namespaces"],
-            summary="Evict the blocks of a namespace",
-            responses={**MISSING, 409: {"description": "it is pinned"}},
+            "namespaces",
+            "Evict the blocks of a namespace",
+            {**MISSING, 409: {"description": "it is pinned"}},
         )
         add(
+            "POST",
             "/namespaces/{namespace_id}/invalidate",
             self.invalidate_namespace,
-            methods=["POST"],
-            tags=["namespaces"],
-            summary="Invalidate a namespace: drop all of its blocks",
-            responses=MISSING,
+            "namespaces",
+            "Invalidate a namespace: drop all of its blocks",
+            MISSING,
         )
         add(
+            "POST",
             "/namespaces/{namespace_id}/weights-epoch",
             self.bump_weights,
-            methods=["POST"],
-            tags=["namespaces"],
-            summary="Register the namespace of new weights",
-            responses={**MISSING, 409: {"description": "it has this weights epoch already"}},
+            "namespaces",
+            "Register the namespace of new weights",
+            {**MISSING, 409: {"description": "it has this weights epoch already"}},
         )
+        add("GET", "/path-policy", self.path_policy, "planning", "Path policy", TAGGED)
         add(
-            "/path-policy",
-            self.path_policy,
-            methods=["GET"],
-            tags=["planning"],
-            summary="Path policy",
-            responses=TAGGED,
-        )
-        add(
+            "PUT",
             "/path-policy",
             self.set_path_policy,
-            methods=["PUT"],
-            tags=["planning"],
-            summary="Change the path policy until the metadata server restarts",
-            responses={**TAGGED, **STATE, 409: {"description": "several metadata workers plan, each for itself"}},
+            "planning",
+            "Change the path policy until the metadata server restarts",
+            {**TAGGED, **STATE, 409: {"description": "several metadata workers plan, each for itself"}},
         )
         add(
+            "POST",
             "/nodes/{node_id}/drain",
             self.drain,
-            methods=["POST"],
-            tags=["nodes"],
-            summary="Drain a node: it rejects stores, serves loads and makes its blocks durable",
-            responses=MISSING,
+            "nodes",
+            "Drain a node: it rejects stores, serves loads and makes its blocks durable",
+            MISSING,
         )
+        add("POST", "/nodes/{node_id}/undrain", self.undrain, "nodes", "Cancel the drain of a node", MISSING)
         add(
-            "/nodes/{node_id}/undrain",
-            self.undrain,
-            methods=["POST"],
-            tags=["nodes"],
-            summary="Cancel the drain of a node",
-            responses=MISSING,
-        )
-        add(
+            "GET",
             "/nodes/{node_id}/traffic-cap",
             self.traffic_cap,
-            methods=["GET"],
-            tags=["nodes"],
-            summary="KV traffic limit of a node",
-            responses={
+            "nodes",
+            "KV traffic limit of a node",
+            {
                 **TAGGED,
                 **NODE,
                 409: {"description": "the node was started without node.compute_cap, which a cap requires"},
             },
         )
         add(
+            "PUT",
             "/nodes/{node_id}/traffic-cap",
             self.set_traffic_cap,
-            methods=["PUT"],
-            tags=["nodes"],
-            summary="Change the KV traffic limit of a node until it restarts",
-            responses={
+            "nodes",
+            "Change the KV traffic limit of a node until it restarts",
+            {
                 **TAGGED,
                 **NODE,
                 **STATE,
@@ -146,22 +118,14 @@ class Changes:
             },
         )
         add(
+            "POST",
             "/nodes/{node_id}/anti-entropy",
             self.anti_entropy,
-            methods=["POST"],
-            tags=["nodes"],
-            summary="Compare a node's volumes with the index and repair differences",
-            responses={**NODE, 409: {"description": "the node has no metadata server"}},
+            "nodes",
+            "Compare a node's volumes with the index and repair differences",
+            {**NODE, 409: {"description": "the node has no metadata server"}},
         )
-        add(
-            "/index/rebuild",
-            self.rebuild_index,
-            methods=["POST"],
-            tags=["cluster"],
-            summary="Rebuild the index from the nodes",
-            responses=STATE,
-            status_code=202,
-        )
+        add("POST", "/index/rebuild", self.rebuild_index, "cluster", "Rebuild the index from the nodes", STATE, status_code=202)
         return router
 
     # ---- eviction ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from kvclient.options import ClientOptions
 from kvstore.cli.support.host_settings import compute_link, settle, storage_link
 from kvstore.cli.support.logs import set_up_logs
 from kvstore.config.admin import AdminConfig
@@ -129,13 +128,3 @@ def set_up_process(config: Config, service: str) -> None:
     """Set up logs and tracing of a daemon."""
     set_up_logs(config.log)
     set_up_traces(config, service)
-
-
-def client_options(config: Config, name: str) -> ClientOptions:
-    """Build the limits of a client."""
-    return ClientOptions(
-        client_name=name,
-        default_deadline_s=config.client.deadline_ms / 1000,
-        lookup_deadline_s=config.client.lookup_deadline_ms / 1000,
-        token_file=config.client.token_file,
-    )

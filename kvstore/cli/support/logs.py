@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from kvstore.cli.support.output import clean
 from kvstore.config.model import LogSection
-from kvstore.observe.context import plan_id, request_id
+from kvstore.observe.tracing import plan_id, request_id
 
 _TALKATIVE = ("httpx",)
 """Libraries that log each call at level info, which would dominate the log."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -90,21 +91,20 @@ class HealthMonitor:
 
     def findings(self) -> list[HealthFinding]:
         """Return the present findings. Space on disk and probes are at most some seconds old."""
-        return find(ClusterReport(self._server(), [self._node(status) for status in self._nodes.statuses()]))
+        return self._findings(self._nodes.statuses())
+
+    def _findings(self, statuses: Sequence[NodeStatus]) -> list[HealthFinding]:
+        return find(ClusterReport(self._server(), [self._node(status) for status in statuses]))
 
     async def refresh(self) -> None:
         """Measure the disk, probe silent nodes, and record events."""
         self._disk = await asyncio.to_thread(file_system, self._index_path)
-        silent = {
-            status.node.node_id: status.node.control_address
-            for status in self._nodes.statuses()
-            if not (status.alive or status.stopped or status.refused)
-        }
-        await self._probes.refresh(silent)
+        await self._probes.refresh({record.node_id: record.control_address for record in self._nodes.silent()})
         if self._events is not None:
             of_findings, of_nodes = self._events
-            of_findings.observe(self.findings())
-            of_nodes.observe(self._nodes.statuses())
+            statuses = self._nodes.statuses()
+            of_findings.observe(self._findings(statuses))
+            of_nodes.observe(statuses)
         await asyncio.to_thread(self._journal.flush)
 
     async def _run(self) -> None:

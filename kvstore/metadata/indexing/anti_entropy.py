@@ -16,9 +16,9 @@ from typing import Final
 
 import numpy as np
 
+from kvstore.core.checksum import digest_keys
 from kvstore.core.clock import Clock
 from kvstore.core.limits import DIGEST_RANGES
-from kvstore.core.range_digests import digest_keys
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.index.replica_digests import ReplicaDigests, digest_replicas
 from kvstore.metadata.indexing.index_thread import IndexThread

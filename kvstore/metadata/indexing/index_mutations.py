@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 from kvproto.v1.common_pb2 import NodeInfo
 from kvproto.v1.metadata_pb2 import VolumeNeed
+from kvstore.core.checksum import key_range
 from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError
-from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.indexing.publish_sequence import BatchVerdict, SequenceState
 from kvstore.metadata.membership.records import (
     drain_note,
     encode_volume_epoch,
-    heartbeat_note,
     left_note,
     node_note,
     refused_note,
     removed_note,
+    report_note,
     sequence_note,
     synced_note,
 )
@@ -101,10 +101,9 @@ def forget_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
         if info.node_id == node_id:
             index.close_volume_epoch(info.volume_epoch)
             index.put_note(synced_note(info.volume_id), None)
-    for name in (heartbeat_note(node_id), refused_note(node_id), sequence_note(node_id)):
-        index.put_note(name, None, announce=False)
-    for name in (drain_note(node_id), left_note(node_id)):
-        index.put_note(name, None)
+    index.put_beats({node_id: None})
+    index.put_notes(dict.fromkeys((report_note(node_id), refused_note(node_id), sequence_note(node_id))), announce=False)
+    index.put_notes(dict.fromkeys((drain_note(node_id), left_note(node_id))))
     index.put_note(node_note(node_id), None)  # last: after a crash before it, the next tick repeats the whole change
 
 

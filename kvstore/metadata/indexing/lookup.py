@@ -1,7 +1,8 @@
 """The hot path: one lookup on the event loop, from request to encoded answer.
 
-The index answers in tens of microseconds, so a lookup does not use a thread. The answer is made as bytes: a registration is
-encoded once per view, not once per lookup, and encoded messages of one type can be concatenated.
+The embedded index answers in tens of microseconds, so a lookup does not use a thread; an index on other hosts is awaited. The
+answer is made as bytes: a registration is encoded once per view, not once per lookup, and encoded messages of one type can be
+concatenated.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
+from kvstore.core import limits
+from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import NamespaceId, NodeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.membership.node_table import NodeTable
@@ -58,7 +61,7 @@ class Lookups:
         stats.keys += keys
         stats.hit_blocks += hit_blocks
 
-    def answer(self, request: LookupRequest) -> bytes:
+    async def answer(self, request: LookupRequest) -> bytes:
         """Find the servable prefix of a chain and the nodes that serve it.
 
         An unregistered namespace is a miss, not an error, because the engine then simply computes the prompt.
@@ -67,16 +70,20 @@ class Lookups:
             An encoded ``LookupResponse``.
 
         Raises:
-            InvalidArgument: wrong lengths or too many keys.
+            InvalidArgument: wrong lengths, too many keys, or too many guessed ends.
+            Unavailable: no shard of the index answers.
         """
         keys = request.keys
         namespace = NamespaceId(check_id(request.namespace_id, "namespace_id"))
         count = count_keys(keys)
+        if len(request.ends) > limits.MAX_LOOKUP_ENDS:
+            raise InvalidArgument("too many guessed ends", got=len(request.ends), limit=limits.MAX_LOOKUP_ENDS)
+        ends = tuple(request.ends)
         nodes = self._nodes
-        hit = self._index.lookup(namespace, keys, nodes.visible)
+        hit = await self._index.lookup_async(namespace, keys, nodes.visible, ends)
         if hit.revision != nodes.revision:  # a registration since the view was read; a later one may wait for the next lookup
             nodes.view()
-            hit = self._index.lookup(namespace, keys, nodes.visible)
+            hit = await self._index.lookup_async(namespace, keys, nodes.visible, ends)
         self._count(namespace, count, hit.blocks)
         if hit.blocks == 0:
             return b""

@@ -1,4 +1,4 @@
-"""Background work of a server process: share heartbeats, expire silent nodes, forget long silent nodes, sweep the index."""
+"""Background work of a server process: share heartbeats, hide silent nodes, forget long silent nodes, sweep the index."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.indexing.index_mutations import forget_node
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.membership.pause import PauseWatch
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -29,7 +30,7 @@ _SWEEP_PAUSE_S: Final = 0.01
 
 
 class Maintenance:
-    """Two background tasks of one server process.
+    """Background tasks of one server process.
 
     Args:
         index: the index.
@@ -40,6 +41,7 @@ class Maintenance:
         forget_s: silence after which a node is forgotten.
         sweeps: whether this process forgets nodes and sweeps the index; one of several workers does.
         on_tick: functions to call at each tick.
+        pauses: notices pauses of this process; None: a test moves the clock of the nodes.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Maintenance:
         forget_s: float,
         sweeps: bool,
         on_tick: Sequence[Callable[[], None]],
+        pauses: PauseWatch | None = None,
     ) -> None:
         self._index = index
         self._nodes = nodes
@@ -62,29 +65,34 @@ class Maintenance:
         self._forget_s = forget_s
         self._sweeps = sweeps
         self._on_tick = on_tick
+        self._pauses = pauses
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start both tasks on the running event loop."""
+        """Start the tasks on the running event loop."""
+        if self._pauses is not None:
+            self._tasks.append(asyncio.create_task(self._pauses.run(), name="metadata-watch-pauses"))
         self._tasks.append(asyncio.create_task(self._watch_nodes(), name="metadata-watch-nodes"))
         if self._sweeps:
             self._tasks.append(asyncio.create_task(self._sweep(), name="metadata-sweep"))
 
     async def stop(self) -> None:
-        """Stop both tasks, and store the heartbeats that only this process has seen."""
+        """Stop the tasks, and store the heartbeats that only this process has seen."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with suppress(KVStoreError):  # the index cannot be changed: nodes will send further heartbeats
-            await self._thread.run(self._share, self._nodes.take_unshared_notes())
+            await self._share()
 
     async def _watch_nodes(self) -> None:
         while True:
             try:
                 try:
-                    await self._thread.run(self._share, self._nodes.take_unshared_notes())
-                finally:
-                    self._nodes.read_shared_notes()  # silent nodes are hidden even if nothing can be written
+                    await self._share()
+                finally:  # silent nodes are hidden even if nothing can be written
+                    if self._pauses is not None:
+                        self._pauses.check()
+                    self._nodes.tick()
                 for call in self._on_tick:
                     call()
                 if self._sweeps:
@@ -99,14 +107,21 @@ class Maintenance:
             await asyncio.sleep(self._tick_s)
 
     async def _forget(self) -> None:
+        if orphaned := self._nodes.orphaned_beats:
+            await self._thread.run(self._index.put_beats, dict.fromkeys(orphaned))
         for node_id, boot_id in self._nodes.forgettable(self._forget_s):
             logger.warning("node forgotten with all its blocks: %s (silent_for_s=%.0f)", node_id, self._forget_s)
             self._counters.add(metadata_metrics.NODES_FORGOTTEN)
             await self._thread.run(forget_node, self._index, node_id, boot_id)
 
-    def _share(self, notes: list[tuple[str, bytes]]) -> None:
-        for name, value in notes:
-            self._index.put_note(name, value, announce=False)
+    async def _share(self) -> None:
+        changes = self._nodes.take_unshared()
+        if changes:
+            try:
+                await self._thread.run(changes.write, self._index)
+            except KVStoreError:
+                self._nodes.put_back(changes)
+                raise
 
     async def _sweep(self) -> None:
         while True:

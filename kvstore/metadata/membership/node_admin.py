@@ -10,9 +10,8 @@ import logging
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NODE_STATE_DRAINED, DrainOrder, DrainProgress, NodeInfo, Tier
-from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unsupported
-from kvstore.core.limits import MAX_REASON
+from kvstore.core.limits import MAX_NODES, MAX_REASON
 from kvstore.core.types import BootId, NamespaceId, NodeId
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.indexing.index_mutations import forget_node
@@ -35,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 MAX_LOCATED = 4_096
 """Maximum number of keys per call of :meth:`NodeAdmin.locate`."""
-KEEP_REMOVED_S = 86_400.0
-"""How long at least a boot that was removed while it was alive may not register. The next removal deletes older notes."""
+KEEP_REMOVED = MAX_NODES
+"""How many boots that were removed while they were alive may not register. A further removal forgets the oldest."""
 
 
 class NodeAdmin:
@@ -48,18 +47,14 @@ class NodeAdmin:
         writes: thread that changes the index.
         reads: thread for long reads of the index.
         counters: counters of this process.
-        clock: the host's monotonic clock.
     """
 
-    def __init__(
-        self, index: PrefixIndex, nodes: NodeTable, writes: IndexThread, reads: IndexThread, counters: Counters, clock: Clock
-    ) -> None:
+    def __init__(self, index: PrefixIndex, nodes: NodeTable, writes: IndexThread, reads: IndexThread, counters: Counters) -> None:
         self._index = index
         self._nodes = nodes
         self._writes = writes
         self._reads = reads
         self._counters = counters
-        self._clock = clock
 
     async def drain(self, request: pb.DrainNodeRequest) -> pb.NodeStatus:
         """Order a node to drain.
@@ -108,8 +103,7 @@ class NodeAdmin:
         if alive and not request.force and self._nodes.state(node_id) != NODE_STATE_DRAINED:
             raise Conflict("the node is alive and not drained: drain it first, or force the removal", node_id=node_id)
         boot_id = BootId(record.boot_id)
-        removed_s = self._clock.now_s() if alive else None
-        await self._writes.run(_remove_node, self._index, node_id, boot_id, removed_s)
+        await self._writes.run(_remove_node, self._index, node_id, boot_id, alive)
         self._nodes.view()
         self._counters.add(metadata_metrics.NODES_REMOVED)
         logger.warning("node removed with all its blocks: %s (alive=%s)", node_id, alive)
@@ -220,11 +214,14 @@ def _put_left(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> bool:
     return True
 
 
-def _remove_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId, removed_s: float | None) -> None:
-    if removed_s is not None:  # first, because the boot may try to register at any moment
-        for name, note in index.notes().items():
-            removed = decode_removed(note) if name.startswith(REMOVED_PREFIX) else None
-            if removed is not None and not removed_s - KEEP_REMOVED_S <= removed[1] <= removed_s:
-                index.put_note(name, None, announce=False)
-        index.put_note(removed_note(node_id), encode_removed(boot_id, removed_s), announce=False)
+def _remove_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId, alive: bool) -> None:
+    if alive:  # first, because the boot may try to register at any moment
+        numbers = {
+            name: removed[1]
+            for name, note in index.notes(REMOVED_PREFIX).items()
+            if name != removed_note(node_id) and (removed := decode_removed(note)) is not None
+        }
+        oldest = sorted(numbers, key=numbers.__getitem__)[: max(0, len(numbers) + 1 - KEEP_REMOVED)]
+        removal = encode_removed(boot_id, max(numbers.values(), default=0) + 1)
+        index.put_notes({**dict.fromkeys(oldest), removed_note(node_id): removal}, announce=False)
     forget_node(index, node_id, boot_id)

@@ -1,46 +1,56 @@
 """Nodes as one server process sees them: a cache of their registrations, their heartbeats, and which nodes are alive.
 
-All workers share the index. A worker reads registrations and volume epochs again if ``revision`` has changed. It exchanges
-heartbeats with the other workers several times per time to live, so all workers agree within one tick on which nodes are alive,
-whichever worker a heartbeat reaches. Ages are comparable because all workers use the monotonic clock of one host.
+All servers share the index. A server reads registrations and volume epochs again if ``revision`` has changed. It exchanges
+heartbeats with the other servers several times per time to live (``exchange``), so all agree within two ticks on which nodes are
+alive, whichever server a heartbeat reaches. Each judges by its own clock (``liveness``).
 
-After a start, known nodes get a grace period of one time to live: they could not send heartbeats while no server ran.
-
-Everything runs on the event loop, and no method takes longer than a read of the index's notes.
+Everything runs on the event loop, and no method takes longer than a read of the heartbeats or the registrations.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import Final, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 from kvproto.v1.common_pb2 import NODE_STATE_ACTIVE, NODE_STATE_DRAINING, DrainOrder, DrainProgress, NodeInfo, NodeState
 from kvproto.v1.metadata_pb2 import HeartbeatRequest, NodeStatus
 from kvstore.core.clock import Clock
-from kvstore.core.errors import NotFound
-from kvstore.core.limits import MAX_REASON
+from kvstore.core.errors import KVStoreError, NotFound
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
-from kvstore.metadata.membership.records import (
-    HEARTBEAT_PREFIX,
-    REFUSED_PREFIX,
-    CallRefusal,
-    Heartbeat,
-    heartbeat_note,
-    refused_note,
-)
+from kvstore.metadata.membership.exchange import HeartbeatExchange, UnsharedBeats
+from kvstore.metadata.membership.liveness import Liveness, LivenessChange
+from kvstore.metadata.membership.records import BootReport
+from kvstore.metadata.membership.refusals import NodeRefusals
 from kvstore.metadata.membership.view import MembershipView, VolumeLocation, read_view
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.auth.interceptor import RefusedNode
 
 logger = logging.getLogger(__name__)
-_Note = TypeVar("_Note", Heartbeat, CallRefusal)
 
-REFUSED_S: Final = 10.0
-"""How long a silent node is shown as refused after a rejected call. A node repeats the call within 2 seconds."""
+READ_RATE_AGE_S: Final = 5.0
+"""Age at which the read rate of a node whose heartbeats other servers receive is read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnsharedChanges:
+    """Heartbeats and rejected calls that other servers do not know yet."""
+
+    beats: UnsharedBeats = field(default_factory=UnsharedBeats)
+    refusals: dict[str, bytes] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.beats.beats or self.refusals)
+
+    def write(self, index: PrefixIndex) -> None:
+        """Write them to the index."""
+        if self.refusals:
+            index.put_notes(self.refusals, announce=False)
+        self.beats.write(index)
 
 
 class NodeTable:
@@ -48,7 +58,7 @@ class NodeTable:
 
     Args:
         index: the index.
-        clock: the host's monotonic clock.
+        clock: a monotonic clock of this host. It is not compared with clocks of other servers or nodes.
         ttl_s: silence after which a node is not alive.
         counters: counters of this process.
         wall_s: time of day in seconds since 1970.
@@ -59,20 +69,17 @@ class NodeTable:
     ) -> None:
         self._index = index
         self._clock = clock
-        self._ttl_s = ttl_s
         self._counters = counters
         self._wall_s = wall_s
         self._clock_offsets_ms: dict[NodeId, int] = {}
         """Of nodes whose heartbeats arrived at this process."""
-        self._started_s = clock.now_s()
         self._view = MembershipView()
-        self._heartbeats: dict[NodeId, Heartbeat] = {}
-        self._last_reports: dict[NodeId, HeartbeatRequest] = {}
-        """Last heartbeat of any boot of a known node, so that a node which cannot register is shown, too."""
-        self._refusals: dict[NodeId, CallRefusal] = {}
-        """Of known nodes only, so that strangers cannot make it grow."""
-        self._unshared_heartbeats: set[NodeId] = set()
-        self._unshared_refusals: set[NodeId] = set()
+        self._exchange = HeartbeatExchange(index, clock)
+        self._liveness = Liveness(ttl_s)
+        self._refusals = NodeRefusals(index)
+        self._last_heartbeats: dict[NodeId, HeartbeatRequest] = {}
+        """Last heartbeat here of any boot of a known node, so that a node which cannot register is shown, too."""
+        self._orphaned_beats: set[NodeId] = set()
         self._alive: frozenset[NodeId] = frozenset()
         self._visible: frozenset[VolumeEpoch] = frozenset()
         self._mounting_nodes: dict[VolumeEpoch, tuple[VolumeLocation, ...]] = {}
@@ -83,8 +90,10 @@ class NodeTable:
     def view(self) -> MembershipView:
         """The current registrations; read again only if the index's revision has changed."""
         if self._index.revision != self._view.revision:
-            self._view = read_view(self._index)
-            self._update_liveness()
+            view = self._view = read_view(self._index)
+            boots = {node_id: BootId(record.boot_id) for node_id, record in view.nodes.items()}
+            self._report_changes(self._liveness.registered(boots, view.left, self._clock.now_s()))
+            self._update_visible()
         return self._view
 
     @property
@@ -99,7 +108,7 @@ class NodeTable:
 
     @property
     def visible(self) -> frozenset[VolumeEpoch]:
-        """Volume epochs that a live node owns or mounts, as of the last :meth:`view` or :meth:`read_shared_notes`."""
+        """Volume epochs that a live node owns or mounts, as of the last :meth:`view` or :meth:`tick`."""
         return self._visible
 
     def server_of(self, volume_epoch: VolumeEpoch) -> VolumeLocation:
@@ -131,16 +140,16 @@ class NodeTable:
 
     def _progress(self, node_id: NodeId) -> DrainProgress | None:
         """The last report of the registered boot about the current drain order."""
-        order, record = self._view.drain_orders.get(node_id), self._view.nodes.get(node_id)
-        heartbeat = self._heartbeat_of(node_id, BootId(record.boot_id)) if record is not None else None
-        if order is None or heartbeat is None or heartbeat.report.drain.operation_id != order.operation_id:
+        order = self._view.drain_orders.get(node_id)
+        report = None if order is None else self._report_of(node_id)
+        if order is None or report is None or report.heartbeat.drain.operation_id != order.operation_id:
             return None
-        return heartbeat.report.drain
+        return report.heartbeat.drain
 
-    def heard_within(self, node_id: NodeId, boot_id: BootId, seconds: float) -> bool:
-        """Whether a heartbeat of this boot arrived within the last ``seconds``."""
-        heartbeat = self._heartbeat_of(node_id, boot_id)
-        return heartbeat is not None and self._clock.now_s() - heartbeat.at_s < seconds
+    def heard_within(self, node_id: NodeId, seconds: float) -> bool:
+        """Whether the registered boot was heard within the last ``seconds`` in which this server could hear it."""
+        silence_s = self._liveness.silence_s(node_id, self._clock.now_s())
+        return silence_s is not None and silence_s < seconds
 
     def record(self, node_id: NodeId, boot_id: BootId) -> NodeInfo:
         """The registration of a boot.
@@ -167,7 +176,9 @@ class NodeTable:
 
     def statuses(self) -> list[NodeStatus]:
         """All nodes, by id."""
-        return [self.status(node_id) for node_id in sorted(self.view().nodes)]
+        nodes = sorted(self.view().nodes)
+        self._exchange.read_reports()
+        return [self.status(node_id) for node_id in nodes]
 
     def status(self, node_id: NodeId) -> NodeStatus:
         """One node.
@@ -178,87 +189,95 @@ class NodeTable:
         record = self.view().nodes.get(node_id)
         if record is None:
             raise NotFound("no such node", node_id=node_id)
-        heartbeat = self._heartbeat_of(node_id, BootId(record.boot_id))
-        age_s = self._clock.now_s() - (heartbeat.at_s if heartbeat is not None else self._started_s)
-        if heartbeat is not None and heartbeat.report.usages:
-            report = heartbeat.report
+        now_s = self._clock.now_s()
+        heard_s = self._liveness.heard_s(node_id)
+        report = self._report_of(node_id)
+        if report is not None and report.heartbeat.usages:
+            heartbeat = report.heartbeat
         else:
-            report = self._last_reports.get(node_id, HeartbeatRequest())
+            heartbeat = self._last_heartbeats.get(node_id, HeartbeatRequest())
         return NodeStatus(
             node=record,
             alive=node_id in self._alive,
-            heartbeat_age_ms=max(0, round(age_s * 1000)),
-            usages=report.usages,
+            heartbeat_age_ms=0 if heard_s is None else max(0, round((now_s - heard_s) * 1000)),
+            usages=heartbeat.usages,
             state=self.state(node_id),
             stopped=node_id in self._view.left,
             order=self._view.drain_orders.get(node_id),
             drain=self._progress(node_id),
-            findings=report.findings,
-            refused=self._refusal_reason(node_id),
+            findings=heartbeat.findings,
+            refused="" if node_id in self._alive else self._refusals.reason(node_id, now_s),
             clock_offset_ms=self._clock_offsets_ms.get(node_id, 0),
         )
 
+    def silent(self) -> list[NodeInfo]:
+        """Nodes that send no heartbeats, have not unregistered, and had no call rejected lately."""
+        now_s, view = self._clock.now_s(), self.view()
+        return [
+            record
+            for node_id, record in view.nodes.items()
+            if not (node_id in self._alive or node_id in view.left or self._refusals.reason(node_id, now_s))
+        ]
+
     def read_bytes_per_s(self, node_id: NodeId) -> int:
         """Read rate of all volumes of a node, as its registered boot has measured it; 0: not measured."""
-        record = self._view.nodes.get(node_id)
-        heartbeat = None if record is None else self._heartbeat_of(node_id, BootId(record.boot_id))
-        return 0 if heartbeat is None else heartbeat.report.read_bytes_per_s
-
-    def _refusal_reason(self, node_id: NodeId) -> str:
-        """Why calls of a silent node are rejected; empty: the node is alive, or no call was rejected lately."""
-        refusal = self._refusals.get(node_id)
-        if refusal is None or node_id in self._alive or self._clock.now_s() - refusal.at_s > REFUSED_S:
-            return ""
-        return refusal.why
+        report = self._report_of(node_id, READ_RATE_AGE_S)
+        return 0 if report is None else report.heartbeat.read_bytes_per_s
 
     def live_nodes(self) -> Iterator[tuple[NodeInfo, HeartbeatRequest | None]]:
         """Live nodes by id, each with the last heartbeat of its registered boot (None: none has arrived)."""
         view = self.view()
+        self._exchange.read_reports()
         for node_id in sorted(self._alive & view.nodes.keys()):
-            heartbeat = self._heartbeat_of(node_id, BootId(view.nodes[node_id].boot_id))
-            yield view.nodes[node_id], heartbeat.report if heartbeat is not None else None
+            report = self._report_of(node_id)
+            yield view.nodes[node_id], report.heartbeat if report is not None else None
 
     def forgettable(self, forget_s: float) -> list[tuple[NodeId, BootId]]:
         """Boots that were silent for ``forget_s`` and whose volumes no live node mounts."""
-        oldest_s = self._clock.now_s() - forget_s
-        view = self.view()
-        mounted = {view.locations[epoch].node_id for epoch in self._mounting_nodes if epoch in view.locations}
-        return [
-            (node_id, BootId(record.boot_id))
-            for node_id, record in view.nodes.items()
-            if self._heard_s(node_id, record) < oldest_s and node_id not in mounted
+        now_s, view = self._clock.now_s(), self.view()
+        silent = [
+            node_id
+            for node_id in view.nodes.keys() - self._alive
+            if (silence_s := self._liveness.silence_s(node_id, now_s)) is not None and silence_s > forget_s
         ]
+        mounted = {view.locations[epoch].node_id for epoch in self._mounting_nodes if epoch in view.locations} if silent else ()
+        return [(node_id, BootId(view.nodes[node_id].boot_id)) for node_id in silent if node_id not in mounted]
 
-    # ---- liveness ----
+    # ---- heartbeats ----
     def record_registration(self, node_id: NodeId, boot_id: BootId, host: str = "") -> None:
         """A boot has registered, perhaps again: it is alive. Its last report stays valid."""
-        report = self._last_reports.get(node_id)
-        if report is None or report.boot_id != boot_id:
-            report = HeartbeatRequest(node_id=node_id, boot_id=boot_id)
-        self.record_heartbeat(report, host)
+        self.view()
+        heartbeat = self._last_heartbeats.get(node_id)
+        if heartbeat is None or heartbeat.boot_id != boot_id:
+            heartbeat = HeartbeatRequest(node_id=node_id, boot_id=boot_id)
+        self._record(heartbeat, host, counter=0)
 
-    def record_heartbeat(self, report: HeartbeatRequest, host: str = "") -> bool:
-        """Process a heartbeat.
+    def record_heartbeat(self, heartbeat: HeartbeatRequest, host: str = "") -> bool:
+        """Process a heartbeat. It must not be changed afterwards.
 
         Args:
-            report: the heartbeat.
+            heartbeat: the heartbeat.
             host: host that sent it; empty: unknown.
 
         Returns:
             False if this boot is not registered.
         """
-        node_id, boot_id = NodeId(report.node_id), BootId(report.boot_id)
-        record = self.view().nodes.get(node_id)
+        known = self.view().nodes
+        if heartbeat.unix_ms:
+            if heartbeat.node_id in known:
+                self._clock_offsets_ms[NodeId(heartbeat.node_id)] = heartbeat.unix_ms - round(self._wall_s() * 1000)
+            heartbeat.unix_ms = 0  # the other contents seldom change, and only changes are shared with other servers
+        return self._record(heartbeat, host, counter=heartbeat.report)
+
+    def _record(self, heartbeat: HeartbeatRequest, host: str, *, counter: int) -> bool:
+        node_id, boot_id = NodeId(heartbeat.node_id), BootId(heartbeat.boot_id)
+        record = self._view.nodes.get(node_id)
         if record is not None:
-            self._last_reports[node_id] = report
-            if report.unix_ms:
-                self._clock_offsets_ms[node_id] = report.unix_ms - round(self._wall_s() * 1000)
+            self._last_heartbeats[node_id] = heartbeat
         if record is None or BootId(record.boot_id) != boot_id:
             return False
-        self._heartbeats[node_id] = Heartbeat(boot_id, self._clock.now_s(), report, host)
-        self._unshared_heartbeats.add(node_id)
-        if node_id not in self._alive:
-            self._update_liveness()
+        self._exchange.arrived(heartbeat, host, counter=counter)
+        self._apply(self._liveness.heartbeat_arrived(node_id, boot_id, self._clock.now_s()))
         return True
 
     def record_refusal(self, call: RefusedNode) -> None:
@@ -271,70 +290,83 @@ class NodeTable:
         record = self._view.nodes.get(node_id)
         if record is None or not call.host:
             return
-        heartbeat = self._heartbeats.get(node_id)
         addresses = (record.control_address, record.data_address, record.storage_address)
         hosts = {address.rpartition(":")[0].strip("[]") for address in addresses}
-        if call.host not in hosts and (heartbeat is None or call.host != heartbeat.host):
-            return
-        before = self._refusals.get(node_id)
-        if before is None or self._clock.now_s() - before.at_s > REFUSED_S:
+        if call.host not in hosts:
+            report = self._report_of(node_id)
+            if report is None or report.host != call.host:
+                return
+        if self._refusals.record(node_id, call.why, self._clock.now_s()):
             logger.warning("rejected a node's call: %s (reason=%s, host=%s)", node_id, call.why, call.host)
-        self._refusals[node_id] = CallRefusal(self._clock.now_s(), call.why[:MAX_REASON])
-        self._unshared_refusals.add(node_id)
 
-    def take_unshared_notes(self) -> list[tuple[str, bytes]]:
-        """Notes for the other workers: heartbeats and refusals that arrived here since the last call."""
-        heartbeats, refusals = (
-            self._unshared_heartbeats & self._heartbeats.keys(),
-            self._unshared_refusals & self._refusals.keys(),
-        )
-        notes = [(heartbeat_note(node_id), self._heartbeats[node_id].encode()) for node_id in heartbeats]
-        notes += [(refused_note(node_id), self._refusals[node_id].encode()) for node_id in refusals]
-        self._unshared_heartbeats.clear()
-        self._unshared_refusals.clear()
-        return notes
+    def take_unshared(self) -> UnsharedChanges:
+        """Heartbeats and refusals that arrived here since the last call, to be written for the other servers."""
+        return UnsharedChanges(self._exchange.take_unshared(), self._refusals.take_unshared())
 
-    def read_shared_notes(self) -> None:
-        """Read heartbeats and refusals of the other workers, and update liveness."""
+    def put_back(self, changes: UnsharedChanges) -> None:
+        """Changes could not be written: the next call of :meth:`take_unshared` returns their heartbeats again."""
+        self._exchange.put_back(changes.beats)
+
+    # ---- liveness ----
+    def paused(self) -> None:
+        """This process or its host was stopped until now. Call it before the next :meth:`tick`."""
+        self._counters.add(metadata_metrics.PAUSES)
+        self._liveness.paused(self._clock.now_s())
+
+    def tick(self) -> None:
+        """Read heartbeats and refusals of the other servers, and find nodes that became silent.
+
+        Raises:
+            Unavailable: the index does not answer. Until it answers again, no node becomes silent.
+        """
         now_s = self._clock.now_s()
-        for name, value in self._index.notes().items():
-            if name.startswith(REFUSED_PREFIX):
-                _keep_newer(self._refusals, NodeId(name.removeprefix(REFUSED_PREFIX)), CallRefusal.decode(value), now_s)
-            elif name.startswith(HEARTBEAT_PREFIX):
-                _keep_newer(self._heartbeats, NodeId(name.removeprefix(HEARTBEAT_PREFIX)), Heartbeat.decode(value), now_s)
-        known = self.view().nodes
-        self._heartbeats = {node_id: one for node_id, one in self._heartbeats.items() if node_id in known}
-        self._last_reports = {node_id: one for node_id, one in self._last_reports.items() if node_id in known}
-        self._refusals = {node_id: one for node_id, one in self._refusals.items() if node_id in known}
-        self._clock_offsets_ms = {node_id: one for node_id, one in self._clock_offsets_ms.items() if node_id in known}
-        self._update_liveness()
+        try:
+            others = self._exchange.read_others()
+            known = self.view().nodes  # after the heartbeats: their senders are registered, or were forgotten
+            self._refusals.read_others(known.keys(), now_s)
+        except KVStoreError:
+            self._liveness.index_failed()
+            raise
+        self._liveness.index_answered(now_s)
+        self._apply([*self._liveness.beats_read(others, now_s), *self._liveness.tick(now_s)])
+        self._orphaned_beats = others.keys() - known
+        self._exchange.forget_others(known.keys())
+        for node_id in self._last_heartbeats.keys() - known:
+            del self._last_heartbeats[node_id]
+        for node_id in self._clock_offsets_ms.keys() - known:
+            del self._clock_offsets_ms[node_id]
 
-    def _heartbeat_of(self, node_id: NodeId, boot_id: BootId) -> Heartbeat | None:
-        heartbeat = self._heartbeats.get(node_id)
-        return heartbeat if heartbeat is not None and heartbeat.boot_id == boot_id else None
+    @property
+    def orphaned_beats(self) -> Collection[NodeId]:
+        """Forgotten nodes of which the index holds a heartbeat, as of the last tick: a server wrote it late."""
+        return self._orphaned_beats
 
-    def _heard_s(self, node_id: NodeId, record: NodeInfo) -> float:
-        """When the registered boot was last heard of; not before the start of this process."""
-        heartbeat = self._heartbeat_of(node_id, BootId(record.boot_id))
-        return self._started_s if heartbeat is None else max(self._started_s, heartbeat.at_s)
+    def _report_of(self, node_id: NodeId, max_unread_s: float = 0.0) -> BootReport | None:
+        """The last report of the registered boot."""
+        record = self._view.nodes.get(node_id)
+        if record is None:
+            return None
+        return self._exchange.report(node_id, BootId(record.boot_id), max_unread_s)
 
-    def _update_liveness(self) -> None:
-        """Compute from heartbeats and the view which nodes are alive and which volume epochs are visible; log changes."""
-        view, oldest_s = self._view, self._clock.now_s() - self._ttl_s
-        alive = frozenset(
-            node_id
-            for node_id, record in view.nodes.items()
-            if node_id not in view.left and self._heard_s(node_id, record) >= oldest_s
-        )
-        for node_id in self._alive - alive:
-            if node_id in view.left:
+    def _apply(self, changes: Sequence[LivenessChange]) -> None:
+        if changes:
+            self._report_changes(changes)
+            self._update_visible()
+
+    def _report_changes(self, changes: Sequence[LivenessChange]) -> None:
+        for node_id, alive in changes:
+            if alive:
+                self._counters.add(metadata_metrics.NODES_APPEARED)
+                logger.info("node alive: %s", node_id)
+            elif node_id in self._view.left:
                 logger.info("node left: %s (hidden from lookups)", node_id)
-            elif node_id in view.nodes:
+            else:
                 self._counters.add(metadata_metrics.NODES_EXPIRED)
                 logger.warning("node silent: %s (hidden from lookups)", node_id)
-        for node_id in alive - self._alive:
-            self._counters.add(metadata_metrics.NODES_APPEARED)
-            logger.info("node alive: %s", node_id)
+
+    def _update_visible(self) -> None:
+        """Compute which volume epochs can be read: those of live nodes, and those that live nodes mount."""
+        view, alive = self._view, self._liveness.alive()
         self._alive = alive
         owned = frozenset(epoch for epoch, location in view.locations.items() if location.node_id in alive)
         self._mounting_nodes = {
@@ -343,10 +375,3 @@ class NodeTable:
             if epoch not in owned and (live := tuple(location for location in locations if location.node_id in alive))
         }
         self._visible = owned | self._mounting_nodes.keys()
-
-
-def _keep_newer(known: dict[NodeId, _Note], node_id: NodeId, note: _Note | None, now_s: float) -> None:
-    """Keep a note of another worker if it is newer. A time in the future is from before a restart of the host."""
-    before = known.get(node_id)
-    if note is not None and note.at_s <= now_s and (before is None or note.at_s > before.at_s):
-        known[node_id] = note

@@ -6,12 +6,15 @@ name                    value                                                   
 ``node/<node id>``      NodeInfo of the last registration                          yes
 ``drain/<node id>``     DrainOrder, while the node is to drain                     yes
 ``left/<node id>``      the boot that unregistered                                 yes
-``removed/<node id>``   the live boot that was removed, and the time               no
+``removed/<node id>``   the live boot that was removed, and the removal's number   no
 ``synced/<volume id>``  the volume epoch whose inventory is complete               yes
-``beat/<node id>``      boot, host-wide monotonic time, host and last heartbeat    no
-``refused/<node id>``   host-wide monotonic time and reason of the last refusal    no
+``report/<node id>``    host and contents of the last heartbeat                    no
+``refused/<node id>``   number and reason of the last refusal                      no
 ``sequence/<node id>``  last batch that the boot published (``publish_sequence``)  no
 ======================  =========================================================  ==========
+
+No note contains a time, because servers on several hosts share no clock. That a node is alive is recorded apart from the notes
+(``Beat`` in ``kvstore.index.contract``), so that servers need not read the reports to know it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from kvstore.index.contract import VolumeEpoch
 
 NODE_PREFIX: Final = "node/"
 SYNCED_PREFIX: Final = "synced/"
-HEARTBEAT_PREFIX: Final = "beat/"
+REPORT_PREFIX: Final = "report/"
 DRAIN_PREFIX: Final = "drain/"
 LEFT_PREFIX: Final = "left/"
 REFUSED_PREFIX: Final = "refused/"
@@ -36,10 +39,10 @@ REMOVED_PREFIX: Final = "removed/"
 SEQUENCE_PREFIX: Final = "sequence/"
 
 _VOLUME_EPOCH: Final = struct.Struct("<Q")
-_HEARTBEAT: Final = struct.Struct("<16sdB")
-_REFUSED: Final = struct.Struct("<d")
+_REPORT: Final = struct.Struct("<QB")
+_REFUSED: Final = struct.Struct("<Q")
 _MOST_HOST_BYTES: Final = 255
-_REMOVED: Final = struct.Struct("<16sd")
+_REMOVED: Final = struct.Struct("<16sQ")
 
 
 def node_note(node_id: NodeId) -> str:
@@ -67,22 +70,22 @@ def removed_note(node_id: NodeId) -> str:
     return REMOVED_PREFIX + node_id
 
 
-def encode_removed(boot_id: BootId, at_s: float) -> bytes:
+def encode_removed(boot_id: BootId, number: int) -> bytes:
     """Encode a removed boot."""
-    return _REMOVED.pack(boot_id, at_s)
+    return _REMOVED.pack(boot_id, number)
 
 
-def decode_removed(note: bytes | None) -> tuple[BootId, float] | None:
-    """Decode a removed boot: (boot, host-wide monotonic time). None if the note is absent or invalid."""
+def decode_removed(note: bytes | None) -> tuple[BootId, int] | None:
+    """Decode a removed boot: (boot, number of the removal). None if the note is absent or invalid."""
     if note is None or len(note) != _REMOVED.size:
         return None
-    boot_id, at_s = _REMOVED.unpack(note)
-    return BootId(boot_id), at_s
+    boot_id, number = _REMOVED.unpack(note)
+    return BootId(boot_id), number
 
 
-def heartbeat_note(node_id: NodeId) -> str:
-    """Name of the note with a node's last heartbeat."""
-    return HEARTBEAT_PREFIX + node_id
+def report_note(node_id: NodeId) -> str:
+    """Name of the note with a node's last report."""
+    return REPORT_PREFIX + node_id
 
 
 def refused_note(node_id: NodeId) -> str:
@@ -101,33 +104,36 @@ def encode_volume_epoch(volume_epoch: VolumeEpoch) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """A node's last heartbeat.
+class BootReport:
+    """The contents of a boot's last heartbeat.
 
     Args:
-        boot_id: boot that sent it.
-        at_s: time of arrival, on the host's monotonic clock.
-        report: the heartbeat.
+        heartbeat: the heartbeat.
+        number: number of the first heartbeat with these contents.
         host: host that sent it; empty: unknown.
     """
 
-    boot_id: BootId
-    at_s: float
-    report: HeartbeatRequest
+    heartbeat: HeartbeatRequest
+    number: int
     host: str = ""
+
+    @property
+    def boot_id(self) -> BootId:
+        """The boot."""
+        return BootId(self.heartbeat.boot_id)
 
     def encode(self) -> bytes:
         """Encode as a note."""
         host = self.host.encode()[:_MOST_HOST_BYTES]
-        return _HEARTBEAT.pack(self.boot_id, self.at_s, len(host)) + host + self.report.SerializeToString()
+        return _REPORT.pack(self.number, len(host)) + host + self.heartbeat.SerializeToString()
 
     @classmethod
-    def decode(cls, note: bytes) -> Heartbeat | None:
+    def decode(cls, note: bytes) -> BootReport | None:
         """Decode a note; None if it is invalid."""
         try:
-            boot_id, at_s, host_bytes = _HEARTBEAT.unpack_from(note)
-            end = _HEARTBEAT.size + host_bytes
-            return cls(BootId(boot_id), at_s, HeartbeatRequest.FromString(note[end:]), note[_HEARTBEAT.size : end].decode())
+            number, host_bytes = _REPORT.unpack_from(note)
+            end = _REPORT.size + host_bytes
+            return cls(HeartbeatRequest.FromString(note[end:]), number, note[_REPORT.size : end].decode())
         except (struct.error, DecodeError, UnicodeDecodeError):
             return None
 
@@ -137,22 +143,22 @@ class CallRefusal:
     """The last rejected call in a node's name.
 
     Args:
-        at_s: time of the call, on the host's monotonic clock.
+        number: a random number: another one than before means that another call was rejected.
         why: what is wrong with the caller's token.
     """
 
-    at_s: float
+    number: int
     why: str
 
     def encode(self) -> bytes:
         """Encode as a note."""
-        return _REFUSED.pack(self.at_s) + self.why.encode()
+        return _REFUSED.pack(self.number) + self.why.encode()
 
     @classmethod
     def decode(cls, note: bytes) -> CallRefusal | None:
         """Decode a note; None if it is invalid."""
         try:
-            (at_s,) = _REFUSED.unpack_from(note)
-            return cls(at_s, note[_REFUSED.size :].decode())
+            (number,) = _REFUSED.unpack_from(note)
+            return cls(number, note[_REFUSED.size :].decode())
         except (struct.error, UnicodeDecodeError):
             return None

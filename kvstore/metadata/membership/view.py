@@ -59,17 +59,18 @@ def read_view(index: PrefixIndex) -> MembershipView:
     nodes: dict[NodeId, NodeInfo] = {}
     orders: dict[NodeId, DrainOrder] = {}
     boots_left: dict[NodeId, bytes] = {}
-    for name, value in index.notes().items():
-        try:
-            if name.startswith(NODE_PREFIX):
-                info = NodeInfo.FromString(value)
-                nodes[NodeId(info.node_id)] = info
-            elif name.startswith(DRAIN_PREFIX):
-                orders[NodeId(name.removeprefix(DRAIN_PREFIX))] = DrainOrder.FromString(value)
-            elif name.startswith(LEFT_PREFIX):
-                boots_left[NodeId(name.removeprefix(LEFT_PREFIX))] = value
-        except DecodeError:
-            logger.exception("unreadable note ignored: %s (a node will be asked to register again)", name)
+    for prefix in (NODE_PREFIX, DRAIN_PREFIX, LEFT_PREFIX):
+        for name, value in index.notes(prefix).items():
+            node_id = NodeId(name.removeprefix(prefix))
+            try:
+                if prefix == NODE_PREFIX:
+                    nodes[node_id] = NodeInfo.FromString(value)
+                elif prefix == DRAIN_PREFIX:
+                    orders[node_id] = DrainOrder.FromString(value)
+                else:
+                    boots_left[node_id] = value
+            except DecodeError:
+                logger.exception("unreadable note ignored: %s (a node will be asked to register again)", name)
     left = frozenset(node_id for node_id, boot in boots_left.items() if node_id in nodes and nodes[node_id].boot_id == boot)
     positions = {
         (node_id, VolumeId(volume.volume_id)): position

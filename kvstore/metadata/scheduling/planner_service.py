@@ -24,10 +24,10 @@ from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.scheduling.link_rates import LinkRates, link_rates
-from kvstore.observe.context import plan_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
+from kvstore.observe.tracing import plan_id
 from kvstore.rpc.codec import check_id, check_name
 
 logger = logging.getLogger(__name__)

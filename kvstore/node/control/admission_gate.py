@@ -33,16 +33,16 @@ class AdmissionGate:
 
     def reject(self, namespace: NodeNamespace, run: BlockRun) -> SlotGrant:
         """Return a store without slots: EXISTS up to the first block that is not held, SKIPPED from there on."""
-        held = self._table.held(namespace, run.keys)
-        first = held.index(False) if False in held else len(held)
-        outcomes = [StoreOutcome.EXISTS] * first + [StoreOutcome.SKIPPED] * (len(held) - first)
-        self._counters.add(node_metrics.STORE_SKIPPED_CLOSED_BLOCKS, len(held) - first)
+        found = self._table.find(namespace, run.keys)
+        skipped = len(found) - found.index(None) if None in found else 0
+        outcomes = [StoreOutcome.EXISTS] * (len(found) - skipped) + [StoreOutcome.SKIPPED] * skipped
+        self._counters.add(node_metrics.STORE_SKIPPED_CLOSED_BLOCKS, skipped)
         return SlotGrant(namespace, run, outcomes)
 
     def stores_under_way(self) -> int:
         """Blocks whose slots a writer may be writing to."""
-        return self._table.stores_in_progress()
+        return len(self._table.residency.preparing)
 
     def awaits(self, keys: Iterable[BlockKey]) -> bool:
         """Whether a caller on this host already waits for one of the keys."""
-        return self._table.is_awaited(keys)
+        return any(key in self._table.residency.waiters for key in keys)

@@ -27,7 +27,6 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_REASON
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.migrator import BlockMigrator
-from kvstore.node.durability.requeue import by_namespace
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -240,8 +239,7 @@ class Drainer:
         """Write DRAM-only blocks back, and wait for them while this order is in force."""
         if not self._writes_back:
             return
-        for namespace, keys in by_namespace(sorted(self._volatile(order), key=lambda block: block.depth)):
-            self._table.requeue_writeback(namespace, keys)
+        self._table.requeue_writeback(sorted(self._volatile(order), key=lambda block: (block.namespace_id, block.depth)))
         while not self._is_over(order) and not self._table.wait_written(self._clock.now_s() + WRITTEN_S):
             self._not_durable = len(self._volatile(order))
 

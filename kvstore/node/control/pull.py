@@ -47,7 +47,10 @@ class FreeShares:
     @contextmanager
     def reserve(self, namespace: NodeNamespace, run: BlockRun) -> Iterator[bool]:
         """Yield whether a run fits in its tenant's free share, and keep its bytes reserved meanwhile."""
-        size = self._table.volumes_of(namespace, run.keys).count(None) * namespace.shape.block_bytes
+        size = (
+            sum(block is None or block.nvme_volume is None for block in self._table.find(namespace, run.keys))
+            * namespace.shape.block_bytes
+        )
         account = namespace.account
         with self._lock:
             free = free_durable(self._table.residency, namespace)

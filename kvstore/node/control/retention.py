@@ -53,7 +53,7 @@ BATCHES: Final = 16
 """Maximum number of batches of 1,024 blocks per tenant and tier in one round."""
 KEEP_S: Final = 5.0
 """Pause between attempts to write the rules to a disk that fails."""
-ASK_S: Final = 5.0
+SPECS_RETRY_S: Final = 5.0
 """Interval of requests for specs that the metadata server does not know either."""
 
 
@@ -83,11 +83,11 @@ class RetentionEnforcer:
         self._rules_file = rules_file
         self._saved: dict[NamespaceId, tuple[float, bool]] = {}
         self._keep_at_s = 0.0
-        self._specs_asked_s = -ASK_S
+        self._specs_requested_s = -SPECS_RETRY_S
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._shares: dict[str, QuotaShare] = {}
-        self._reported = self._applied_report = 0  # reports sent, and the report of the current shares
+        self._reported = self._applied_report = 0  # numbers of heartbeats: the last one, and that of the current shares
         self._joining: dict[NodeNamespace, int] = {}  # namespaces that do not count yet, and the first report that included them
         self._rules: dict[NamespaceId, tuple[float, bool]] = {}
         self._with_rules: set[NodeNamespace] = set()
@@ -185,8 +185,7 @@ class RetentionEnforcer:
         usages = [one for one in usages if one.dram_bytes or one.nvme_bytes]
         usages.sort(key=lambda one: (one.tenant not in self._shares, -max(one.dram_bytes, one.nvme_bytes)))
         left_out = {one.tenant for one in usages[MAX_TENANTS_TOLD:]}
-        self._reported += 1
-        heartbeat.report = self._reported
+        self._reported = heartbeat.report
         heartbeat.tenants.extend(usages[:MAX_TENANTS_TOLD])
         for namespace in joining:
             if namespace.account is not None and namespace.account.tenant not in left_out:
@@ -295,12 +294,8 @@ class RetentionEnforcer:
         table = self._table
         for _ in range(BATCHES):
             with table.residency.lock:
-                given = sum(
-                    [
-                        evict_tenant_dram(table.residency, order, excess)
-                        for order, excess in over_share(table.residency, Tier.DRAM)
-                    ]
-                )
+                over = list(over_share(table.residency, Tier.DRAM))
+                given = sum(evict_tenant_dram(table.residency, order, excess) for order, excess in over)
                 victims = [
                     block
                     for order, excess in over_share(table.residency, Tier.NVME)
@@ -346,9 +341,9 @@ class RetentionEnforcer:
         """Look up the specs of namespaces found at start that no engine has opened since."""
         now_s = self._table.clock.now_s()
         unknown = {namespace.namespace_id for namespace in self._namespaces.all() if namespace.spec is None}
-        if not unknown or now_s < self._specs_asked_s + ASK_S:
+        if not unknown or now_s < self._specs_requested_s + SPECS_RETRY_S:
             return
-        self._specs_asked_s = now_s
+        self._specs_requested_s = now_s
         for message in self._specs():
             spec = spec_from_proto(message)
             if spec.namespace in unknown:

@@ -18,12 +18,13 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import Outcome, VolumeId
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
-from kvstore.node.durability.volume_checks import batches_of, pin_held
+from kvstore.node.durability.volume_checks import batches_of, pinned_on, read_items
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -141,16 +142,9 @@ class ReadRate:
             log.exception("read rate not measured: %s, unexpected error", node_volume.volume_id)
 
     def _read_batch(self, node_volume: NodeVolume, batch: Sequence[Block], memory: memoryview, sample: _Sample) -> None:
-        pinned = pin_held(self._table, node_volume, batch)
-        try:
-            items, at = [], 0
-            for block, slot in pinned:
-                items.append((slot, block.record(), memory[at : at + block.nbytes]))
-                at += block.nbytes
+        with pinned_on(self._table, node_volume, batch) as pinned:
+            read = partial(node_volume.volume.read, read_items(pinned, memory), verify=False)
             began_s = self._clock.now_s()
-            # if this raises, the caller does not use the memory again
-            outcomes = node_volume.guard.read(lambda: node_volume.volume.read(items, verify=False), ignore)
+            outcomes = node_volume.guard.read(read, ignore)  # if this raises, the caller does not use the memory again
             sample.seconds += self._clock.now_s() - began_s
-        finally:
-            self._table.unpin([block for block, _ in pinned])
         sample.nbytes += sum(block.nbytes for (block, _), outcome in zip(pinned, outcomes, strict=True) if outcome is Outcome.HIT)

@@ -15,8 +15,11 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
+from itertools import accumulate
 from typing import Final
 
 from kvstore.core.clock import Clock
@@ -29,7 +32,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.process.host_defaults import check_bandwidth
-from kvstore.tiers.contract import Slot
+from kvstore.tiers.contract import BlockRecord, Slot
 
 log = logging.getLogger(__name__)
 
@@ -196,23 +199,16 @@ class VolumeChecks:
 
     def _read(self, node_volume: NodeVolume, batch: Sequence[Block], check: Check, memory: memoryview) -> int:
         """Read some blocks and check them. Returns the number of bytes."""
-        pinned = pin_held(self._table, node_volume, batch)
-        check.gone += len(batch) - len(pinned)
-        try:
-            items, at = [], 0
-            for block, slot in pinned:
-                items.append((slot, block.record(), memory[at : at + block.nbytes]))
-                at += block.nbytes
-            outcomes = node_volume.guard.read(
-                lambda: node_volume.volume.read(items), ignore
-            )  # if this raises, the memory is not used again
+        with pinned_on(self._table, node_volume, batch) as pinned:
+            check.gone += len(batch) - len(pinned)
+            # if this raises, the memory is not used again
+            outcomes = node_volume.guard.read(partial(node_volume.volume.read, read_items(pinned, memory)), ignore)
             for (block, slot), outcome in zip(pinned, outcomes, strict=True):
                 self._judge(node_volume, block, slot, outcome, check)
-        finally:
-            self._table.unpin([block for block, _ in pinned])
-        check.checked_bytes += at
-        self._counters.add(node_metrics.VOLUME_CHECK_BYTES, at)
-        return at
+        nbytes = sum(block.nbytes for block, _ in pinned)
+        check.checked_bytes += nbytes
+        self._counters.add(node_metrics.VOLUME_CHECK_BYTES, nbytes)
+        return nbytes
 
     def _judge(self, node_volume: NodeVolume, block: Block, slot: Slot, outcome: Outcome, check: Check) -> None:
         if outcome is Outcome.HIT:
@@ -229,7 +225,7 @@ class VolumeChecks:
         check.bad += 1
         quarantine(self._table, node_volume, block, slot, self._counters)
         # after the quarantine: its commit would also remove the new copy from the catalog
-        check.rewritten_blocks += self._table.requeue_writeback(block.namespace, [block.key])
+        check.rewritten_blocks += self._table.requeue_writeback([block])
 
 
 def held_blocks(table: BlockTable, node_volume: NodeVolume) -> list[Block]:
@@ -243,8 +239,9 @@ def held_blocks(table: BlockTable, node_volume: NodeVolume) -> list[Block]:
     return [block for _, block in sorted(found, key=lambda pair: pair[0])]
 
 
-def pin_held(table: BlockTable, node_volume: NodeVolume, batch: Sequence[Block]) -> list[tuple[Block, Slot]]:
-    """Pin the blocks of a batch that are still on a volume. Their slots are not reused until they are unpinned."""
+@contextmanager
+def pinned_on(table: BlockTable, node_volume: NodeVolume, batch: Sequence[Block]) -> Iterator[list[tuple[Block, Slot]]]:
+    """Inside, the blocks of a batch that are still on a volume are pinned, so that their slots are not reused."""
     with table.residency.lock:
         pinned = [
             (block, block.nvme)
@@ -253,7 +250,16 @@ def pin_held(table: BlockTable, node_volume: NodeVolume, batch: Sequence[Block])
         ]
         for block, _ in pinned:
             block.pins += 1
-    return pinned
+    try:
+        yield pinned
+    finally:
+        table.unpin([block for block, _ in pinned])
+
+
+def read_items(pinned: Sequence[tuple[Block, Slot]], memory: memoryview) -> list[tuple[Slot, BlockRecord, memoryview]]:
+    """Return the arguments of a read of pinned blocks into consecutive parts of some memory."""
+    ends = list(accumulate(block.nbytes for block, _ in pinned))
+    return [(slot, block.record(), memory[end - block.nbytes : end]) for (block, slot), end in zip(pinned, ends, strict=True)]
 
 
 def batches_of(blocks: Sequence[Block]) -> Iterator[list[Block]]:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Final
 
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
-from kvstore.node.durability.requeue import requeue_dram_only
-from kvstore.node.state.model import NodeVolume
+from kvstore.node.state.change_log import in_chains
+from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 2.0
 """Interval of the rounds: file checks, attempts to resume, write-back after a stall, and the measurement of the read rate."""
+ARENA_PART: Final = 4
+"""A round writes back at most this fraction (1/n) of the arena, so that new stores find space in the queue."""
 
 
 class VolumeWatch:
@@ -86,8 +88,26 @@ class VolumeWatch:
             self._stalls[number], self._dram_only[number] = node_volume.guard.stalls, sys.maxsize
         if not self._dram_only[number] or not node_volume.guard.takes_changes:
             return
-        dram_only = requeue_dram_only(self._table)
+        dram_only = requeue_dram_only(self._table, node_volume)
         if dram_only:
             log.info("blocks sent to write-back again: %s answers again (dram_only=%d)", node_volume.volume_id, dram_only)
         # if their number does not fall, the volume is full or fails: the rest is tried again when the node stops
         self._dram_only[number] = dram_only if dram_only < self._dram_only[number] else 0
+
+
+def requeue_dram_only(table: BlockTable, node_volume: NodeVolume) -> int:
+    """Send DRAM-only blocks that fit a volume to write-back again, after it did not answer. Returns how many there were."""
+    dram_only = [
+        block
+        for block in sorted(table.snapshot(), key=lambda block: block.depth)
+        if block.only_in_dram and not block.writing and node_volume.volume.fits(block.namespace.shape)
+    ]
+    sent: list[Block] = []
+    space = table.dram.usage().capacity_bytes // ARENA_PART
+    for block in in_chains(dram_only):
+        if space <= 0:
+            break
+        sent.append(block)
+        space -= block.nbytes
+    table.requeue_writeback(sent)
+    return len(dram_only)

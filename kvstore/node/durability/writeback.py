@@ -28,6 +28,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, KVStoreError
 from kvstore.core.types import StoreOutcome
 from kvstore.node.base.volume_guard import VolumeStalled
+from kvstore.node.eviction.allocation import allocate_nvme
 from kvstore.node.eviction.execution import evict_from_volume
 from kvstore.node.eviction.quotas import WriteAllowance, release_durable, reserve_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
@@ -91,10 +92,10 @@ class LocalTarget:
             for block in denied:
                 self._table.writeback_failed(block, denied=True)
 
-    def _reserve(self, namespace: NodeNamespace, wanted: int) -> WriteAllowance:
+    def _reserve(self, namespace: NodeNamespace, count: int) -> WriteAllowance:
         """Reserve space in the tenant's share for as many leading blocks as possible, evicting its coldest blocks."""
         for _ in range(RESERVE_TRIES):
-            allowance = reserve_durable(self._table.residency, namespace, wanted)
+            allowance = reserve_durable(self._table.residency, namespace, count)
             if not allowance.victims:
                 return allowance
             self._evict(None, allowance.victims)
@@ -181,7 +182,7 @@ class LocalTarget:
         """Allocate slots for as many leading blocks as possible, evicting others."""
         shape, count = blocks[0].namespace.shape, len(blocks)
         while count:
-            slots, victims = self._table.allocate_or_mark_victims(node_volume, shape, count, ahead=EVICT_AHEAD)
+            slots, victims = allocate_nvme(self._table.residency, node_volume, shape, count, ahead=EVICT_AHEAD)
             if slots is not None:
                 return slots
             if not victims:

@@ -1,12 +1,22 @@
-"""Slots of the arena for new blocks: evicts and writes back as needed. Called under the table's lock."""
+"""Slots for new blocks: evicts and writes back as needed. Called under the table's lock, except ``allocate_nvme``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvstore.core.types import BlockShape
-from kvstore.node.eviction.chain_cascade import with_parents
-from kvstore.node.eviction.quotas import count_kept, evict_over_quota
+from kvstore.core.types import BlockKey, BlockShape, StoreOutcome
+from kvstore.node.eviction.quotas import (
+    count_kept,
+    evict_over_quota,
+    is_full,
+    mark_over_quota_evicting,
+    reserve_in_quota,
+    share_below_one_block,
+    space_may_free_up,
+)
+from kvstore.node.state.grants import SlotGrant
+from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.residency import Residency
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import Slot
@@ -15,8 +25,8 @@ PIECE_BLOCKS: Final = 64
 """Maximum number of blocks to free space for in one step: enough for contiguous slots, and few enough to grant what is free."""
 
 
-def allocate_dram(residency: Residency, shape: BlockShape, count: int, *, cascades_chains: bool) -> list[Slot] | None:
-    """Allocate slots for ``count`` blocks. None: no space can be freed now.
+def allocate_dram(residency: Residency, shape: BlockShape, count: int) -> list[Slot] | None:
+    """Allocate slots of the arena for ``count`` blocks. None: no space can be freed now.
 
     Dirty blocks that occupy the space are sent to write-back, so that they can be evicted later.
     """
@@ -24,8 +34,8 @@ def allocate_dram(residency: Residency, shape: BlockShape, count: int, *, cascad
         if residency.accounts.has_rules and evict_over_quota(residency):
             continue
         victims, dirty = residency.arena_evictor.victims(shape, count)
-        if cascades_chains:
-            dirty = with_parents(residency.blocks, dirty, residency.is_idle, max(PIECE_BLOCKS, 2 * count))
+        if residency.cascades_chains:
+            dirty = _with_parents(residency, dirty, max(PIECE_BLOCKS, 2 * count))
         for block in dirty:
             residency.enqueue_writeback(block)
         residency.counters.add(node_metrics.CASCADED_BLOCKS, len(dirty))
@@ -34,3 +44,78 @@ def allocate_dram(residency: Residency, shape: BlockShape, count: int, *, cascad
         residency.evict_from_dram(victims)
         count_kept(residency, victims)
     return slots
+
+
+def _with_parents(residency: Residency, leaves: Sequence[Block], limit: int) -> list[Block]:
+    """Return leaves, each followed by its dirty ancestors, at most ``limit`` blocks in all.
+
+    Policies yield a parent only after its children, so a chain would otherwise be written one block at a time.
+    """
+    found: dict[BlockKey, Block] = {}
+    for leaf in leaves:
+        block: Block | None = leaf
+        while block is not None and block.key not in found and block.dram is not None and len(found) < limit:
+            if block.clean or block.namespace is not leaf.namespace or not residency.is_idle(block):
+                break
+            found[block.key] = block
+            block = residency.blocks.get(block.parent) if block.parent is not None else None
+    return list(found.values())
+
+
+def grant_slots(residency: Residency, grant: SlotGrant, positions: Sequence[int], wait: Callable[[], bool]) -> None:
+    """Grant slots of the arena for admitted blocks of a store, the first ones first. The others are SKIPPED.
+
+    Args:
+        residency: the blocks.
+        grant: a store's.
+        positions: of the admitted blocks in its run.
+        wait: waits until space may have changed; False: no longer. Called only while the store has no slot.
+    """
+    namespace, keys = grant.namespace, grant.run.keys
+    granted = 0
+    piece = PIECE_BLOCKS
+    while granted < len(positions):
+        count = min(piece, len(positions) - granted)
+        over = residency.writes.nbytes > residency.pending_limit_bytes
+        own = over or reserve_in_quota(residency, namespace, count)
+        slots = allocate_dram(residency, namespace.shape, count) if own and not over else None
+        if slots is not None:
+            grant.slots.update(zip((keys[position] for position in positions[granted : granted + count]), slots, strict=True))
+            granted += count
+            namespace.granted += count
+        elif piece > 1 and not over:
+            piece = max(1, count // 2)
+        # never wait for more slots while holding some (two large stores would deadlock), nor if none is needed
+        elif granted or share_below_one_block(namespace) or not space_may_free_up(residency, grant, own=not own) or not wait():
+            break
+        else:
+            piece = PIECE_BLOCKS
+    if skipped := positions[granted:]:
+        for position in skipped:
+            del residency.preparing[keys[position]]
+            grant.outcomes[position] = StoreOutcome.SKIPPED
+        full = not over and is_full(residency, namespace)
+        metric = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_SPACE_BLOCKS
+        residency.counters.add(metric, len(skipped))
+
+
+def allocate_nvme(
+    residency: Residency, node_volume: NodeVolume, shape: BlockShape, count: int, ahead: int
+) -> tuple[list[Slot] | None, list[Block]]:
+    """Return slots in a durable volume, or (None, victims): blocks that are now marked as evicting. Takes the lock.
+
+    Evict the victims with ``evict_from_volume``, and call again. Victims may be on any durable volume. They free space for
+    ``ahead`` times the count if enough blocks are evictable, so that few commits only remove. If blocks of other sizes occupy the
+    space, there may be space for a part of the count: then call again.
+    """
+    with residency.lock:
+        slots = node_volume.volume.allocate(shape, count)
+        if slots is not None or not residency.evicts_nvme:
+            return slots, []
+        victims = mark_over_quota_evicting(residency) if residency.accounts.has_rules else []
+        if not victims:
+            rules = (residency.leaves_no_orphans, residency.is_idle)
+            victims = residency.volume_evictor.victims(node_volume, shape, (count * ahead, count), *rules)
+            residency.mark_evicting(victims)
+            count_kept(residency, victims)
+        return None, victims

@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 from kvstore.core.cancel_scope import current
 from kvstore.core.errors import KVStoreError
-from kvstore.core.types import BlockKey
+from kvstore.core.types import BlockKey, Tier
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
-from kvstore.node.state.block_states import VolumeReplica
+from kvstore.node.state.block_states import DramState, VolumeReplica
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
@@ -71,6 +72,17 @@ def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_byt
             evict_from_volume(table, node_volume, victims)
         evicted += len(victims)
     return EvictionResult(evicted, volume.usage().blocks if excess > 0 else 0)
+
+
+def evict_tier(table: BlockTable, tier: Tier) -> int:
+    """Evict all idle clean blocks from DRAM, or all idle blocks from the durable volumes. Returns the number of replicas.
+
+    Raises:
+        OSError: a volume's catalog could not be changed; those blocks stay.
+        KVStoreError: see ``OSError``.
+    """
+    volumes: Sequence[NodeVolume | None] = [None] if tier is Tier.DRAM else table.node_volumes
+    return sum(evict_down_to(table, node_volume, 0).blocks for node_volume in volumes)
 
 
 def evict_namespace(
@@ -143,11 +155,15 @@ def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Seque
     if not victims:
         return
 
+    residency = table.residency
+
     def settle(error: BaseException | None) -> None:
         if error is None:
-            table.note_evicted_from_volume(node_volume, victims)
-        else:
-            table.cancel_nvme_eviction(victims)
+            finish_eviction(residency, node_volume, victims)
+            return
+        with residency.lock:
+            residency.cancel_eviction(victims)
+            residency.changed.notify_all()
 
     keys = [block.key for block in victims]
     try:
@@ -158,6 +174,25 @@ def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Seque
         settle(error)
         raise
     settle(None)
+
+
+def finish_eviction(residency: Residency, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
+    """Note that the catalog no longer names ``victims``: their slots may be reused. Takes the lock."""
+    with residency.lock:
+        for block in victims:
+            slot = block.nvme
+            if slot is None or block.nvme_volume is not node_volume:
+                continue
+            for_quota = block.volume_replica is VolumeReplica.EVICTING_FOR_QUOTA
+            node_volume.volume.free((slot,))
+            residency.remove_from_volume(block, node_volume)
+            if block.clean:
+                residency.set_dram_state(block, DramState.DIRTY)  # it is written again before it leaves DRAM
+            if for_quota:
+                block.produced_here = False
+            residency.drop_if_nowhere(block)
+        residency.counters.add(node_metrics.EVICTED_NVME_BLOCKS, len(victims))
+        residency.changed.notify_all()
 
 
 def quarantine(table: BlockTable, node_volume: NodeVolume, block: Block, slot: Slot, counters: Counters) -> None:
@@ -181,21 +216,6 @@ def quarantine(table: BlockTable, node_volume: NodeVolume, block: Block, slot: S
             table.residency.remove_from_volume(block, node_volume)
             table.residency.drop_if_nowhere(block)
             table.residency.changed.notify_all()
-
-
-def evict_all_nvme(table: BlockTable) -> int:
-    """Evict all idle blocks from the durable volumes. Returns the number of replicas.
-
-    Raises:
-        OSError: a volume's catalog could not be changed; those blocks stay.
-        KVStoreError: see ``OSError``.
-    """
-    evicted = 0
-    for node_volume in table.node_volumes:
-        victims = table.mark_all_evicting(node_volume)
-        evict_from_volume(table, node_volume, victims)
-        evicted += len(victims)
-    return evicted
 
 
 def _of(table: BlockTable, namespace: NodeNamespace) -> list[Block]:

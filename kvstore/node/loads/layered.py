@@ -195,7 +195,7 @@ class LayeredLoader:
             if not fills:
                 return None
             blocks = [fill.block for fill in fills]
-            if not self._table.pin_if_pinned(blocks):
+            if not self._table.pin_again(blocks):
                 return None
             return blocks, np.stack([fill.checksums for fill in fills])
 
@@ -217,7 +217,7 @@ class LayeredLoader:
 
     def _split(self, request: BlockRequest) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the blocks to load in layer groups, and the rest as (start, stop): held here, or without a source."""
-        held = np.array(self._table.held(request.namespace, request.chain.keys), bool)
+        held = np.array([block is not None for block in self._table.find(request.namespace, request.chain.keys)], bool)
         offered = np.zeros(len(request.chain), bool)
         for source in request.sources:
             if not self._loader.is_mounted(source):  # a mounted volume is read in whole slots

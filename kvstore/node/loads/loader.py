@@ -214,7 +214,8 @@ class Loader:
 
     def _windows(self, request: BlockRequest, done: Sequence[bool]) -> Iterator[_Window]:
         """Cut the blocks that are not ``done`` by their sources and by window size."""
-        node_volumes = self._table.volumes_of(request.namespace, request.chain.keys)
+        found = self._table.find(request.namespace, request.chain.keys)
+        node_volumes = [block.nvme_volume if block is not None else None for block in found]
         durable = [node_volume is not None for node_volume in node_volumes]
         sources = [() if done[index] or durable[index] else of_block for index, of_block in enumerate(request.sources_by_block())]
         count = len(done)
@@ -351,8 +352,8 @@ class Loader:
         """Wait for a block that another load or store brings. Returns it, and whether its volume is stalled."""
         until_s = self._clock.now_s()  # the first attempt does not wait: a window has many blocks
         while (block := self._table.await_resident(request.namespace, key, until_s)) is None:
-            (node_volume,) = self._table.volumes_of(request.namespace, (key,))
-            if node_volume is not None and node_volume.guard.stalled:
+            (durable,) = self._table.find(request.namespace, (key,))
+            if durable is not None and durable.nvme_volume is not None and durable.nvme_volume.guard.stalled:
                 return None, True
             now_s = self._clock.now_s()
             if now_s < until_s or now_s >= request.deadline_s or current().cancelled:

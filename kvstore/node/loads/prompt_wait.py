@@ -128,7 +128,8 @@ class PromptWaits:
 
     def _load_durable(self, request: BlockRequest) -> None:
         """Load blocks on this node's volumes into DRAM, where the waiter pins them."""
-        durable = [volume is not None for volume in self._table.volumes_of(request.namespace, request.chain.keys)]
+        found = self._table.find(request.namespace, request.chain.keys)
+        durable = [block is not None and block.nvme_volume is not None for block in found]
         for start, stop in equal_stretches(durable):
             if not durable[start]:
                 continue

@@ -96,7 +96,7 @@ class NodeProvider(BlockProvider):
         keys = [request.run.keys[at] for at in held]
         if all(self._table.are_durable(keys)):
             return
-        self._table.requeue_writeback(namespace, keys)
+        self._table.requeue_writeback(filter(None, self._table.find(namespace, keys)))
         self._table.wait_written(request.deadline_s)
         for at, durable in zip(held, self._table.are_durable(keys), strict=True):
             if not durable:

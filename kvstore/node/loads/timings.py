@@ -13,12 +13,12 @@ from kvstore.node.base.slow_sources import SlowSources
 from kvstore.node.loads.peer_waits import PeerWaits
 from kvstore.node.loads.runs import LoadedRun
 from kvstore.observe import tracing
-from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.metrics import Event
 from kvstore.observe.slow_loads import LoadRecord, RecentLoads
+from kvstore.observe.tracing import request_id
 
 limited = LimitedLog(logging.getLogger(__name__), interval_s=1.0)
 

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+from kvstore.core.checksum import key_range
 from kvstore.core.limits import DIGEST_RANGES
-from kvstore.core.range_digests import key_range
 from kvstore.core.types import BootId, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog, runs_of
 from kvstore.node.state.model import Block

@@ -125,6 +125,7 @@ class IndexPublisher:
         """Why the metadata server refuses this node; None: it does not, or has not answered."""
         self._epoch = b""
         self._heartbeat_s = 0.5
+        self._heartbeats = 0
         self._sequence = 0
         self._unacknowledged: deque[tuple[metadata_pb2.PublishRequest, int]] = deque()
         # work that a broken stream leaves to the next one
@@ -253,7 +254,7 @@ class IndexPublisher:
 
     def _stream(self, inventories: Sequence[VolumeId]) -> None:
         """Publish until the stream breaks, the server requires a registration, or ``stop``."""
-        outbox: queue.Queue[metadata_pb2.PublishRequest | None] = queue.Queue(BATCHES_IN_FLIGHT + 1)
+        outbox: queue.SimpleQueue[metadata_pb2.PublishRequest | None] = queue.SimpleQueue()  # ``slots`` bounds it
         slots = threading.Semaphore(BATCHES_IN_FLIGHT)
         lock = threading.Lock()
         broken: list[grpc.RpcError] = []
@@ -317,17 +318,14 @@ class IndexPublisher:
                     self._unacknowledged.append((message, events))
                 alive = send(message)
         finally:
-            while True:  # the outbox is bounded: free space for the end marker
-                try:
-                    outbox.put_nowait(None)
-                    break
-                except queue.Full:
-                    outbox.get_nowait()
+            outbox.put(None)
             responses.cancel()
             receiver.join(JOIN_S)
-        if not self._stopping.is_set() and not self._again.is_set() and is_silent():
+        if self._stopping.is_set() or self._again.is_set():
+            return
+        if is_silent():
             raise Unavailable("published changes are not acknowledged", seconds=ACK_TIMEOUT_S)
-        if broken and not self._stopping.is_set() and not self._again.is_set():
+        if broken:
             raise from_rpc_error(broken[0])
 
     def _batches(self, inventories: Sequence[VolumeId]) -> Iterator[tuple[metadata_pb2.PublishRequest | None, int]]:
@@ -436,9 +434,11 @@ class IndexPublisher:
                     read_only=self._health.why_not_writable(node_volume) if node_volume is not None else "",
                 )
             )
+        self._heartbeats += 1
         request = metadata_pb2.HeartbeatRequest(
             node_id=self._node.node_id,
             boot_id=self._boot_id,
+            report=self._heartbeats,
             usages=usages,
             findings=[one.to_proto() for one in self._health.findings()],
             unix_ms=round(time.time() * 1000),

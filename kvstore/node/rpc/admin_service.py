@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import kvstore
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import admin_pb2_grpc
 from kvstore.core.cancel_scope import run_in_pool
-from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
-from kvstore.node.base.buffer_budget import BufferBudget
-from kvstore.node.control.retention import RetentionEnforcer
-from kvstore.node.durability.volume_checks import Check, CheckState, VolumeChecks
+from kvstore.node.durability.volume_checks import Check, CheckState
 from kvstore.node.eviction.execution import EvictionResult, evict_down_to, evict_namespace, invalidate
-from kvstore.node.publish.health import HealthReporter
-from kvstore.node.publish.publisher import IndexPublisher
-from kvstore.node.rpc.gauges import Links
-from kvstore.node.rpc.sessions import Sessions
-from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.rpc.parts import NodeParts
 from kvstore.node.state.model import NodeVolume
-from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
-from kvstore.node.table import BlockTable
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
-from kvstore.observe.history import History
 from kvstore.observe.metric_definitions import EVENTS
 from kvstore.observe.metrics import PREFIX
-from kvstore.observe.slow_loads import SHOWN, RecentLoads
-from kvstore.process.effective_config import EffectiveSetting
+from kvstore.observe.slow_loads import SHOWN
 from kvstore.rpc.codec import check_id, history_to_proto, tier_to_proto
 from kvstore.tiers.contract import Volume
-from kvstore.transport.shaping.traffic import KvTraffic
 
 Result = TypeVar("Result")
 Context = Any  # grpc.aio.ServicerContext, generic in request and response
@@ -54,34 +42,10 @@ _CHECK_STATES: Final = {
 _LOAD_SECONDS: Final = f"{PREFIX}node_load_seconds"
 
 
-@dataclass(frozen=True, slots=True)
-class AdminParts:
-    """The parts of the node that the handlers use."""
-
-    table: BlockTable
-    namespaces: NamespaceRegistry
-    sessions: Sessions
-    replica_log: ReplicaChangeLog
-    buffers: Mapping[str, BufferBudget]
-    recent: RecentLoads
-    traffic: KvTraffic
-    publisher: Callable[[], IndexPublisher | None]
-    """Return the publisher. None: the node runs without a metadata server."""
-    io_engines: Callable[[], Sequence[str]]
-    clock: Clock
-    settings: Sequence[EffectiveSetting]
-    counters: Counters
-    links: Links
-    checks: VolumeChecks
-    enforcer: RetentionEnforcer
-    health: HealthReporter
-    history: History
-
-
 class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
     """The handlers. ``proto/kvstore/v1/admin.proto`` documents them."""
 
-    def __init__(self, parts: AdminParts) -> None:
+    def __init__(self, parts: NodeParts) -> None:
         self._parts = parts
         self._began_s = parts.clock.now_s()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-node-admin")
@@ -114,7 +78,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             io_engines=list(parts.io_engines()),
             settings=[
                 pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
-                for one in parts.settings
+                for one in parts.config.settings
             ],
             links=[
                 pb.LinkTraffic(network=network, received_bytes=received, sent_bytes=sent)
@@ -165,7 +129,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         )
 
     async def ListSlowLoads(self, request: pb.ListSlowLoadsRequest, context: Context) -> pb.ListSlowLoadsResponse:  # noqa: N802, ARG002
-        records = self._parts.recent.slowest(most=min(request.limit or SHOWN, SHOWN))
+        records = self._parts.timings.recent.slowest(most=min(request.limit or SHOWN, SHOWN))
         return pb.ListSlowLoadsResponse(
             loads=[
                 pb.SlowLoad(
@@ -240,7 +204,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         return pb.SetTrafficCapResponse(bytes_per_s=request.bytes_per_s, before=before)
 
     async def CompareIndex(self, request: pb.CompareIndexRequest, context: Context) -> pb.CompareIndexResponse:  # noqa: N802, ARG002
-        publisher = self._parts.publisher()
+        publisher = self._parts.publisher
         if publisher is None:
             raise Conflict("this node has no metadata server; set node.metadata")
         return pb.CompareIndexResponse(repaired_ranges=await self._run_in_pool(publisher.compare_now))

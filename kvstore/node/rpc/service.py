@@ -14,32 +14,21 @@ from typing import Any, TypeVar, cast
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.cancel_scope import run_in_pool
 from kvstore.core.chain import ChainSlice
-from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
 from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_REASON, MAX_SOURCES, MAX_TRANSFER_ID_BYTES
-from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, SessionId
-from kvstore.node.control.admission_gate import AdmissionGate
-from kvstore.node.control.drain import Drainer
-from kvstore.node.control.pull import Puller
-from kvstore.node.eviction.execution import evict_all_nvme
-from kvstore.node.loads.layered import LayeredLoader
-from kvstore.node.loads.loader import Loader
+from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, SessionId, Tier
+from kvstore.node.eviction.execution import evict_tier
 from kvstore.node.loads.locate import located_runs, pin_stored
 from kvstore.node.loads.peers import PeerAddress
-from kvstore.node.loads.prompt_wait import PromptWaits
 from kvstore.node.loads.runs import BlockRequest, Runs, SourceRange
-from kvstore.node.loads.timings import LoadTimer, LoadTimings
+from kvstore.node.loads.timings import LoadTimer
 from kvstore.node.rpc.load_stream import LoadStreams
-from kvstore.node.rpc.sessions import Session, Sessions
+from kvstore.node.rpc.parts import NodeParts
+from kvstore.node.rpc.sessions import Session
 from kvstore.node.rpc.wait_threads import WaitThreads
-from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.namespaces import NamespaceRegistry
-from kvstore.node.table import BlockTable
-from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.auth.interceptor import require_tenant, tenant
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed, run_from_proto, runs_from_proto, spec_from_proto
-from kvstore.transport.tickets import TicketAuthority
 
 Result = TypeVar("Result")
 Context = Any  # grpc.aio.ServicerContext, generic in request and response
@@ -65,61 +54,27 @@ CLOSED_PROMPT_WAIT_S = 0.5
 class NodeServicer(node_pb2_grpc.NodeServicer):
     """The handlers. The server's interceptor maps errors to status codes."""
 
-    def __init__(
-        self,
-        info: common_pb2.NodeInfo,
-        namespaces: NamespaceRegistry,
-        table: BlockTable,
-        sessions: Sessions,
-        loader: Loader,
-        layered: LayeredLoader,
-        prompts: PromptWaits,
-        gate: AdmissionGate,
-        puller: Puller,
-        drainer: Drainer,
-        replica_log: ReplicaChangeLog,
-        authority: TicketAuthority,
-        counters: Counters,
-        clock: Clock,
-        *,
-        arena_socket: str,
-        arena_bytes: int,
-        arena_exposed: bool,
-        stored_volumes: Sequence[node_pb2.StoredVolume],
-        lease_ms: int,
-        prefaulted: bool,
-        io_engines: Callable[[], Sequence[str]],
-        threads: int,
-        timings: LoadTimings,
-    ) -> None:
-        self._info = info
-        self._namespaces = namespaces
-        self._table = table
-        self._sessions = sessions
-        self._loader = loader
-        self._layered = layered
-        self._prompts = prompts
-        self._gate = gate
-        self._puller = puller
-        self._drainer = drainer
-        self._log = replica_log
-        self._authority = authority
-        self._counters = counters
-        self._clock = clock
-        self._arena_socket = arena_socket
-        self._arena_bytes = arena_bytes
-        self._arena_exposed = arena_exposed
-        self._stored_volumes = stored_volumes
-        self._lease_ms = lease_ms
-        self._prefaulted = prefaulted
-        self._io_engines = io_engines
-        self._timings = timings
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-node-rpc")
+    def __init__(self, parts: NodeParts) -> None:
+        self._parts = parts
+        self._info = parts.info
+        self._table = parts.table
+        self._sessions = parts.sessions
+        self._loader = parts.loader
+        self._gate = parts.gate
+        self._counters = counters = parts.counters
+        self._clock = parts.clock
+        self._log = parts.replica_log
+        self._timings = parts.timings
+        self._stored_volumes = [
+            node_pb2.StoredVolume(volume_id=node_volume.volume_id, path=str(nvme.path.absolute()))
+            for node_volume, nvme in zip(parts.table.node_volumes, parts.config.nvme, strict=True)
+        ]
+        self._pool = ThreadPoolExecutor(parts.config.load_threads * 2, thread_name_prefix="kvstore-node-rpc")
         self._load_threads = WaitThreads(MAX_LOADS, "loads", counters)
         self._layered_threads = WaitThreads(MAX_LAYERED_LOADS, "layered-loads", counters)
         self._prompt_threads = WaitThreads(MAX_PROMPTS, "prompts", counters)
         self._wait_threads = WaitThreads(MAX_WAITS, "waits", counters)
-        self._streams = LoadStreams(table, sessions, counters, clock)
+        self._streams = LoadStreams(parts.table, parts.sessions, counters, parts.clock)
 
     def close(self) -> None:
         """Shut the pools down without waiting: deadlines or ``BlockTable.close`` end the calls in them."""
@@ -165,8 +120,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.IssueTicketResponse:
         spec = spec_from_proto(request.spec)
         require_tenant(spec.tenant)
-        namespace = self._namespaces.of_spec(spec)
-        ticket = self._authority.issue(namespace.namespace_id, TICKET_VALID_S)
+        namespace = self._parts.namespaces.of_spec(spec)
+        ticket = self._parts.authority.issue(namespace.namespace_id, TICKET_VALID_S)
         return node_pb2.IssueTicketResponse(ticket=ticket, boot_id=self._info.boot_id)
 
     async def OpenSession(  # noqa: N802
@@ -178,17 +133,17 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             raise InvalidArgument("client_name is too long", limit=MAX_NAME_BYTES)
         spec = spec_from_proto(request.spec)
         require_tenant(spec.tenant)
-        namespace = self._namespaces.of_spec(spec)
+        namespace = self._parts.namespaces.of_spec(spec)
         over_tcp = not context.peer().startswith("unix:")
         session = self._sessions.open(namespace, request.client_name, remote=request.remote, over_tcp=over_tcp)
         return node_pb2.OpenSessionResponse(
             session_id=session.session_id,
-            arena_socket=self._arena_socket,
-            arena_bytes=self._arena_bytes,
-            lease_ms=self._lease_ms,
+            arena_socket=self._parts.arena_socket,
+            arena_bytes=self._parts.arena_bytes,
+            lease_ms=self._parts.config.lease_ms,
             node=self._info,
-            prefaulted=self._prefaulted,
-            arena_exposed=self._arena_exposed,
+            prefaulted=self._parts.config.prefault,
+            arena_exposed=self._parts.nixl.exposes,
             stored_volumes=self._stored_volumes if _may_read_volumes(session) else (),
         )
 
@@ -269,7 +224,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if self._gate.closed:  # the client reads blocks of other nodes there
             return self._loader.load_local(blocks), self._load_threads
         if blocks.layer_group:
-            return self._layered.load(blocks), self._layered_threads
+            return self._parts.layered.load(blocks), self._layered_threads
         return self._loader.load(blocks), self._load_threads
 
     def _block_request(self, session: Session, request: node_pb2.LoadRequest, deadline_s: float) -> BlockRequest:
@@ -313,7 +268,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             deadline_s = min(deadline_s, self._clock.now_s() + request.wait_ms / 1000)
         if self._gate.closed:  # no further blocks will arrive
             deadline_s = min(deadline_s, self._clock.now_s() + CLOSED_PROMPT_WAIT_S)
-        runs = self._prompts.wait(BlockRequest(session.namespace, chain, deadline_s), request.transfer_id)
+        runs = self._parts.prompts.wait(BlockRequest(session.namespace, chain, deadline_s), request.transfer_id)
         async for message in self._streams.stream(
             session, runs, self._prompt_threads, None, want_checksums=request.want_checksums
         ):
@@ -325,7 +280,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         context: Context,  # noqa: ARG002
     ) -> node_pb2.AbandonPromptResponse:
         _check_transfer_id(request.transfer_id)
-        return node_pb2.AbandonPromptResponse(awaited=self._prompts.abandon(request.transfer_id, tenant()))
+        return node_pb2.AbandonPromptResponse(awaited=self._parts.prompts.abandon(request.transfer_id, tenant()))
 
     async def Release(self, request: node_pb2.ReleaseRequest, context: Context) -> node_pb2.ReleaseResponse:  # noqa: N802, ARG002
         self._sessions.release(self._session(request.session_id), request.lease_ids)
@@ -341,7 +296,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         def flush() -> tuple[bool, int]:
             if session is None:
                 return self._table.wait_written(deadline_s), self._table.not_durable(of_tenant)
-            self._table.requeue_writeback(session.namespace, keys)
+            self._table.requeue_writeback(filter(None, self._table.find(session.namespace, keys)))
             return self._table.wait_written(deadline_s), self._table.are_durable(keys).count(False)
 
         in_time, missing = await self._wait_in_thread(flush)
@@ -358,11 +313,10 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     async def Evict(self, request: node_pb2.EvictRequest, context: Context) -> node_pb2.EvictResponse:  # noqa: N802, ARG002
         check_id(request.operation_id, "operation_id")  # a retry evicts again, which does no harm
-        if request.tier == common_pb2.TIER_DRAM:
-            return node_pb2.EvictResponse(evicted_blocks=await self._run_in_pool(self._table.evict_all_clean_from_dram))
-        if request.tier == common_pb2.TIER_NVME:
-            return node_pb2.EvictResponse(evicted_blocks=await self._run_in_pool(lambda: evict_all_nvme(self._table)))
-        raise Unsupported("only DRAM and NVMe can be evicted", tier=request.tier)
+        if request.tier not in (common_pb2.TIER_DRAM, common_pb2.TIER_NVME):
+            raise Unsupported("only DRAM and NVMe can be evicted", tier=request.tier)
+        tier = Tier.DRAM if request.tier == common_pb2.TIER_DRAM else Tier.NVME
+        return node_pb2.EvictResponse(evicted_blocks=await self._run_in_pool(lambda: evict_tier(self._table, tier)))
 
     async def PullBlocks(self, request: node_pb2.PullBlocksRequest, context: Context) -> node_pb2.PullBlocksResponse:  # noqa: N802
         check_id(request.operation_id, "operation_id")  # a retry finds the blocks: EXISTS
@@ -377,8 +331,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         )
         if address.node_id == self._info.node_id:
             raise InvalidArgument("a node cannot pull from itself", node_id=address.node_id)
-        namespace, deadline_s = self._namespaces.of_spec(spec), self._deadline_s(context)
-        outcomes, why = await self._run_in_pool(lambda: self._puller.pull(namespace, runs, address, deadline_s))
+        namespace, deadline_s = self._parts.namespaces.of_spec(spec), self._deadline_s(context)
+        outcomes, why = await self._run_in_pool(lambda: self._parts.puller.pull(namespace, runs, address, deadline_s))
         return node_pb2.PullBlocksResponse(outcomes=bytes(outcomes), why=why[:MAX_REASON])
 
     async def GetNodeStats(  # noqa: N802
@@ -402,7 +356,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         counters["sessions"] = self._sessions.count()
         counters["blocks"], counters["write_back_waiting_blocks"] = self._table.counts()
         return node_pb2.GetNodeStatsResponse(
-            node=self._info, counters=counters, tiers=tiers, io_engines=list(self._io_engines()), drain=self._drainer.progress()
+            node=self._info,
+            counters=counters,
+            tiers=tiers,
+            io_engines=list(self._parts.io_engines()),
+            drain=self._parts.drainer.progress(),
         )
 
 

@@ -26,7 +26,7 @@ from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
-from kvstore.rpc.auth.tenant_limits import TenantLimit
+from kvstore.rpc.auth.interceptor import TenantLimit
 
 MAX_STORES_PER_SESSION = 256
 MAX_LEASES_PER_SESSION = 4096

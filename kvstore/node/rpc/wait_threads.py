@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.core.errors import CapacityExceeded
 from kvstore.observe.counters import Counters
-from kvstore.rpc.auth.tenant_limits import TenantLimit
+from kvstore.rpc.auth.interceptor import TenantLimit
 
 
 class WaitThreads:

@@ -15,9 +15,9 @@ from typing import Protocol, TypeVar
 
 import xxhash
 
+from kvstore.core.checksum import key_range
 from kvstore.core.clock import Clock
 from kvstore.core.limits import DIGEST_RANGES
-from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, VolumeId
 from kvstore.node.base.cancellation import wait
 from kvstore.observe.counters import Counters

@@ -40,11 +40,11 @@ def validate(residency: Residency) -> None:
             assert key in waiter.missing, "a waiter that nobody keeps"
             assert held is None or held.dram is None or held.namespace is not waiter.namespace, "a waiter for what is there"
     resident_blocks = {block.dram: block for block in residency.blocks.values() if block.dram is not None}
-    _check_places(residency.arena_evictor.reclaimer.by_slot, resident_blocks)
+    _check_slots(residency.arena_evictor.reclaimer.by_slot, resident_blocks)
     for node_volume in residency.node_volumes:
         mine = (block for block in residency.blocks.values() if block.nvme_volume is node_volume)
-        durable = {place: block for block in mine if (place := block.nvme) is not None}
-        _check_places(residency.volume_evictor.by_slot(node_volume), durable)
+        durable = {nvme: block for block in mine if (nvme := block.nvme) is not None}
+        _check_slots(residency.volume_evictor.by_slot(node_volume), durable)
         assert all(block.nvme_volume is node_volume for block in node_volume.aside.values()), "aside, and not there"
     assert len(residency.volume_evictor) == sum(block.nvme_volume is not None for block in residency.blocks.values())
     resident = Counter(block.namespace for block in residency.blocks.values() if block.dram is not None)
@@ -65,7 +65,7 @@ def validate(residency: Residency) -> None:
             assert len(order.policy) == len(order.keys), "an order that does not know what it holds"
 
 
-def _check_places(places: SlotMap, blocks: Mapping[Slot, Block]) -> None:
+def _check_slots(by_slot: SlotMap, blocks: Mapping[Slot, Block]) -> None:
     """Assert that a volume's slot map contains exactly the volume's blocks."""
-    assert sorted(block.key for block in places) == sorted(block.key for block in blocks.values()), "blocks misplaced"
-    assert all(places.get(slot) is block for slot, block in blocks.items()), "a block that is not where it lies"
+    assert sorted(block.key for block in by_slot) == sorted(block.key for block in blocks.values()), "blocks misplaced"
+    assert all(by_slot.get(slot) is block for slot, block in blocks.items()), "a block that is not where it lies"

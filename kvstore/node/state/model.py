@@ -126,6 +126,11 @@ class Block:
         return self.produced_here and not self.durable
 
     @property
+    def only_in_dram(self) -> bool:
+        """Whether the block was stored here and is nowhere but in DRAM."""
+        return self.volatile and self.dram is not None and self.nvme_volume is None
+
+    @property
     def depth(self) -> int:
         """Position in its chain."""
         return self.bits >> _DEPTH_AT & _DEPTH_MASK

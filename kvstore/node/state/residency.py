@@ -27,6 +27,8 @@ from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Rows, Slot
 from kvstore.tiers.eviction.policy import LruPolicy
 
 _ABSENT: Final = DramState.ABSENT
+PENDING_SHARE: Final = 0.75
+"""Fraction of the arena that blocks waiting for write-back may occupy before stores are skipped."""
 _VOLUME_MASK: Final = STATE_MASK << VOLUME_SHIFT
 
 
@@ -42,6 +44,7 @@ class Residency:
         clock: time.
         make_durable_policy: makes the order in which blocks leave the volumes.
         accounts: the tenants; None: none has a quota.
+        cascades_chains: whether dirty blocks that are to be evicted are written with their parents.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Residency:
         *,
         make_durable_policy: Callable[[Rows], EvictionPolicy] = LruPolicy,
         accounts: TenantLedger | None = None,
+        cascades_chains: bool = False,
     ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
@@ -78,6 +82,9 @@ class Residency:
         """Keys that left this node and are durable on the storage node."""
         self.waiters: dict[BlockKey, list[KeyWaiter]] = {}
         self.writes = WritebackQueue()
+        self.pending_limit_bytes = int(dram.usage().capacity_bytes * PENDING_SHARE)
+        """Blocks may wait for write-back up to this size before stores are skipped."""
+        self.cascades_chains = cascades_chains
         self.evicts_nvme = True
         """Whether blocks may leave a volume to free space for others."""
         self.story = Story()

@@ -19,8 +19,8 @@ from kvstore.observe.metric_definitions import node as node_metrics
 _limited = LimitedLog(logging.getLogger(__name__))
 
 
-def admit(residency: Residency, grant: SlotGrant, *, heads: bool) -> tuple[list[int], list[BlockKey]]:
-    """Fill a grant's outcomes, and reserve its keys that are neither held nor being written or loaded.
+def admit(residency: Residency, grant: SlotGrant, *, heads: bool) -> list[int]:
+    """Fill a grant's outcomes, reserve its keys that are neither held nor being written or loaded, and guard their parent.
 
     Args:
         residency: the blocks.
@@ -28,14 +28,14 @@ def admit(residency: Residency, grant: SlotGrant, *, heads: bool) -> tuple[list[
         heads: whether each key is the head of a chain.
 
     Returns:
-        Positions of the reserved keys, and the keys that are held.
+        Positions of the reserved keys.
 
     Raises:
         Conflict: the first key is held or being written with another namespace, parent or depth.
     """
     namespace, run, outcomes = grant.namespace, grant.run, grant.outcomes
     blocks, preparing, loading = residency.blocks, residency.preparing, residency.loading
-    wanted: list[int] = []
+    admitted: list[int] = []
     known: list[BlockKey] = []
     parent, depth = run.parent, run.depth
     for position, key in enumerate(run.keys):
@@ -56,13 +56,19 @@ def admit(residency: Residency, grant: SlotGrant, *, heads: bool) -> tuple[list[
             outcomes.append(StoreOutcome.STORED)
             preparing[key] = grant  # the second occurrence of a key in a run is IN_PROGRESS
             grant.depths[key], grant.parents[key] = depth, parent
-            wanted.append(position)
+            admitted.append(position)
         if not heads:
             parent, depth = key, depth + 1
     if not outcomes and run.keys:
         raise _conflict(residency, namespace, run)
     outcomes += [StoreOutcome.SKIPPED] * (len(run.keys) - len(outcomes))
-    return wanted, known
+    residency.arena_evictor.touch(namespace, known)
+    guarded = blocks.get(grant.parents[run.keys[admitted[0]]] or BlockKey(b"")) if admitted else None
+    # a parent that one eviction would remove: its children must not push it out
+    if guarded is not None and (guarded.dram is None or (guarded.clean and not guarded.durable)):
+        guarded.pins += 1
+        grant.guarded = guarded
+    return admitted
 
 
 def _conflict(residency: Residency, namespace: NodeNamespace, run: BlockRun) -> Conflict:

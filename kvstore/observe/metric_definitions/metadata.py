@@ -73,6 +73,7 @@ REPLICAS_REPAIRED: Final = group.counter("metadata_replicas_repaired_total", "re
 INDEX_RESTARTS: Final = group.counter(
     "metadata_index_restarts_total", "times that the index was replaced while the server ran, after damage or on request"
 )
+PAUSES: Final = group.counter("metadata_pauses_total", "pauses of the process or its host, after which silence counts anew")
 MAINTENANCE_FAILURES: Final = group.counter("metadata_maintenance_failures_total", "failed rounds of maintenance")
 SWEEPS: Final = group.counter("metadata_sweeps_total", "sweeps of records of ended volume epochs")
 PLANS: Final = group.counter("metadata_plans_total", "load plans that the server made")
@@ -153,3 +154,17 @@ INDEX_KEY_REPLACED: Final = group.counter(
 INDEX_READ_ONLY: Final = group.counter("index_read_only_total", "times that the index became read-only, e.g. on a full disk")
 INDEX_UNCLEAN_CLOSE: Final = group.counter("index_unclean_close_total", "indexes that could not be closed properly")
 INDEX_WRITABLE_AGAIN: Final = group.counter("index_writable_again_total", "times that a read-only index became writable again")
+INDEX_RACES: Final = group.counter("index_races_total", "records read again because another server changed them meanwhile")
+INDEX_RACES_LOST: Final = group.counter(
+    "index_races_lost_total", "records not published because other servers kept changing them; anti-entropy repairs them"
+)
+INDEX_UNREPLICATED: Final = group.counter(
+    "index_unreplicated_total", "publishes whose shard has replicas that did not confirm them in time"
+)
+SHARD_UNANSWERED: Final = group.counter("index_shard_unanswered_total", "commands without an answer of their index shard in time")
+SHARD_REDIRECTIONS: Final = group.counter("index_shard_redirections_total", "commands that an index shard redirected to another")
+SHARDS_AWAY: Final = group.counter("index_shards_away_total", "times that a shard of the index stopped answering")
+TOPOLOGY_CHANGES: Final = group.counter("index_topology_changes_total", "times that hash slots of the index moved")
+LOOKUPS_WITH_UNKNOWN: Final = group.counter(
+    "metadata_lookups_with_unknown_records_total", "lookups that may be too short because an index shard did not answer"
+)

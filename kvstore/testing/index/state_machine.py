@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import PrefixIndex, ReplicaRun, VolumeEpoch
+from kvstore.index.contract import Beat, PrefixIndex, ReplicaRun, VolumeEpoch
 from kvstore.testing.index.model import Chain, IndexModel
 
 LENGTH = 24
@@ -40,6 +40,10 @@ CHAINS = (
 chains = st.sampled_from(CHAINS)
 positions = st.integers(0, LENGTH)
 choices = st.integers(0, 1_000)
+names = st.sampled_from(["n", "n/", "n/a", "n/ab", "o/" + "a" * 500, "o/" + "a" * 501])
+node_ids = st.sampled_from([NodeId("a"), NodeId("b"), NodeId("c" * 512)])
+boot_ids = st.sampled_from([BootId(b"1" * 16), BootId(b"2" * 16)])
+counters = st.integers(0, 2**64 - 1)
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -57,6 +61,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.ever: set[VolumeEpoch] = set()
         self.boots = 0
         self.last: tuple[VolumeEpoch, list[BlockRun], list[BlockKey]] | None = None
+        self.notes: dict[str, bytes] = {}
+        self.beats: dict[NodeId, Beat] = {}
 
     def open_index(self, place: Path) -> PrefixIndex:
         """Opens the index at a place: the same content for the same place."""
@@ -133,6 +139,31 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.close()
         self.index = self.open_index(self._folder)
         assert self.index.epoch == self.epoch
+
+    @rule(notes=st.dictionaries(names, st.none() | st.binary(max_size=40), max_size=4), announce=st.booleans())
+    def put_notes(self, notes: dict[str, bytes | None], announce: bool) -> None:
+        revision, before = self.index.revision, dict(self.notes)
+        self.index.put_notes(notes, announce=announce)
+        self.notes = {name: value for name, value in {**self.notes, **notes}.items() if value is not None}
+        assert (self.index.revision > revision) == (announce and self.notes != before)
+
+    @rule(prefix=names)
+    def read_notes(self, prefix: str) -> None:
+        expected = {name: value for name, value in self.notes.items() if name.startswith(prefix)}
+        assert self.index.notes(prefix) == expected
+        assert self.index.note(prefix) == self.notes.get(prefix)
+
+    @rule(beats=st.dictionaries(node_ids, st.none() | st.builds(Beat, boot_ids, counters, counters), max_size=4))
+    def put_beats(self, beats: dict[NodeId, Beat | None]) -> None:
+        revision = self.index.revision
+        self.index.put_beats(beats)
+        self.beats = {node_id: beat for node_id, beat in {**self.beats, **beats}.items() if beat is not None}
+        assert self.index.revision == revision
+
+    @invariant()
+    def small_records_are_as_written(self) -> None:
+        assert self.index.notes("") == self.notes
+        assert self.index.beats() == self.beats
 
     @rule(choice=choices)
     def compare_inventory(self, choice: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.transport.layout import Layout
+from kvstore.core.buffers import Layout
 
 Addresses = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.uint64]

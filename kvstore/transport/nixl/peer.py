@@ -23,13 +23,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.buffers import BlockBuffer
+from kvstore.core.buffers import BlockBuffer, Layout
+from kvstore.core.checksum import LayerHasher
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable, Unsupported
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.contract import LateBytes, LayerProgress, ReadRequest
-from kvstore.transport.layer_hasher import LayerHasher
-from kvstore.transport.layout import Layout
 from kvstore.transport.nixl.address_table import AddressTable, address_table_of, consecutive_blocks, copy_rows, paired_rows
 from kvstore.transport.nixl.agent import WAIT_S, NixlAgent, Region, Slab, has_rdma, host_id
 from kvstore.transport.nixl.frames import (

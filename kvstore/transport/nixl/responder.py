@@ -20,11 +20,11 @@ import numpy as np
 
 from kvstore.core.errors import DeadlineExceeded, Unsupported
 from kvstore.core.types import Outcome
+from kvstore.native import address_of
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.contract import ReadPart
-from kvstore.transport.layout import address_of
 from kvstore.transport.nixl.address_table import AddressTable, consecutive_blocks, copy_rows, paired_rows
 from kvstore.transport.nixl.agent import SERVING, WAIT_S, NixlAgent, NixlTransfer, Slab, has_rdma, host_id
 from kvstore.transport.nixl.frames import (

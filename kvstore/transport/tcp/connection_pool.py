@@ -20,8 +20,7 @@ from kvstore.core.limits import MAX_HELD_CONNECTIONS
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.addresses import parse_address
-from kvstore.transport.breaker import CircuitBreaker
-from kvstore.transport.liveness import Wait, WatchedServer
+from kvstore.transport.liveness import CircuitBreaker, Wait, WatchedServer
 from kvstore.transport.shaping.traffic import KvTraffic
 from kvstore.transport.tcp import frames
 from kvstore.transport.tcp.frames import FrameKind, Head

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.buffers import BlockBuffer
+from kvstore.core.buffers import BlockBuffer, Layout
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import BlockShape, StoreOutcome
 from kvstore.transport.contract import LayerWrite, WriteRequest
-from kvstore.transport.layout import Layout
 from kvstore.transport.tcp import frames
 from kvstore.transport.tcp.connection_pool import Connection, ConnectionPool, PeerError
 from kvstore.transport.tcp.frames import FrameKind, WriteFrame

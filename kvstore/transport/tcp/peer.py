@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvstore.core import limits
-from kvstore.core.buffers import BlockBuffer
+from kvstore.core.buffers import BlockBuffer, Layout
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import (
     DeadlineExceeded,
@@ -34,7 +34,6 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.process.threads.submission import submit
-from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.contract import (
     BlockPeer,
     Checksums,
@@ -45,8 +44,7 @@ from kvstore.transport.contract import (
     ReadResult,
     WriteRequest,
 )
-from kvstore.transport.layout import Layout
-from kvstore.transport.liveness import LivenessMonitor, data_plane
+from kvstore.transport.liveness import CircuitBreaker, LivenessMonitor, data_plane
 from kvstore.transport.shaping.traffic import KvTraffic
 from kvstore.transport.tcp import frames
 from kvstore.transport.tcp.connection_pool import Connection, ConnectionPool, PeerError, Ticket

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.checksum import LayerHasher
 from kvstore.transport.contract import Checksums
-from kvstore.transport.layer_hasher import LayerHasher
 from kvstore.transport.wire import IOV_MAX, Wire
 
 SEGMENT_BYTES = 192 << 10

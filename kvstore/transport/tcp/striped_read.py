@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.buffers import BlockBuffer
+from kvstore.core.buffers import BlockBuffer, Layout
 from kvstore.core.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -27,7 +27,6 @@ from kvstore.core.errors import (
 )
 from kvstore.core.types import BlockShape, Outcome, Tier
 from kvstore.transport.contract import LayerProgress, ReadRequest, ReadResult
-from kvstore.transport.layout import Layout
 from kvstore.transport.tcp import frames
 from kvstore.transport.tcp.connection_pool import Connection
 from kvstore.transport.tcp.frames import DataFrame, FrameKind, ReadFrame

@@ -398,12 +398,14 @@ class NodeStatus(_message.Message):
     def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., alive: _Optional[bool] = ..., heartbeat_age_ms: _Optional[int] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., state: _Optional[_Union[_common_pb2.NodeState, str]] = ..., stopped: _Optional[bool] = ..., order: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., refused: _Optional[str] = ..., clock_offset_ms: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("namespace_id", "keys")
+    __slots__ = ("namespace_id", "keys", "ends")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     keys: bytes
-    def __init__(self, namespace_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    ends: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, namespace_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("hit_blocks", "runs", "nodes")

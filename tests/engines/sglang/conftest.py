@@ -17,9 +17,9 @@ HERE = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    named = [Path(argument.split("::")[0]).resolve() for argument in config.args]
-    asked = any(path == HERE or HERE in path.parents for path in named)
-    return None if asked and importlib.util.find_spec("sglang") is not None else True
+    named_paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    is_named = any(path == HERE or HERE in path.parents for path in named_paths)
+    return None if is_named and importlib.util.find_spec("sglang") is not None else True
 
 
 def pytest_configure() -> None:
@@ -28,11 +28,12 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the server arguments, which SGLang's trees set for the whole process."""
-    from sglang.srt import runtime_context
+def no_server() -> Iterator[None]:
+    """Run each test without a server's arguments, which SGLang's trees set for the whole process."""
+    from sglang.srt.runtime_context import RuntimeContext, get_parallel, use_context
 
-    monkeypatch.setattr(runtime_context._CONTEXT, "_server_args", None)
+    with use_context(RuntimeContext(parallel=get_parallel())):
+        yield
 
 
 @pytest.fixture(scope="session")

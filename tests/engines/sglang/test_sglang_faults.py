@@ -48,10 +48,10 @@ def filled(cluster: LocalCluster, **changes: object) -> tuple[Any, Any, list[str
     return backend, pool, names, want
 
 
-def assert_true_or_missing(pool: Any, came: list[bool], want: torch.Tensor, first: int) -> None:
-    """Pages that came, ``first`` being where page 0 was loaded to, have their own bytes."""
-    have = contents(pool, range(first, first + len(came)))
-    for page, there in enumerate(came):
+def assert_true_or_missing(pool: Any, loaded: list[bool], want: torch.Tensor, first: int) -> None:
+    """Check that each loaded page has its own bytes. Page 0 was loaded into host page ``first``."""
+    have = contents(pool, range(first, first + len(loaded)))
+    for page, there in enumerate(loaded):
         assert not there or torch.equal(have[page], want[page]), f"page {page} has other bytes"
 
 
@@ -77,9 +77,9 @@ def test_corrupt_pages_are_misses(frail: LocalCluster, in_place: int) -> None:
     frail.start_node("n")
     again = opened(frail, pool, **({} if in_place else {"chained": False}))
     wait_until(lambda: again.batch_exists(names) > 0, "the node announces what it has")
-    came = again.batch_get_v1(names, positions(range(20, 20 + PAGES)), prefixed([]))
-    assert not all(came), "no page was found damaged"
-    assert_true_or_missing(pool, came, want, 20)
+    loaded = again.batch_get_v1(names, positions(range(20, 20 + PAGES)), prefixed([]))
+    assert not all(loaded), "no page was found damaged"
+    assert_true_or_missing(pool, loaded, want, 20)
     assert again.counters().get("client_missed_corrupt_blocks_total", 0) > 0
     again.close()
 
@@ -108,9 +108,9 @@ def test_metadata_server_killed(frail: LocalCluster) -> None:
     frail.kill("metadata")
     began_s = time.monotonic()
     assert backend.batch_exists(hashes("unknown", 3)) == 0
-    came = backend.batch_get_v1(names, positions(range(20, 20 + PAGES)), prefixed([]))
-    assert came == [True] * PAGES
-    assert_true_or_missing(pool, came, want, 20)
+    loaded = backend.batch_get_v1(names, positions(range(20, 20 + PAGES)), prefixed([]))
+    assert loaded == [True] * PAGES
+    assert_true_or_missing(pool, loaded, want, 20)
     assert backend.batch_set_v1(hashes("g", 2), positions([0, 1]), prefixed([])) == [True, True]
     assert time.monotonic() - began_s < BOUND_S
     backend.close()
@@ -142,16 +142,16 @@ def test_a_full_node_evicts_and_serves_on(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("n", dram_bytes=16 * MIB)], tmp_path) as cluster:
         pool = host_pool("page_first", tokens=1024, page=PAGE, heads=4, head_dim=128)
         backend = opened(cluster, pool)
-        wanted: dict[str, torch.Tensor] = {}
+        expected: dict[str, torch.Tensor] = {}
         for round_ in range(10):
             randomise(pool, round_)
-            wanted[f"r{round_}"] = contents(pool, range(PAGES))
+            expected[f"r{round_}"] = contents(pool, range(PAGES))
             backend.batch_set_v1(hashes(f"r{round_}", PAGES), positions(range(PAGES)), prefixed([]))
         hits = 0
-        for chain, want in wanted.items():
-            came = backend.batch_get_v1(hashes(chain, PAGES), positions(range(20, 20 + PAGES)), prefixed([]))
-            assert_true_or_missing(pool, came, want, 20)
-            hits += sum(came)
+        for chain, want in expected.items():
+            loaded = backend.batch_get_v1(hashes(chain, PAGES), positions(range(20, 20 + PAGES)), prefixed([]))
+            assert_true_or_missing(pool, loaded, want, 20)
+            hits += sum(loaded)
         assert 0 < hits < 10 * PAGES
         backend.close()
 

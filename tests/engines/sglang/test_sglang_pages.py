@@ -73,8 +73,8 @@ def test_flat(open_backend: OpenBackend, layout: str) -> None:
     assert backend.batch_set(names, [pool.get_data_page(page * PAGE, flat=True) for page in (5, 2, 9, 1)])
     wait_until(lambda: backend.batch_exists(names) == 4, "all pages can be looked up")
     assert backend.exists(names[3])
-    came = backend.batch_get(names, [pool.get_dummy_flat_data_page() for _ in names])
-    assert torch.equal(torch.stack(came), want)
+    loaded = backend.batch_get(names, [pool.get_dummy_flat_data_page() for _ in names])
+    assert torch.equal(torch.stack(loaded), want)
     assert torch.equal(backend.get(names[2], pool.get_dummy_flat_data_page()), want[2])
     assert backend.set(names[2], want[2])
 
@@ -88,8 +88,8 @@ def test_every_page_that_is_said_to_have_come_is_there(open_backend: OpenBackend
     want = contents(pool, [0, 3])
     for page in (0, 3):
         assert backend.batch_set_v1([names[page]], positions([page]), prefixed([])) == [True]
-    came = backend.batch_get_v1(names, positions(range(10, 14)), prefixed([]))
-    assert came == [True, False, False, True]
+    loaded = backend.batch_get_v1(names, positions(range(10, 14)), prefixed([]))
+    assert loaded == [True, False, False, True]
     assert torch.equal(contents(pool, [10, 13]), want)
 
 
@@ -273,7 +273,7 @@ def test_weights_under_the_same_name_are_not_the_same(
 
     def opened(load_format: str = "auto", quantization: str | None = None) -> Any:
         server = SimpleNamespace(model_path=str(tmp_path), load_format=load_format, quantization=quantization)
-        monkeypatch.setattr(runtime_context._CONTEXT, "_server_args", server)
+        monkeypatch.setattr(runtime_context, "get_server_args", lambda: server)
         mark_engine_start()
         return open_backend(pool_of(), weights_epoch="")
 

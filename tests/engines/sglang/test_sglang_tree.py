@@ -132,8 +132,8 @@ def test_several_requests_at_once(extra: Extra, in_place: int) -> None:
         sizes = [*map(len, prompts), 0]
         wait_until(lambda: tree.prefetch_at_once([*prompts, strange]) == sizes, "all that is stored is prefetched")
         for tokens, tensors, first in zip(prompts, want, (0, 3 * PAGE, 0), strict=True):  # the common pages are the first one's
-            came = tree.snapshot(tree.load_back(tokens))
-            assert equal([tensor[first:] for tensor in came], [tensor[first:] for tensor in tensors])
+            restored = tree.snapshot(tree.load_back(tokens))
+            assert equal([tensor[first:] for tensor in restored], [tensor[first:] for tensor in tensors])
         assert failures(tree) == {}
 
 
@@ -160,11 +160,11 @@ def test_sglangs_own_failure_injection(extra: Extra, monkeypatch: pytest.MonkeyP
     want = produce(config, TOKENS)
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.01")
-    came = set()
+    prefetched = set()
     for _ in range(12):
         with Tree(config) as tree:
             tokens = tree.prefetch(TOKENS)
-            came.add(tokens)
+            prefetched.add(tokens)
             if tokens:
                 assert equal(tree.snapshot(tree.load_back(TOKENS[:tokens])), [tensor[:tokens] for tensor in want])
-    assert len(came) > 1, "some failed, some did not"
+    assert len(prefetched) > 1, "some failed, some did not"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvclient import InvalidArgument
+from kvclient import BlockKey, InvalidArgument
 from kvclient.engines.torch_blocks import KV
 from kvclient.engines.transformers.forward_hooks import ForwardHooks
 from kvclient.engines.transformers.input_tracker import InputTracker
@@ -80,6 +80,11 @@ class StoredCache(DynamicCache):
     def store(self) -> CacheOwner:
         """The ``PrefixStore`` that made this cache."""
         return self._store
+
+    @property
+    def stored_keys(self) -> list[list[BlockKey]]:
+        """Keys of the leading blocks that the store is known to hold, per row."""
+        return [chain.keys[: chain.stored] for chain in self._chains]
 
     def leave(self, why: str) -> None:
         """Whether the cache is detached from the store."""

@@ -57,12 +57,13 @@ class PrefixStore:
         self.background = background
         self.stores = options.store
         self._fingerprint = fingerprint(model)
-        self._client = options.connect(spec)
+        self.client = options.connect(spec)
+        """The client of the namespace, for example to look up blocks or to wait until they are durable."""
         self._clock = MonotonicClock()
         self.incidents = LimitedLog(logging.getLogger("kvclient"), options.client_options().log_interval_s, self._clock.now_s)
         # a concurrent lookup must find this entry instead of raising KeyError
         self.incidents.counters.add(hooks_metrics.HOOK_LOADED_TOKENS, 0)
-        self.writer = Writer(self._client, facts.layout, self.incidents, options.store_deadline_s, max_pending_bytes)
+        self.writer = Writer(self.client, facts.layout, self.incidents, options.store_deadline_s, max_pending_bytes)
         self.hooks = ForwardHooks(model)
         self._watch = model.register_forward_pre_hook(ForwardObserverHook(self.before_forward), with_kwargs=True)
 
@@ -103,7 +104,7 @@ class PrefixStore:
     @property
     def spec(self) -> CacheSpec:
         """The namespace."""
-        return self._client.spec
+        return self.client.spec
 
     # ---- caches ----
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -192,7 +193,7 @@ class PrefixStore:
         count(hooks_metrics.HOOK_PROMPTS, prompts.rows)
         count(hooks_metrics.HOOK_PROMPT_TOKENS, prompts.ids.size - int(prompts.pads.sum()))
         chains = [
-            StoredChain(self._client.keys(prompts.tokens(row)[: blocks * tokens].astype(np.uint32), extras))
+            StoredChain(self.client.keys(prompts.tokens(row)[: blocks * tokens].astype(np.uint32), extras))
             for row, blocks in enumerate(wanted)
         ]
         lookups = [self._look_up(chain) for chain in chains]
@@ -209,7 +210,7 @@ class PrefixStore:
 
     def _look_up(self, chain: StoredChain) -> Lookup:
         """Return the hit of one row. Without an index, treat every block as a possible hit on this host's node."""
-        found = self._client.lookup(chain.keys, deadline_s=self.options.lookup_deadline_s)
+        found = self.client.lookup(chain.keys, deadline_s=self.options.lookup_deadline_s)
         if self.options.metadata and found.error is None:
             return found
         return Lookup(chain.keys, hit_blocks=len(chain.keys))
@@ -225,7 +226,7 @@ class PrefixStore:
                 if needed[row]:
                     part = lookups[row].part(0, needed[row])
                     deadline_s = max(_LEAST_S, end_s - self._clock.now_s())
-                    handles.append((row, self._client.start_load(part, memories[row], deadline_s=deadline_s, layerwise=False)))
+                    handles.append((row, self.client.start_load(part, memories[row], deadline_s=deadline_s, layerwise=False)))
             for row, handle in handles:
                 chains[row].stored = handle.result().hit_blocks
         return memories
@@ -276,13 +277,13 @@ class PrefixStore:
 
     def stats(self) -> dict[str, int]:
         """Return totals by name: those of the hook (``hook_…``) and of its client."""
-        return {**self._client.stats(), **self.incidents.counters.snapshot()}
+        return {**self.client.stats(), **self.incidents.counters.snapshot()}
 
     def close(self) -> None:
         """Store the queued blocks and detach from the model. Existing caches continue without the store."""
         self._watch.remove()
         self.writer.close()
-        self._client.close()
+        self.client.close()
 
     def __enter__(self) -> Self:
         return self

@@ -89,7 +89,10 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector to the tiered store. Methods without underscore are hooks that vLLM calls."""
+    """vLLM's KV connector to the tiered store. Methods without underscore are hooks that vLLM calls.
+
+    ``scheduler_side`` and ``worker_side`` are the two halves: an instance has one of them, according to its role.
+    """
 
     options_class: type[ConnectorOptions] = ConnectorOptions
 
@@ -198,28 +201,28 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _connect_scheduler(self) -> None:
         """Look up prefixes in the namespaces of the current epoch, unless vLLM computes prompts only as a whole."""
         if self._whole_prompts_only:
-            self._side.counters.add("whole_prompts_only")
+            self.scheduler_side.counters.add("whole_prompts_only")
             _log.warning("%s computes prompts only as a whole: nothing is loaded or stored", self._whole_prompts_only)
             return
         name = self._epochs.name
         shards = [[replace(spec, weights_epoch=name) for spec in group] for group in self._shards]
-        running = self._side.prefix_lookup is not None
-        finder = BackgroundLookup(self._options.hook, shards, self._side.counters, running=running)
-        self._side.connect(finder, self._epochs.number, name)
+        running = self.scheduler_side.prefix_lookup is not None
+        finder = BackgroundLookup(self._options.hook, shards, self.scheduler_side.counters, running=running)
+        self.scheduler_side.connect(finder, self._epochs.number, name)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
         """Receive vLLM's block pool, in which pages are pinned while they are stored. vLLM calls this in the scheduler."""
-        self._side.bind_pool(gpu_block_pool)
+        self.scheduler_side.bind_pool(gpu_block_pool)
         reset = gpu_block_pool.reset_prefix_cache
 
         @wraps(reset)
         def reset_prefix_cache() -> bool:
             used = gpu_block_pool.num_gpu_blocks - gpu_block_pool.get_num_free_blocks()
-            if used == len(self._side.pinned_pages) + _NULL_PAGES:  # nothing else is in the way
-                self._side.release_pins(self._page_release())
+            if used == len(self.scheduler_side.pinned_pages) + _NULL_PAGES:  # nothing else is in the way
+                self.scheduler_side.release_pins(self._page_release())
             done = bool(reset())
             if done:
-                self._side.check_weights()  # a reset often follows a change of the weights
+                self.scheduler_side.check_weights()  # a reset often follows a change of the weights
             return done
 
         gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM has no hook before a reset, which fails if pages are pinned
@@ -228,28 +231,30 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Return a function that cancels all stores of this engine at once; None: its workers are in other processes."""
         if self._vllm_config.parallel_config.world_size > 1 or not has_kv_transfer_group():
             return None
-        worker = getattr(get_kv_transfer_group(), "_worker", None)
-        return partial(worker.release_pages, RESET_GRACE_S, _RESET_WAIT_S) if isinstance(worker, WorkerConnector) else None
+        connector = get_kv_transfer_group()
+        if not isinstance(connector, KVStoreConnector):  # another connector holds ours
+            return None
+        return partial(connector.worker_side.release_pages, RESET_GRACE_S, _RESET_WAIT_S)
 
     # ---- scheduler ----
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
         """Start the lookup of a request that vLLM received."""
-        self._side.on_new_request(request)
+        self.scheduler_side.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """Return how many more tokens can be loaded, and whether asynchronously; vLLM asks before it schedules a request."""
-        return self._side.get_num_new_matched_tokens(request, num_computed_tokens)
+        return self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Record the pages that vLLM allocated for a request."""
         if num_external_tokens:
-            self._side.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+            self.scheduler_side.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:  # noqa: ANN401
         """Return the tokens of a hit by tier, according to the index, for vLLM's statistics."""
         if not num_external_tokens:
             return {}
-        hits = self._side.hits_by_tier(request, num_external_tokens)
+        hits = self.scheduler_side.hits_by_tier(request, num_external_tokens)
         sources = {_SOURCES[tier]: tokens for tier, tokens in hits.items() if tier in _SOURCES}
         rest = num_external_tokens - sum(sources.values())
         return {**sources, CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else sources
@@ -257,7 +262,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
         """Return the plan of a step, which vLLM sends to the workers."""
         state = scheduler_output.kv_connector_block_state
-        plan = self._side.build_step_plan(
+        plan = self.scheduler_side.build_step_plan(
             scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens, state.resolve_block_ids
         )
         return StepMetadata(plan)
@@ -266,12 +271,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Apply the output of the workers. vLLM calls this in the scheduler after each step."""
         invalid, failed = connector_output.invalid_block_ids, connector_output.failed_recving
         if invalid or failed:
-            self._side.on_loads_failed(set(invalid or ()), set(failed or ()))
+            self.scheduler_side.on_loads_failed(set(invalid or ()), set(failed or ()))
         if connector_output.finished_recving:
-            self._side.on_loads_finished(connector_output.finished_recving)
+            self.scheduler_side.on_loads_finished(connector_output.finished_recving)
         meta = connector_output.kv_connector_worker_meta
         if meta is not None:
-            self._side.on_worker_output(meta.answer)
+            self.scheduler_side.on_worker_output(meta.answer)
             self._end_weights_check()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ANN401
@@ -284,20 +289,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         block_ids: tuple[list[int], ...],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request that has ended. vLLM may free its pages at once, except pinned ones (several KV cache groups)."""
-        self._side.request_finished(request)
+        self.scheduler_side.request_finished(request)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
         """Whether pinned pages will be free soon. vLLM then waits for them instead of preempting a request."""
-        return self._side.has_pins
+        return self.scheduler_side.has_pins
 
     def has_pending_push_work(self) -> bool:
         """Whether pages are pinned. vLLM then runs steps even without requests, so that the pins are released."""
-        return self._side.has_pins
+        return self.scheduler_side.has_pins
 
     def reset_cache(self) -> bool | None:
         """Begin a weights epoch, so that earlier KV is not found. vLLM calls this when its cache is reset."""
-        self._side.counters.add("resets")
+        self.scheduler_side.counters.add("resets")
         self._begin_epoch()
         self._begun_by_reset = True
         return True
@@ -310,7 +315,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _end_weights_check(self) -> None:
         """If the workers have found that the weights changed, begin the epoch of the new ones."""
-        if (result := self._side.take_weights_check()) is None:
+        if (result := self.scheduler_side.take_weights_check()) is None:
             return
         changed, digests = result
         begun, self._begun_by_reset = self._begun_by_reset, False
@@ -318,7 +323,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._begin_epoch(combined_digest(digests))
 
     @property
-    def _side(self) -> SchedulerConnector:
+    def scheduler_side(self) -> SchedulerConnector:
+        """The half that decides, in the instance of the scheduler."""
         assert self._scheduler is not None
         return self._scheduler
 
@@ -327,16 +333,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin a step. vLLM passes the plan of the scheduler to each worker."""
         super().bind_connector_metadata(connector_metadata)
         self._raised_before = sys.exc_info()[1]
-        self._worker_side.begin_step(self._plan)
+        self.worker_side.begin_step(self._plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """Start the loads of a step. vLLM calls this before the forward pass."""
         with unbound() if self._plan.loads else nullcontext():
-            self._worker_side.begin_loads(self._plan)
+            self.worker_side.begin_loads(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for the loads of a layer. vLLM calls this before the attention of the layer."""
-        self._worker_side.wait_layer(layer_name)
+        self.worker_side.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Do nothing: blocks are stored when all layers are complete. vLLM calls this after the attention of a layer."""
@@ -344,11 +350,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Start the stores of a step. vLLM calls this after the forward pass, also if it raised an exception."""
         raised = sys.exc_info()[1]
-        self._worker_side.end_forward(self._plan, computed=raised is None or raised is self._raised_before)
+        self.worker_side.end_forward(self._plan, computed=raised is None or raised is self._raised_before)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads have ended or failed. vLLM calls this after each step."""
-        self._completions = self._worker_side.take_completions(self._plan, finished_req_ids)
+        self._completions = self.worker_side.take_completions(self._plan, finished_req_ids)
         return KVConnectorTransferResults(
             finished_recving=self._completions.received,
             failed_recving=self._completions.failed if len(self._groups) > 1 else set(),
@@ -363,7 +369,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the stores that have ended, which vLLM sends to the scheduler."""
-        output = self._worker_side.take_output()
+        output = self.worker_side.take_output()
         return WorkerMetadata(output) if output is not None else None
 
     @property
@@ -373,7 +379,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.plan
 
     @property
-    def _worker_side(self) -> WorkerConnector:
+    def worker_side(self) -> WorkerConnector:
+        """The half that moves pages, in the instance of a worker whose KV cache is registered."""
         assert self._worker is not None
         return self._worker
 
@@ -408,7 +415,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """Return KV events for blocks stored since the last call. vLLM publishes them."""
-        stored = self._side.take_stored_blocks()
+        stored = self.scheduler_side.take_stored_blocks()
         return stored_events(stored, self._groups[0].block_tokens, len(self._groups)) if stored else ()
 
     def shutdown(self) -> None:

@@ -75,7 +75,7 @@ class KVStorePDConnector(KVStoreConnector):
                 self._groups[0].block_tokens,
                 [group.window for group in self._groups],
                 self._options.pinned_share,
-                self._side.counters,
+                self.scheduler_side.counters,
                 workers=vllm_config.parallel_config.world_size,
             )
 
@@ -88,7 +88,7 @@ class KVStorePDConnector(KVStoreConnector):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Connect to the store. vLLM calls this in a worker after it allocated the KV cache."""
         super().register_kv_caches(kv_caches)
-        moves, options = self._worker_side, self._pd_options
+        moves, options = self.worker_side, self._pd_options
         self._sender = Sender(moves.pages, moves.layer_positions, options.handoff_deadline_s, moves.counters)
         verify = self._worker_options().verify
         self._receiver = Receiver(moves.pages, options.prompt_deadline_s, moves.counters, verify=verify)
@@ -106,31 +106,31 @@ class KVStorePDConnector(KVStoreConnector):
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
         """Start a request that vLLM received. If another engine sends its prompt, it is looked up only if the prompt fails."""
         transfer = self._transfer_of(request)
-        finder = self._side.prefix_lookup
+        finder = self.scheduler_side.prefix_lookup
         if transfer is None or finder is None:
             super().on_new_request(request)
             return
-        adapter = self._side.adapters.weights(request.lora_request) if request.lora_request is not None else None
+        adapter = self.scheduler_side.adapters.weights(request.lora_request) if request.lora_request is not None else None
         if not is_hashable(request, adapter):
             super().on_new_request(request)
             return
         self._pd_side.on_new_request(request, transfer, finder.chain, adapter)
         if transfer.role is Role.PREFILL:
             super().on_new_request(request)
-            self._side.disable_store(request.request_id)
+            self.scheduler_side.disable_store(request.request_id)
 
     def _transfer_of(self, request: Any) -> Transfer | None:  # noqa: ANN401
         try:
             return read_transfer(request.kv_transfer_params)
         except InvalidArgument as error:
-            self._side.counters.add("transfers_refused")
+            self.scheduler_side.counters.add("transfers_refused")
             _log.warning("request %s is served without a transfer: %s", request.request_id, error)
             return None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """Return how many more tokens can be loaded, and whether asynchronously; vLLM asks before it schedules a request."""
         state = self._pd_side.state(request.request_id)
-        if state is TransferState.AWAITED or self._side.is_checking_weights:
+        if state is TransferState.AWAITED or self.scheduler_side.is_checking_weights:
             return None, False
         if state is TransferState.ARRIVED:
             tokens = self._pd_side.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -157,7 +157,7 @@ class KVStorePDConnector(KVStoreConnector):
             scheduler_output.num_scheduled_tokens,
             scheduler_output.scheduled_spec_decode_tokens,
             scheduler_output.kv_connector_block_state.resolve_block_ids,
-            hold=self._side.defers_stores(metadata.plan),
+            hold=self.scheduler_side.defers_stores(metadata.plan),
         )
         return PdStepMetadata(metadata.plan, pd)
 
@@ -168,8 +168,8 @@ class KVStorePDConnector(KVStoreConnector):
             self._pd_side.on_copies_failed(set(invalid or ()), set(failed or ()))
             self._pd_side.drop_deferred()
         for request, held_blocks in self._pd_side.on_copies_finished(connector_output.finished_recving or ()):
-            self._side.on_new_request(request, look_up=held_blocks == 0)
-            self._side.mark_stored(request.request_id, held_blocks)
+            self.scheduler_side.on_new_request(request, look_up=held_blocks == 0)
+            self.scheduler_side.mark_stored(request.request_id, held_blocks)
         super().update_connector_output(connector_output)
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, PdWorkerMetadata):
@@ -208,7 +208,7 @@ class KVStorePDConnector(KVStoreConnector):
         """Begin the handoffs of a step, and wait for the prompts that it awaits."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, PdStepMetadata)
-        plan, pd, moves = connector_metadata.plan, connector_metadata.pd, self._worker_side
+        plan, pd, moves = connector_metadata.plan, connector_metadata.pd, self.worker_side
         if not pd:
             return
         assert self._sender is not None
@@ -229,7 +229,7 @@ class KVStorePDConnector(KVStoreConnector):
         """Start the stores, and complete the handoffs of a step. vLLM calls this after the forward pass."""
         super().wait_for_save()
         assert self._sender is not None
-        self._sender.end_step(good=not self._worker_side.step_failed)
+        self._sender.end_step(good=not self.worker_side.step_failed)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads or prompts have ended or failed. vLLM calls this after each step."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvclient.load.request import LoadRequest
-from kvclient.load.sink import BlockSink, Positions, spans
+from kvclient.load.sink import BlockSink, LoadRequest, Positions, spans
 from kvclient.memory.buffers import pick_blocks
 from kvclient.memory.device_buffer import DeviceBuffer
 from kvclient.memory.engine_pool import PoolNamespace

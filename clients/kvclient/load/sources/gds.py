@@ -12,8 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvclient.load.request import LoadRequest
-from kvclient.load.sink import BlockSink, Mask, Positions, spans
+from kvclient.load.sink import BlockSink, LoadRequest, Mask, Positions, spans
 from kvclient.memory.engine_pool import DiskLocations, PoolNamespace
 from kvclient.nodes.local_session import LocalNode, Session, is_session_lost
 from kvclient.results import PATH_LOCAL

@@ -7,12 +7,11 @@ that were copied after their lease had ended do not count and are requested once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import numpy as np
 
-from kvclient.load.request import LoadRequest
-from kvclient.load.sink import BlockSink, Mask, Positions, spans
+from kvclient.load.sink import BlockSink, LoadRequest, Mask, Positions, spans
 from kvclient.load.sources.node_stream import NodeLoadStream, NodeMessage, NodeRun, copy_leased_blocks
 from kvclient.memory.device_buffer import DeviceBuffer
 from kvclient.nodes.local_session import LocalNode, Session, is_session_lost
@@ -53,7 +52,7 @@ class LocalNodeSource:
                 return
             self.asked_node = session.node_id
             others = [run.node for run in request.runs if run.node_id != session.node_id]
-            with context.peers.watching(others):
+            with context.peers.watching(others) if others else nullcontext():
                 _SessionLoad(request, self._local, session, sink, len(missing)).run(missing)
             sink.settle(missing)
             failed = sink.missing(missing)

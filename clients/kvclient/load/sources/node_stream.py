@@ -16,9 +16,8 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.call.scope import CallScope, call_within
-from kvclient.load.request import LoadRequest
-from kvclient.load.sink import Mask
+from kvclient.call.execution import CallScope, call_within
+from kvclient.load.sink import LoadRequest, Mask
 from kvclient.nodes.lease_release import LeaseReleaser
 from kvclient.nodes.local_session import Session, new_operation_id
 from kvclient.results import Run
@@ -27,7 +26,7 @@ from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import Internal, KVStoreError, LeaseLost, Unavailable
 from kvstore.core.limits import MAX_SOURCES
 from kvstore.core.types import Outcome, Tier
-from kvstore.observe.context import inject
+from kvstore.observe.tracing import inject
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 from kvstore.transport.liveness import WatchedServer

@@ -7,8 +7,7 @@ from concurrent.futures import wait
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.load.request import LoadRequest
-from kvclient.load.sink import BlockSink, Mask, Positions
+from kvclient.load.sink import BlockSink, LoadRequest, Mask, Positions
 from kvclient.load.sources.local_node import LocalNodeSource
 from kvclient.memory.buffers import pick_blocks
 from kvclient.results import PATH_PREFILL, NodeRef, outcome_table

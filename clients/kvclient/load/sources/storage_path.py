@@ -15,8 +15,7 @@ from contextlib import closing
 
 import numpy as np
 
-from kvclient.load.request import LoadRequest
-from kvclient.load.sink import BlockSink, Mask, Positions, spans
+from kvclient.load.sink import BlockSink, LoadRequest, Mask, Positions, spans
 from kvclient.load.sources.node_stream import NodeLoadStream, NodeRun, NodeSession, copy_leased_blocks
 from kvclient.memory.buffers import pick_blocks
 from kvclient.memory.device_buffer import DeviceBuffer

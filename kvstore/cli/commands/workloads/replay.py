@@ -68,7 +68,7 @@ def replay(
     from kvstore.replay.progress import progress
     from kvstore.replay.report import print_summary
     from kvstore.replay.run import replay as run
-    from kvstore.replay.summary import replay_rows, verdict
+    from kvstore.replay.run import replay_rows, verdict
     from kvstore.workload.traces import open_trace
 
     source = open_trace(trace)

@@ -433,10 +433,19 @@ class SchedulerConnector:
         if state.store_failures == _STORE_FAILURES:
             self._end_store(state, "stores_given_up")
 
-    def on_loads_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
-        """Pages that were not loaded, and requests of which any was not: they are computed, and not offered again."""
+    def on_loads_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> set[str]:
+        """Have requests computed whose load failed. Their prefix is not offered again.
+
+        Args:
+            invalid_blocks: pages that were not loaded.
+            failed_requests: requests of which a page was not loaded.
+
+        Returns:
+            The requests that are computed.
+        """
         self._uncache(invalid_blocks)
         self._drop_deferred()
+        computed = set()
         for request_id, state in self._requests.items():
             if state.loading and (
                 request_id in failed_requests or any(not invalid_blocks.isdisjoint(ids) for ids in state.loading.values())
@@ -445,6 +454,8 @@ class SchedulerConnector:
                 state.loading = {}
                 state.stored_blocks = 0  # what was promised is not all there: the store says itself what it lacks
                 self.counters.add("loads_failed")
+                computed.add(request_id)
+        return computed
 
     def _uncache(self, invalid_blocks: set[int]) -> None:
         """Evict the pages that a layer-wise load did not fill, and those computed after them, from the engine's prefix cache."""

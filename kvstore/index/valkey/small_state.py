@@ -1,0 +1,367 @@
+"""The small state of the index in Valkey: epoch, volume epochs, namespaces and notes, and a copy of it in this process.
+
+All of it is in one hash slot, so a script changes it atomically. Every announced change raises ``revision`` and the version of
+its table. A process reads these numbers ten times per second and after its own changes, and then the tables that changed. So its
+copy is at most ``POLL_S`` older than the changes of other servers.
+
+If Valkey lost the small state, the first server that notices creates it with another epoch. Numbers of volume epochs and
+namespaces then start at a random number: records of the old epoch, on shards that lost nothing, do not name the new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from types import MappingProxyType
+from typing import Final, TypeVar
+
+import hiredis
+
+from kvstore.core import limits
+from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
+from kvstore.core.types import KEY_BYTES, BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.index.contract import Beat, VolumeEpoch, VolumeEpochInfo
+from kvstore.index.small_records import decode_beat, decode_volume_epoch, encode_beat, encode_volume_epoch
+from kvstore.index.valkey import keys as names
+from kvstore.index.valkey.cluster import Lane, ValkeyClient
+from kvstore.index.valkey.connection import Reply, pack
+
+FORMAT: Final = b"kvstore-valkey/1"
+POLL_S: Final = 0.1
+CALL_S: Final = 5.0
+"""Deadline of one change."""
+_META_FIELDS: Final = ("format", "epoch", "revision", "lives", "namespaces", "notes")
+_U32: Final = struct.Struct("<I")
+_PART: Final = 1_000
+"""Notes or heartbeats per script: Lua unpacks them on a stack of limited size, and no other command runs while a script does."""
+T = TypeVar("T")
+_EPOCH_CHANGED: Final = "EPOCHCHANGED"
+
+_GUARD: Final = f"""
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return redis.error_reply('{_EPOCH_CHANGED} the index epoch changed') end
+local function announce(tbl)
+  redis.call('HINCRBY', KEYS[1], tbl, 1)
+  return redis.call('HINCRBY', KEYS[1], 'revision', 1)
+end
+"""
+_CREATE: Final = """
+if redis.call('HSETNX', KEYS[1], 'epoch', ARGV[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'format', ARGV[2], 'revision', ARGV[3], 'lives', ARGV[3], 'namespaces', ARGV[3], 'notes', ARGV[3],
+             'next_life', ARGV[4], 'next_namespace', ARGV[4])
+  redis.call('HSET', KEYS[2], '0', 1)
+end
+return 1
+"""
+_OPEN_LIFE: Final = (
+    _GUARD
+    + """
+local known = redis.call('HGET', KEYS[3], ARGV[2])
+if known then return {known, 0} end
+local number = redis.call('HINCRBY', KEYS[1], 'next_life', 1)
+redis.call('HSET', KEYS[2], number, ARGV[3])
+redis.call('HSET', KEYS[3], ARGV[2], number)
+return {tostring(number), announce('lives')}
+"""
+)
+_CLOSE_LIFE: Final = (
+    _GUARD
+    + """
+local info = redis.call('HGET', KEYS[2], ARGV[2])
+if not info then return 0 end
+redis.call('HDEL', KEYS[2], ARGV[2])
+redis.call('HDEL', KEYS[3], ARGV[3])
+redis.call('HSET', KEYS[4], ARGV[2], tonumber(redis.call('HGET', KEYS[1], 'sweeps') or '0') + 2)
+return announce('lives')
+"""
+)
+_PUT_NAMESPACE: Final = (
+    _GUARD
+    + """
+local known = redis.call('HGET', KEYS[2], ARGV[2])
+local ordinal
+if known then
+  ordinal = string.sub(known, 1, 4)
+elseif redis.call('HLEN', KEYS[2]) >= tonumber(ARGV[4]) then
+  return {'', 0}
+else
+  ordinal = struct.pack('<I4', redis.call('HINCRBY', KEYS[1], 'next_namespace', 1))
+end
+local value = ordinal .. ARGV[3]
+if known == value or (known and ARGV[3] == '\\0') then return {known, 0} end
+redis.call('HSET', KEYS[2], ARGV[2], value)
+if ARGV[3] == '\0' then return {value, redis.call('HINCRBY', KEYS[1], 'namespaces', 1)} end
+return {value, announce('namespaces')}
+"""
+)
+_PUT_NOTES: Final = (
+    _GUARD
+    + """
+local into, other = KEYS[2], KEYS[3]
+if ARGV[2] == '0' then into, other = other, into end
+local changed, touched = false, false
+for at = 3, #ARGV, 2 do
+  local name, value = ARGV[at], string.sub(ARGV[at + 1], 2)
+  local here, there = redis.call('HGET', into, name), redis.call('HGET', other, name)
+  if ARGV[at + 1] == '' then
+    if here then redis.call('HDEL', into, name) end
+    changed = changed or here or there
+    touched = touched or here or there
+  else
+    if here ~= value then redis.call('HSET', into, name, value) end
+    changed = changed or (here ~= value and there ~= value)
+    touched = touched or here ~= value or there
+  end
+  if there then redis.call('HDEL', other, name) end
+end
+if changed and ARGV[2] == '1' then return announce('notes') end
+if touched then redis.call('HINCRBY', KEYS[1], 'notes', 1) end
+return 0
+"""
+)
+_PUT_BEATS: Final = (
+    _GUARD
+    + """
+for at = 2, #ARGV, 2 do
+  if ARGV[at + 1] == '' then redis.call('HDEL', KEYS[2], ARGV[at]) else redis.call('HSET', KEYS[2], ARGV[at], ARGV[at + 1]) end
+end
+return 0
+"""
+)
+_SWEPT: Final = (
+    _GUARD
+    + """
+local done = tonumber(redis.call('HINCRBY', KEYS[1], 'sweeps', 1))
+local dead = redis.call('HGETALL', KEYS[2])
+for at = 1, #dead, 2 do
+  if tonumber(dead[at + 1]) <= done then redis.call('HDEL', KEYS[2], dead[at]) end
+end
+return redis.call('HLEN', KEYS[2])
+"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceEntry:
+    """A namespace: its number, and its spec (None: blocks arrived before the spec)."""
+
+    ordinal: int
+    spec: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class SmallState:
+    """The small state as of one revision. Replaced, never changed."""
+
+    epoch: bytes = b""
+    revision: int = 0
+    tables: tuple[int, int, int] = (-1, -1, -1)
+    """Versions of the tables of volume epochs, namespaces and notes."""
+    volume_epochs: Mapping[VolumeEpoch, VolumeEpochInfo] = field(default_factory=dict)
+    namespaces: Mapping[NamespaceId, NamespaceEntry] = field(default_factory=dict)
+    notes: Mapping[str, bytes] = field(default_factory=dict)
+    """Announced notes."""
+    quiet_notes: Mapping[str, bytes] = field(default_factory=dict)
+    """The others, if one was read lately."""
+    beats: Mapping[NodeId, Beat] = field(default_factory=dict)
+    dead: int = 0
+
+    def named(self, ordinal: int) -> NamespaceId | None:
+        """The namespace with a number. For diagnosis: it searches."""
+        return next((namespace for namespace, known in self.namespaces.items() if known.ordinal == ordinal), None)
+
+
+class SmallStateStore:
+    """Reads and changes the small state. All methods belong to the cluster's event loop; ``state`` may be read anywhere."""
+
+    def __init__(self, cluster: ValkeyClient) -> None:
+        self._cluster = cluster
+        self._reading = asyncio.Lock()  # else a slow read would replace the result of a later one
+        self.state = SmallState()
+
+    # ---- reading
+    async def load(self) -> None:
+        """Read the state, and create it if there is none.
+
+        Raises:
+            Unavailable: the shard of the small state does not answer.
+            Unsupported: another version of this software wrote it.
+        """
+        created = pack(
+            "EVAL",
+            _CREATE,
+            1,
+            names.META,
+            secrets.token_bytes(KEY_BYTES),
+            FORMAT,
+            1 + secrets.randbits(40),
+            secrets.randbits(15) << 16,
+        )
+        await self._run([created])
+        await self.refresh()
+
+    async def refresh(self) -> None:
+        """Read what changed since the last call.
+
+        Raises:
+            Unavailable: the shard does not answer.
+            Unsupported: another version of this software wrote the state.
+        """
+        async with self._reading:
+            found = await self._read_state()
+            if found is not None:
+                self.state = found
+        if found is None:
+            await self.load()
+
+    async def _read_state(self) -> SmallState | None:
+        """The state as it is now; None: there is none."""
+        meta, dead = await self._run([pack("HMGET", names.META, *_META_FIELDS), pack("HLEN", names.DEAD)])
+        if not isinstance(meta, list) or not isinstance(dead, int):
+            raise Unavailable("the Valkey sent an invalid answer", reply=str(meta)[:100])
+        if meta[1] is None:
+            return None
+        if meta[0] != FORMAT:
+            found = meta[0].decode(errors="replace") if isinstance(meta[0], bytes) else meta[0]
+            raise Unsupported(
+                "the index in Valkey has another format: empty Valkey or use another cluster", found=found, known=FORMAT
+            )
+        epoch, revision, *changed = [value if isinstance(value, bytes) else b"0" for value in meta[1:]]
+        tables = (int(changed[0]), int(changed[1]), int(changed[2]))
+        before = self.state if self.state.epoch == epoch else SmallState(epoch=epoch)
+        state = replace(before, revision=int(revision), tables=tables, dead=dead)
+        stale = [known != found for known, found in zip(before.tables, state.tables, strict=True)]
+        tables_read = await self._run(
+            [pack("HGETALL", name) for name, old in zip((names.LIVES, names.NAMESPACES, names.NOTES), stale, strict=True) if old]
+        )
+        rows = iter(tables_read)
+        if stale[0]:
+            infos = [decode_volume_epoch(VolumeEpoch(int(number)), value) for number, value in _pairs(next(rows))]
+            state = replace(state, volume_epochs=MappingProxyType({info.volume_epoch: info for info in infos}))
+        if stale[1]:
+            found_namespaces = {NamespaceId(key): decode_namespace(value) for key, value in _pairs(next(rows))}
+            state = replace(state, namespaces=MappingProxyType(found_namespaces))
+        if stale[2]:
+            state = replace(state, notes=MappingProxyType({name.decode(): value for name, value in _pairs(next(rows))}))
+        return state
+
+    async def refresh_beats(self) -> None:
+        """Read the heartbeats of all nodes."""
+        async with self._reading:
+            (rows,) = await self._run([pack("HGETALL", names.BEATS)])
+            found = dict(decode_beat(value + name) for name, value in _pairs(rows))
+            self.state = replace(self.state, beats=MappingProxyType(found))
+
+    async def refresh_quiet_notes(self) -> None:
+        """Read the notes that are not announced."""
+        async with self._reading:
+            (rows,) = await self._run([pack("HGETALL", names.QUIET_NOTES)])
+            found = {name.decode(): value for name, value in _pairs(rows)}
+            self.state = replace(self.state, quiet_notes=MappingProxyType(found))
+
+    async def note(self, name: str) -> bytes | None:
+        """A note as it is now."""
+        values = await self._run([pack("HGET", table, name) for table in (names.QUIET_NOTES, names.NOTES)])
+        return next((value for value in values if isinstance(value, bytes)), None)
+
+    # ---- changing
+    async def open_volume_epoch(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> VolumeEpoch:
+        """Open a volume epoch, or find the open one of the same volume and boot."""
+        info = VolumeEpochInfo(VolumeEpoch(0), volume_id, node_id, tier, boot_id)
+        arguments = (_boot_name(info), encode_volume_epoch(info))
+        number, _ = await self._change(_OPEN_LIFE, (names.META, names.LIVES, names.BOOTS), *arguments)
+        return VolumeEpoch(int(number))
+
+    async def close_volume_epoch(self, volume_epoch: VolumeEpoch) -> None:
+        """Close a volume epoch. No effect if it is unknown."""
+        info = self.state.volume_epochs.get(volume_epoch)
+        if info is None:
+            await self.refresh()
+            info = self.state.volume_epochs.get(volume_epoch)
+            if info is None:
+                return
+        await self._change(_CLOSE_LIFE, (names.META, names.LIVES, names.BOOTS, names.DEAD), str(volume_epoch), _boot_name(info))
+
+    async def put_namespace(self, namespace: NamespaceId, spec: bytes | None) -> int:
+        """Store the spec of a namespace (None: it is not known yet). Returns the namespace's number.
+
+        Raises:
+            CapacityExceeded: the index holds as many namespaces as it may.
+        """
+        flagged = b"\x00" if spec is None else b"\x01" + spec
+        value, _ = await self._change(_PUT_NAMESPACE, (names.META, names.NAMESPACES), namespace, flagged, limits.MAX_NAMESPACES)
+        if not value:
+            raise CapacityExceeded("too many namespaces", limit=limits.MAX_NAMESPACES)
+        return decode_namespace(value).ordinal
+
+    async def put_notes(self, notes: Mapping[str, bytes | None], *, announce: bool) -> None:
+        """Store (or with None: delete) notes."""
+        tables = (names.META, names.NOTES, names.QUIET_NOTES)
+        for part in _parts(notes.items()):
+            flat = [word for name, value in part for word in (name, b"" if value is None else b"=" + value)]
+            await self._change(_PUT_NOTES, tables, "1" if announce else "0", *flat)
+
+    async def put_beats(self, beats: Mapping[NodeId, Beat | None]) -> None:
+        """Store (or with None: delete) heartbeats."""
+        for part in _parts(beats.items()):
+            flat = [word for node_id, beat in part for word in (node_id, b"" if beat is None else encode_beat(NodeId(""), beat))]
+            await self._change(_PUT_BEATS, (names.META, names.BEATS), *flat)
+
+    async def drop(self) -> None:
+        """Drop the small state, with all volume epochs and namespaces. The next refresh creates another epoch."""
+        await self._run([pack("DEL", *names.ALL_SMALL)])
+
+    async def end_sweep(self) -> int:
+        """Note that the whole index was swept once. Returns the number of closed volume epochs that may still have records."""
+        left = await self._change(_SWEPT, (names.META, names.DEAD))
+        return int(left[0])
+
+    async def _change(self, script: str, names_used: Sequence[bytes], *arguments: bytes | str | int) -> list[bytes]:
+        """Run a script on the small state, and read the state again if the script changed it.
+
+        Raises:
+            Unavailable: the shard does not answer, or Valkey lost the state.
+        """
+        command = pack("EVAL", script, len(names_used), *names_used, self.state.epoch, *arguments)
+        (reply,) = await self._run([command])
+        if isinstance(reply, hiredis.ReplyError):
+            if str(reply).startswith(_EPOCH_CHANGED):
+                await self.refresh()
+                raise Unavailable("Valkey lost its contents: register again")
+            raise Unavailable("Valkey rejected a change", reply=str(reply)[:200])
+        await self.refresh()
+        values = reply if isinstance(reply, list) else [reply]
+        return [value if isinstance(value, bytes) else str(value).encode() for value in values]
+
+    async def _run(self, commands: Sequence[bytes]) -> list[Reply]:
+        if not commands:
+            return []
+        slot = names.SMALL_SLOT
+        return await self._cluster.run_until([(slot, command) for command in commands], time.monotonic() + CALL_S, Lane.READS)
+
+
+def _parts(items: Iterable[T]) -> Iterator[list[T]]:
+    """The items in parts that one script takes."""
+    left = iter(items)
+    while part := list(islice(left, _PART)):
+        yield part
+
+
+def _pairs(reply: Reply) -> list[tuple[bytes, bytes]]:
+    if not isinstance(reply, list):
+        raise Unavailable("the Valkey sent an invalid table", reply=str(reply)[:100])
+    words = [word if isinstance(word, bytes) else b"" for word in reply]
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+def _boot_name(info: VolumeEpochInfo) -> bytes:
+    return info.boot_id + info.volume_id.encode()
+
+
+def decode_namespace(value: bytes) -> NamespaceEntry:
+    """Decode a namespace."""
+    return NamespaceEntry(_U32.unpack_from(value)[0], value[5:] if value[4] else None)

@@ -1,0 +1,63 @@
+"""Opening the index that the configuration names."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+
+from kvstore.config.metadata import MetadataConfig
+from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.index.contract import PrefixIndex
+from kvstore.index.lmdb import LmdbIndex
+from kvstore.index.valkey.address import Credentials, ValkeyAddress
+from kvstore.observe.counters import Counters
+
+
+async def open_index(config: MetadataConfig, counters: Counters, on_damage: Callable[[], None]) -> PrefixIndex:
+    """Open the index: the embedded one, or that of a Valkey Cluster.
+
+    Args:
+        config: configuration of the server.
+        counters: counters of this process.
+        on_damage: called, in any thread, if this process must open the index again.
+
+    Raises:
+        Unavailable: the index cannot be opened, or the cluster does not answer.
+        Unsupported: a package is missing, or the cluster cannot hold an index.
+        InvalidArgument: a file of the configuration cannot be read.
+        Unauthenticated, PermissionDenied: the cluster rejects the user.
+    """
+    if not config.valkey_servers:
+        return LmdbIndex.open(config.index_path, map_bytes=config.index_size_bytes, count=counters.add, on_damage=on_damage)
+    try:
+        from kvstore.index.valkey.index import ValkeyIndex
+    except ImportError as error:
+        raise Unsupported(
+            "metadata.engine = valkey://... requires the package hiredis; pip install 'kvstore-dualpath[valkey]'"
+        ) from error
+    return await ValkeyIndex.start(
+        ValkeyAddress(config.valkey_servers, _credentials(config), _tls(config)),
+        count=counters.add,
+        lookup_budget_s=config.lookup_shard_ms / 1000,
+        on_rebuild=on_damage,
+    )
+
+
+def _credentials(config: MetadataConfig) -> Credentials:
+    if config.engine_password_file is None:
+        return Credentials(config.engine_user)
+    try:
+        return Credentials(config.engine_user, config.engine_password_file.read_text().strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(
+            "metadata.engine_password_file cannot be read", file=config.engine_password_file, cause=type(error).__name__
+        ) from error
+
+
+def _tls(config: MetadataConfig) -> ssl.SSLContext | None:
+    if not config.engine.startswith("valkeys://"):
+        return None
+    try:
+        return ssl.create_default_context(cafile=config.engine_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidArgument("metadata.engine_ca cannot be read", file=config.engine_ca, cause=str(error)) from error
