@@ -119,7 +119,7 @@ class LeasedRoles:
         for role, lease in self._leases.items():
             changes = lease.released(now_s)
             held = held or bool(changes)
-            self._report(role, changes, "the server stops")
+            self._report(role, changes, "the server stops", logging.INFO)
         if held:
             with suppress(KVStoreError):  # else the leases end by themselves
                 await self._thread.run(self._index.free_leases, list(ServerRole), self._me)
@@ -166,12 +166,12 @@ class LeasedRoles:
             else:
                 self._report(role, lease.renewal_refused(renewals[role], now_s), f"another server holds it: {holder}")
 
-    def _report(self, role: ServerRole, changes: Sequence[LeaseChange], reason: str) -> None:
+    def _report(self, role: ServerRole, changes: Sequence[LeaseChange], reason: str, level: int = logging.WARNING) -> None:
         for change in changes:
             if change is LeaseChange.TAKEN:
                 self._counters.add(metadata_metrics.ROLES_TAKEN[role.value])
                 logger.info("role taken: %s (server=%s, address=%s)", role, self._me.server, self._me.address)
             else:
                 self._counters.add(metadata_metrics.ROLES_LOST[role.value])
-                logger.warning("role lost: %s (server=%s, reason=%s)", role, self._me.server, reason)
+                logger.log(level, "role lost: %s (server=%s, reason=%s)", role, self._me.server, reason)
             self._on_change(role, change)
