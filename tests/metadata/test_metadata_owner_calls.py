@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from certificates import make_certificates
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.errors import Conflict, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from kvstore.index.contract import LeaseHolder, ServerRole
 from kvstore.metadata.roles.owner_calls import FORWARDED_BY, PLANNING_METHODS, OwnerCalls
 from kvstore.observe.counters import Counters
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_aio, connect_aio
 from kvstore.rpc.errors import from_rpc_error
 from kvstore.rpc.server import build_aio_server
@@ -45,11 +48,11 @@ class SetRoles:
 class Server(metadata_pb2_grpc.MetadataServicer):
     """A server whose handlers record their calls."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, tls: TlsConfig | None = None) -> None:
         self.name = name
         self.roles = SetRoles(name)
         self.counters = Counters()
-        self.calls = OwnerCalls(self.roles, self.counters, None)  # type: ignore[arg-type]  # as many of its methods as are used
+        self.calls = OwnerCalls(self.roles, self.counters, tls)  # type: ignore[arg-type]  # as many of its methods as are used
         self.address = ""
         self.metadata: list[tuple[str, str]] = []
         self.left_s: float | None = None
@@ -71,15 +74,17 @@ class Server(metadata_pb2_grpc.MetadataServicer):
 
 
 @asynccontextmanager
-async def serving(name: str) -> AsyncIterator[Server]:
-    server = Server(name)
+async def serving(name: str, tls: TlsConfig | None = None) -> AsyncIterator[Server]:
+    server = Server(name, tls)
     service = pb.DESCRIPTOR.services_by_name["Metadata"]
 
     def register(to: grpc.aio.Server) -> None:
         metadata_pb2_grpc.add_MetadataServicer_to_server(server, to)
         server.calls.register(service, server, PLANNING_METHODS, to)
 
-    bound = await build_aio_server([register], addresses=["127.0.0.1:0"], services=[service.full_name], counters=server.counters)
+    bound = await build_aio_server(
+        [register], addresses=["127.0.0.1:0"], services=[service.full_name], counters=server.counters, tls=tls
+    )
     await bound.start()
     (server.address,) = bound.addresses
     try:
@@ -174,6 +179,20 @@ async def test_call_cancelled_or_late_is_cancelled_at_the_owner(servers: tuple[S
     call.cancel()
     plan = await call_aio(stub.PlanLoad, pb.PlanLoadRequest(blocks=1), TIMEOUT_S)
     assert plan.plan_id == 1
+
+
+async def test_call_is_forwarded_over_tls(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path)
+    async with (
+        serving("owner", files.server()) as owner,
+        serving("other", files.server()) as other,
+        connect_aio(other.address, tls=files.client()) as channel,
+    ):
+        owner.roles.plans = True
+        other.roles.known_owner = LeaseHolder("owner", owner.address)
+        stub: Any = metadata_pb2_grpc.MetadataStub(channel)  # type: ignore[no-untyped-call]
+        plan = await call_aio(stub.PlanLoad, pb.PlanLoadRequest(blocks=3), TIMEOUT_S)
+        assert (plan.plan_id, plan.policy) == (3, "owner")
 
 
 async def test_owner_rejects_bytes_that_are_no_message(servers: tuple[Server, Server]) -> None:
