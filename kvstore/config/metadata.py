@@ -24,7 +24,6 @@ from kvstore.rpc.address import check_address, check_metrics_address, host_and_p
 MIN_EVENTS_BYTES: Final = 1 << 20
 """About the largest batch of one long chain. A subscriber starts over if a single change does not fit."""
 MAX_VALKEY_SERVERS: Final = 64
-_ALL_INTERFACES: Final = frozenset({"0.0.0.0", "[::]"})  # noqa: S104  # compared with, not bound
 
 
 class MetadataSection(Section):
@@ -36,7 +35,8 @@ class MetadataSection(Section):
     )
     advertise: str | None = Field(
         default=None,
-        description="host:port at which other metadata servers that share the index reach this one; unset: the listen address",
+        description="host:port at which other metadata servers that share the index reach this one; unset: the listen address, or"
+        " if that is all interfaces, the address of this host towards the Valkey Cluster",
     )
     index_path: Path | None = Field(
         default=None, description="folder of the index; may be deleted while the server is down. Unset: in data_dir"
@@ -212,7 +212,5 @@ class MetadataConfig(MetadataSection):
             )
         if self.advertise is not None:
             host_and_port(self.advertise)
-        elif is_unix(self.listen) or self.listen.rpartition(":")[0] in _ALL_INTERFACES:
-            raise InvalidArgument(
-                "other metadata servers cannot reach the listen address; set metadata.advertise", listen=self.listen
-            )
+        elif is_unix(self.listen):
+            raise InvalidArgument("other metadata servers cannot reach a unix socket; set metadata.advertise", listen=self.listen)

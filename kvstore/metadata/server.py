@@ -48,6 +48,7 @@ from kvstore.observe.exposition import StoreCollector
 from kvstore.observe.history import History
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.process.tls import TlsConfig
+from kvstore.rpc.address import reachable_address
 from kvstore.rpc.auth.tokens import tokens_file
 from kvstore.rpc.server import BoundServer, build_aio_server
 
@@ -122,7 +123,7 @@ class MetadataServer:
             history = History(functools.partial(read_totals, self.counters, index))
             self._bound = await self._build_server(parts, health, history, tls)
             if self._leased is not None:
-                await self._leased.start(config.advertise or self._bound.addresses[0])
+                await self._leased.start(await self._advertised(self._bound.addresses[0]))
             self._maintenance = self._make_maintenance(parts, history)
             self._maintenance.start()
             health.start()
@@ -138,6 +139,12 @@ class MetadataServer:
             "metadata_started", "", f"The metadata server started at {address} (index epoch {index.epoch.hex()})."
         )
         return address
+
+    async def _advertised(self, bound: str) -> str:
+        """Where other servers reach this one."""
+        if self._config.advertise is not None:
+            return self._config.advertise
+        return await asyncio.to_thread(reachable_address, bound, self._config.valkey_servers)
 
     # ---- parts ----
     async def _open_index(self) -> PrefixIndex:

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.config.metadata import MetadataConfig
-from kvstore.core.errors import InvalidArgument
+from kvstore.core.errors import InvalidArgument, Unavailable
 from kvstore.core.types import NodeId
 from kvstore.metadata.retention.share_table import ShareTable
+from kvstore.rpc.address import reachable_address
 
 names_ = st.text(min_size=1, max_size=10)
 
@@ -69,8 +70,6 @@ def test_share_table_older_generation_replaces_nothing() -> None:
     ("settings", "message"),
     [
         ({"workers": 2}, "start several servers"),
-        ({"listen": "0.0.0.0:7400"}, "set metadata.advertise"),
-        ({"listen": "[::]:7400"}, "set metadata.advertise"),
         ({"listen": "unix:/run/metadata.sock"}, "set metadata.advertise"),
         ({"listen": "0.0.0.0:7400", "advertise": "unix:/run/metadata.sock"}, "host:port"),
     ],
@@ -84,3 +83,21 @@ def test_config_of_shared_index_requires_an_address(tmp_path: Path, settings: di
     if "listen" in settings and "advertise" not in settings:
         config.model_copy(update={"advertise": "10.0.0.1:7400"}).check()
         config.model_copy(update={"engine": "lmdb"}).check()
+
+
+@pytest.mark.parametrize(
+    ("bound", "peers", "address"),
+    [
+        ("10.0.0.1:7400", (), "10.0.0.1:7400"),
+        ("0.0.0.0:7400", ("127.0.0.1:1",), "127.0.0.1:7400"),
+        ("[::]:7400", ("127.0.0.1:1",), "127.0.0.1:7400"),
+        ("0.0.0.0:7400", ("name.invalid:1", "127.0.0.1:1"), "127.0.0.1:7400"),
+    ],
+)
+def test_reachable_address_of_all_interfaces_faces_the_peer(bound: str, peers: tuple[str, ...], address: str) -> None:
+    assert reachable_address(bound, peers) == address
+
+
+def test_reachable_address_without_route_is_unavailable() -> None:
+    with pytest.raises(Unavailable):
+        reachable_address("0.0.0.0:7400", ("name.invalid:1",))
