@@ -21,7 +21,8 @@ from kvproto.v1 import admin_pb2
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.admin_pb2_grpc import MetadataAdminStub
 from kvstore.core.errors import Conflict, DeadlineExceeded, KVStoreError, NotFound, Unavailable
-from kvstore.embedded.valkey import ValkeyServers, find_server
+from kvstore.embedded.valkey import SLOTS, ValkeyServer, ValkeyServers, find_server
+from kvstore.index.valkey.keys import SMALL_SLOT
 from kvstore.rpc.client import call_aio, connect_aio
 from support.chains import chain
 from support.wait import wait_until, wait_until_async
@@ -82,22 +83,29 @@ async def _sees_nodes(peer: Peer, count: int) -> bool:
     return sum(node.alive for node in nodes) == count
 
 
-@pytest.fixture
-async def pair(tmp_path: Path, cluster: ValkeyServers) -> AsyncIterator[Pair]:
-    for server in cluster.servers:
+@asynccontextmanager
+async def two_servers(folder: Path, cluster: ValkeyServers) -> AsyncIterator[Pair]:
+    """Two servers over an empty index."""
+    for server in cluster.primaries:
         server.call("FLUSHALL")
     engine = f"valkey://{','.join(cluster.seeds)}"
     with ExitStack() as stack:
         servers = []
         for name in ("first", "second"):
-            (tmp_path / name).mkdir()
-            servers.append(stack.enter_context(server_process(tmp_path / name, engine=engine)))
+            (folder / name).mkdir()
+            servers.append(stack.enter_context(server_process(folder / name, engine=engine)))
         pair = Pair(*servers)
         await pair.begin()
         try:
             yield pair
         finally:
             await pair.end()
+
+
+@pytest.fixture
+async def pair(tmp_path: Path, cluster: ValkeyServers) -> AsyncIterator[Pair]:
+    async with two_servers(tmp_path, cluster) as pair:
+        yield pair
 
 
 def load_request() -> pb.PlanLoadRequest:
@@ -302,3 +310,27 @@ async def test_quota_shares_maker_killed_stay_within_quota(pair: Pair) -> None:
     for _ in range(10):
         assert await share_half()
         await asyncio.sleep(0.1)
+
+
+async def test_valkey_primary_killed_planning_goes_on(tmp_path: Path) -> None:
+    """The shard that keeps the leases fails over to its replica."""
+    if find_server() is None:
+        pytest.skip("no valkey-server here")
+    with ValkeyServers(tmp_path / "valkey", shards=3, replicas=1) as cluster:
+        async with two_servers(tmp_path, cluster) as pair:
+            assert await plans(pair.at_other)
+            shard = SMALL_SLOT * len(cluster.primaries) // SLOTS
+            cluster.primaries[shard].kill()
+            wait_until(lambda: any(_is_primary(server) for server in cluster.replicas))
+            for peer in (pair.at_owner, pair.at_other):
+                await wait_until_async(lambda peer=peer: plans(peer))  # type: ignore[misc]
+            made = [(await peer.counters()).get("metadata_plans_total", 0) for peer in (pair.at_owner, pair.at_other)]
+            assert sum(made) >= 3
+            assert await report_at(pair.at_owner, (await plan_at(pair.at_other)).plan_id) == []
+
+
+def _is_primary(server: ValkeyServer) -> bool:
+    """Whether a server is a primary now."""
+    role = server.call("ROLE")
+    assert isinstance(role, list)
+    return role[0] == b"master"
