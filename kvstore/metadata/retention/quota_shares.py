@@ -19,8 +19,8 @@ in between, one run serves all heartbeats that wait for it, and the next run wai
 share names the node's report that it was made from, so that the node knows which of its changes are included.
 
 Of several servers that share an index, the holder of the role ``quota`` makes the shares for all and writes them to the index
-(``share_table``). It uses them itself only after they are written. The others read them; until they have any, they answer without
-shares, and nodes keep their last ones.
+(``share_table``). It uses them itself only after they are written. The others read them. A server that has no shares, or cannot
+read the newest for two heartbeats, answers without shares, and nodes keep their last ones.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ HEADROOM: Final = 8
 """One n-th of a node's part of the quota by capacity is its headroom, whichever node holds the rest."""
 REST_TIMES: Final = 20
 """Making shares takes at most one n-th of the event loop's time."""
+KEPT_INTERVALS: Final = 4
+"""Intervals, two heartbeats of a node, for which a server hands out shares that it cannot compare with those of other servers."""
 SLICE_S: Final = 0.002
 """Time after which other calls run in between."""
 
@@ -183,6 +185,9 @@ class QuotaShares:
     def _answer_from(self, answers: _Answers | None, heartbeat: HeartbeatRequest) -> Retention | None:
         if answers is None or not answers.table.includes(heartbeat):
             return None
+        kept_s = KEPT_INTERVALS * self._interval_s + REST_TIMES * answers.took_s
+        if self._index.leases_roles and self._clock.now_s() - answers.since_s > kept_s:
+            return None  # other servers may have handed out newer shares
         table, node_id = answers.table, NodeId(heartbeat.node_id)
         answer = Retention.FromString(answers.rules)
         answer.report = table.reports[node_id][1]
