@@ -25,7 +25,7 @@ from kvstore.metadata.events.subscription import report_served
 from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.history import read_totals
 from kvstore.metadata.indexing.anti_entropy import IndexDigests
-from kvstore.metadata.indexing.index_opening import open_index
+from kvstore.metadata.indexing.index_opening import open_index, open_settings
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.maintenance import Maintenance
@@ -34,6 +34,7 @@ from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.membership.pause import PauseWatch
 from kvstore.metadata.retention.policies import RetentionPolicies
 from kvstore.metadata.retention.settings_store import SettingsStore
+from kvstore.metadata.scheduling.path_policy import PathPolicyOrder
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import SchedulerService
 from kvstore.metadata.service import SERVICE_NAME, MetadataParts, MetadataService, add_to_server
@@ -84,6 +85,7 @@ class MetadataServer:
         self.kept_namespaces: Sequence[tuple[NamespaceId, bytes]] = ()
         """Specs for the next server, if a rebuild is requested."""
         self._index: PrefixIndex | None = None
+        self._settings: SettingsStore | None = None
         self._writes: IndexThread | None = None
         self._reads: IndexThread | None = None
         self._maintenance: Maintenance | None = None
@@ -107,13 +109,16 @@ class MetadataServer:
         config = self._config
         try:
             index = await self._open_index()
-            settings = SettingsStore(config.settings_path)
+            settings = self._settings = open_settings(config, index, self.counters)
+            await settings.start()
             parts = self._make_parts(index, settings)
+            path_policy = PathPolicyOrder(settings, parts.planner, config.path_policy)
+            path_policy.follow()
             tls = config.tls.resolve()
             health = self._health = self._make_health(parts, settings, tls)
             history = History(functools.partial(read_totals, self.counters, index))
-            self._bound = await self._build_server(parts, health, history, tls)
-            self._maintenance = self._make_maintenance(parts, history)
+            self._bound = await self._build_server(parts, path_policy, health, history, tls)
+            self._maintenance = self._make_maintenance(parts, path_policy, history)
             self._maintenance.start()
             health.start()
             await self._bound.start()
@@ -157,9 +162,7 @@ class MetadataServer:
             self._make_scheduler(planner, nodes) if config.workers == 1 else None,
             lookups=Lookups(index, nodes, self.counters),
             node_admin=NodeAdmin(index, nodes, writes, reads, self.counters),
-            retention=RetentionPolicies(
-                settings, index, nodes, writes, self.counters, self._clock, config.heartbeat_interval_ms / 2_000
-            ),
+            retention=RetentionPolicies(settings, index, nodes, self.counters, self._clock, config.heartbeat_interval_ms / 2_000),
             event_log=self._event_log,
             journal=self._journal,
             digests=IndexDigests(index, reads, self._clock),
@@ -180,7 +183,12 @@ class MetadataServer:
         )
 
     async def _build_server(
-        self, parts: MetadataParts, health: HealthMonitor, history: History, tls: TlsConfig | None
+        self,
+        parts: MetadataParts,
+        path_policy: PathPolicyOrder,
+        health: HealthMonitor,
+        history: History,
+        tls: TlsConfig | None,
     ) -> BoundServer:
         config = self._config
         service = self._service = MetadataService(parts)
@@ -192,7 +200,7 @@ class MetadataServer:
             parts.planner,
             self._clock,
             config.workers,
-            config.path_policy,
+            path_policy,
             config.settings,
             self._rebuild,
             parts.retention,
@@ -214,8 +222,8 @@ class MetadataServer:
             reuse_port=config.workers > 1,
         )
 
-    def _make_maintenance(self, parts: MetadataParts, history: History) -> Maintenance:
-        on_tick: list[Callable[[], None]] = [parts.planner.expire, history.record_if_due]
+    def _make_maintenance(self, parts: MetadataParts, path_policy: PathPolicyOrder, history: History) -> Maintenance:
+        on_tick: list[Callable[[], None]] = [parts.planner.expire, path_policy.follow, history.record_if_due]
         if parts.scheduler is not None:
             on_tick.append(parts.scheduler.expire)
         if parts.event_log is not None:
@@ -301,14 +309,16 @@ class MetadataServer:
             await _bounded("the file of cluster events", asyncio.to_thread(self._journal.flush))
         if self._maintenance is not None:
             await _bounded("maintenance", self._maintenance.stop())
+        if self._settings is not None:
+            await _bounded("the settings", self._settings.stop())
         for thread in (self._writes, self._reads):
             if thread is not None:
                 await thread.close()
         if self._index is not None:
             await _bounded("the index", self._index.close_async())
-        self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._index = (
-            self._event_log
-        ) = None
+        self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._settings = (
+            self._index
+        ) = self._event_log = None
 
 
 async def _bounded(what: str, ending: Awaitable[None], grace_s: float = 0.0) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import Enum, IntEnum
 from functools import partial
 from typing import Final, TypeAlias
@@ -225,6 +225,29 @@ class Cluster:
         sends = [(shard, [number], packed) for number, shard in enumerate(self._by_number)]
         await self._exchange(sends, answers, self.budget_s if budget_s is None else budget_s, Lane.READS)
         return {shard.address: answer for shard, answer in zip(self._by_number, answers, strict=True)}
+
+    def has_replicas(self, slots: Iterable[int]) -> bool:
+        """Whether one of the slots' shards has a replica."""
+        return any(
+            number != NO_SHARD and self.topology.shards[number].replicas
+            for number in {self.topology.of_slot[slot] for slot in slots}
+        )
+
+    async def replicate(self, slots: Iterable[int], timeout_ms: int) -> None:
+        """Wait until a replica of each shard, if it has one, has what was written to the slots; count the shards that lag."""
+        topology = self.topology
+        by_shard = {topology.of_slot[slot]: slot for slot in slots}
+        waits = [
+            (slot, pack("WAIT", 1, timeout_ms))
+            for number, slot in by_shard.items()
+            if number != NO_SHARD and topology.shards[number].replicas
+        ]
+        if not waits:
+            return
+        answers = await self.run(waits, budget_s=1.0 + timeout_ms / 1000, lane=Lane.WRITES)
+        lagging = sum(not isinstance(answer, int) or answer < 1 for answer in answers)
+        if lagging:
+            self._count(metadata_metrics.INDEX_UNREPLICATED, lagging)
 
     def away(self) -> list[str]:
         """Addresses of the primaries that are away."""

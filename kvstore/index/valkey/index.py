@@ -62,6 +62,7 @@ from kvstore.index.valkey.records import (
     read_command,
     took_effect,
 )
+from kvstore.index.valkey.shared_value import SharedValue
 from kvstore.index.valkey.small_state import POLL_S, SmallState, SmallStateStore
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
@@ -424,6 +425,10 @@ class ValkeyIndex(PrefixIndex):
             self._call(self._small.refresh_beats())
         return dict(self._small.state.beats)
 
+    def shared_value(self, name: bytes) -> SharedValue:
+        """A value of the small state's slot that is no part of the index. Use it on the event loop of the index."""
+        return SharedValue(self._cluster, name, names.SMALL_SLOT)
+
     # ---- the whole ----
     @property
     def revision(self) -> int:
@@ -438,7 +443,9 @@ class ValkeyIndex(PrefixIndex):
     async def _read_stats(self) -> IndexStats:
         sizes = await self._cluster.on_each(pack("DBSIZE"), budget_s=1.0)
         memory = await self._cluster.on_each(pack("INFO", "memory"), budget_s=1.0)
-        (small,) = await self._cluster.run_until([(names.SMALL_SLOT, pack("EXISTS", *names.ALL_SMALL))], time.monotonic() + 1.0)
+        (small,) = await self._cluster.run_until(
+            [(names.SMALL_SLOT, pack("EXISTS", *names.ALL_SMALL, names.SETTINGS))], time.monotonic() + 1.0
+        )
         used = [_USED_MEMORY.search(one) for one in memory.values() if isinstance(one, bytes)]
         keys = sum(size for size in sizes.values() if isinstance(size, int))
         return IndexStats(
@@ -529,15 +536,8 @@ class ValkeyIndex(PrefixIndex):
 
     def _replicate(self, slots: set[int]) -> None:
         """Wait a moment until the replicas have what was written; count the shards whose replicas lag."""
-        topology = self._cluster.topology
-        by_shard = {topology.of_slot[slot]: slot for slot in slots}
-        waits = [(slot, pack("WAIT", 1, REPLICATION_MS)) for number, slot in by_shard.items() if topology.shards[number].replicas]
-        if not waits:
-            return
-        answers = self._call(self._cluster.run(waits, budget_s=1.0, lane=Lane.WRITES))
-        lagging = sum(not isinstance(answer, int) or answer < 1 for answer in answers)
-        if lagging:
-            self._count(metadata_metrics.INDEX_UNREPLICATED, lagging)
+        if self._cluster.has_replicas(slots):
+            self._call(self._cluster.replicate(slots, REPLICATION_MS))
 
     def _ordinals(self, namespaces: set[NamespaceId]) -> dict[NamespaceId, int | None]:
         """Numbers of namespaces. One whose blocks arrive before its spec gets a number now; None: there are too many."""

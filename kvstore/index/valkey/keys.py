@@ -36,6 +36,8 @@ NAMESPACES: Final = SMALL_TAG + b"ns"
 NOTES: Final = SMALL_TAG + b"notes"
 QUIET_NOTES: Final = SMALL_TAG + b"quiet"
 BEATS: Final = SMALL_TAG + b"beats"
+SETTINGS: Final = SMALL_TAG + b"settings"
+"""Operators' settings. They stay if the index is dropped."""
 
 
 def record_name(key: BlockKey) -> bytes:

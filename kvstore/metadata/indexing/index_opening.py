@@ -1,4 +1,4 @@
-"""Opening the index that the configuration names."""
+"""Opening the index that the configuration names, and what belongs to it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.index.valkey.address import Credentials, ValkeyAddress
+from kvstore.metadata.retention.settings_store import FileSettings, SettingsStore
+from kvstore.metadata.retention.shared_settings import SharedSettings
 from kvstore.observe.counters import Counters
 
 
@@ -41,6 +43,18 @@ async def open_index(config: MetadataConfig, counters: Counters, on_damage: Call
         lookup_budget_s=config.lookup_shard_ms / 1000,
         on_rebuild=on_damage,
     )
+
+
+def open_settings(config: MetadataConfig, index: PrefixIndex, counters: Counters) -> SettingsStore:
+    """The operators' settings: a file of this host, or a value that all servers of the index share, with a copy in a file."""
+    file = FileSettings(config.settings_path)
+    if not config.valkey_servers:
+        return file
+    from kvstore.index.valkey.index import ValkeyIndex
+    from kvstore.index.valkey.keys import SETTINGS
+
+    assert isinstance(index, ValkeyIndex)
+    return SharedSettings(file, index.shared_value(SETTINGS), counters)
 
 
 def _credentials(config: MetadataConfig) -> Credentials:
