@@ -8,7 +8,7 @@ from typing import Final
 import hiredis
 
 from kvstore.core.errors import CapacityExceeded, Unavailable
-from kvstore.index.valkey.cluster import Cluster, Lane
+from kvstore.index.valkey.cluster import Lane, ValkeyClient
 from kvstore.index.valkey.connection import pack
 
 CALL_S: Final = 5.0
@@ -33,7 +33,7 @@ class SharedValue:
         slot: its hash slot.
     """
 
-    def __init__(self, cluster: Cluster, name: bytes, slot: int) -> None:
+    def __init__(self, cluster: ValkeyClient, name: bytes, slot: int) -> None:
         self._cluster = cluster
         self._name = name
         self._slot = slot
