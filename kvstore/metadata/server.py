@@ -20,12 +20,13 @@ from kvstore.metadata.admin_service import MetadataAdminParts, MetadataAdminServ
 from kvstore.metadata.cluster.event_journal import EventJournal
 from kvstore.metadata.cluster.health_monitor import HealthMonitor
 from kvstore.metadata.cluster.node_probes import NodeProbes
+from kvstore.metadata.events.contract import EventSource
 from kvstore.metadata.events.event_log import BlockEventLog
-from kvstore.metadata.events.subscription import report_served
+from kvstore.metadata.events.subscription import LoggedEvents, report_served
 from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.history import read_totals
 from kvstore.metadata.indexing.anti_entropy import IndexDigests
-from kvstore.metadata.indexing.index_opening import open_index, open_settings
+from kvstore.metadata.indexing.index_opening import open_index, open_settings, open_shared_feed
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.maintenance import Maintenance
@@ -95,6 +96,7 @@ class MetadataServer:
         self._service: MetadataService | None = None
         self._metrics: MetricsServer | None = None
         self._event_log: BlockEventLog | None = None
+        self._events: EventSource | None = None
 
     async def start(self) -> str:
         """Opens the index, binds, and serves.
@@ -149,7 +151,11 @@ class MetadataServer:
         nodes = NodeTable(index, self._node_clock, config.node_ttl_ms / 1000, self.counters)
         nodes.view()  # before the port is bound: damage shows here, and the next server needs the port
         planner = PlannerService(nodes, config.path_policy, self.counters, self._clock)
-        self._event_log = self._make_event_log(index) if config.workers == 1 else None
+        if not config.valkey_servers and config.workers == 1:
+            self._event_log = self._make_event_log(index)
+            self._events = LoggedEvents(self._event_log, index, reads, nodes, self.counters)
+        elif config.valkey_servers:
+            self._events = open_shared_feed(config, index, reads, nodes, self.counters)
         self._journal = EventJournal(config.events_path, self.counters)
         return MetadataParts(
             index,
@@ -163,6 +169,7 @@ class MetadataServer:
             lookups=Lookups(index, nodes, self.counters),
             node_admin=NodeAdmin(index, nodes, writes, reads, self.counters),
             retention=RetentionPolicies(settings, index, nodes, self.counters, self._clock, config.heartbeat_interval_ms / 2_000),
+            events=self._events,
             event_log=self._event_log,
             journal=self._journal,
             digests=IndexDigests(index, reads, self._clock),
@@ -248,6 +255,7 @@ class MetadataServer:
             parts.nodes,
             parts.planner,
             parts.scheduler,
+            parts.events,
             parts.event_log,
             index_disk=lambda: health.index_disk,
         )
@@ -281,6 +289,11 @@ class MetadataServer:
         )
 
     @property
+    def events(self) -> EventSource | None:
+        """Block events for subscribers; None: this process serves none."""
+        return self._events
+
+    @property
     def event_log(self) -> BlockEventLog | None:
         """Log of block events; None: this process has none."""
         return self._event_log
@@ -297,8 +310,8 @@ class MetadataServer:
             self._metrics = None
         if self._service is not None:
             self._service.end_streams()
-        if self._event_log is not None:
-            self._event_log.close()  # endless streams would otherwise last until the end of the grace period
+        if self._events is not None:
+            self._events.close()  # endless streams would otherwise last until the end of the grace period
         if self._bound is not None:
             await _bounded("gRPC", self._bound.stop(grace_s), grace_s)
         if self._health is not None:
@@ -318,7 +331,7 @@ class MetadataServer:
             await _bounded("the index", self._index.close_async())
         self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._settings = (
             self._index
-        ) = self._event_log = None
+        ) = self._event_log = self._events = None
 
 
 async def _bounded(what: str, ending: Awaitable[None], grace_s: float = 0.0) -> None:

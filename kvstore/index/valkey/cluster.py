@@ -6,7 +6,8 @@
    over as soon as the cluster names it.
 3. Redirections (``MOVED``, ``ASK``) are followed within the batch.
 
-Two lanes, each a connection per shard: publishing may wait for replicas (``WAIT``), which blocks its connection.
+Lanes, each a connection per shard: publishing may wait for replicas (``WAIT``), which blocks its connection, and replies with
+block events are large.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Lane(IntEnum):
 
     READS = 0
     WRITES = 1
+    EVENTS = 2
 
 
 class ShardPrimary:
@@ -77,7 +79,7 @@ class ShardPrimary:
         self.address = address
         self.up = False
         self.away_since_s = time.monotonic()
-        self.connections: list[ValkeyConnection | None] = [None, None]
+        self.connections: list[ValkeyConnection | None] = [None] * len(Lane)
 
     def connection(self, lane: Lane) -> ValkeyConnection | None:
         """The open connection of a lane; None: there is none."""
@@ -244,6 +246,21 @@ class ValkeyClient:
         lagging = sum(not isinstance(answer, int) or answer < 1 for answer in answers)
         if lagging:
             self._count(metadata_metrics.INDEX_UNREPLICATED, lagging)
+
+    def primary_of(self, slot: int) -> str:
+        """Address of the primary of a slot.
+
+        Raises:
+            Unavailable: no server has the slot.
+        """
+        number = self.topology.of_slot[slot]
+        if number == NO_SHARD:
+            raise Unavailable("no Valkey server has the slot", slot=slot)
+        return self.topology.shards[number].primary
+
+    async def open_connection(self, address: str) -> ValkeyConnection:
+        """Open a connection for the caller alone, for commands that block. The same errors as ``connect``."""
+        return await connect(address, self._address.credentials, self._address.tls, CONNECT_S)
 
     def away(self) -> list[str]:
         """Addresses of the primaries that are away."""

@@ -42,6 +42,14 @@ SETTINGS: Final = SMALL_TAG + b"settings"
 """Operators' settings. They stay if the index is dropped."""
 
 
+FEED: Final = SMALL_TAG + b"feed"
+"""Exists while somebody watches block events; its value is the id of the feed."""
+STREAM_TAGS: Final = tuple(b"feed:%x" % number for number in range(16))
+STREAMS: Final = tuple(b"{%b}" % tag for tag in STREAM_TAGS)
+"""Streams of block events. A volume epoch has one of them."""
+STREAM_SLOTS: Final = tuple(slot_of_tag(tag) for tag in STREAM_TAGS)
+
+
 def record_name(key: BlockKey) -> bytes:
     """Name of a block's record."""
     return TAGS[key[0] << 4 | key[1] >> 4] + key

@@ -10,6 +10,9 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.index.valkey.address import Credentials, ValkeyAddress
+from kvstore.metadata.events.contract import EventSource
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.settings_store import FileSettings, SettingsStore
 from kvstore.metadata.retention.shared_settings import SharedSettings
 from kvstore.observe.counters import Counters
@@ -55,6 +58,19 @@ def open_settings(config: MetadataConfig, index: PrefixIndex, counters: Counters
 
     assert isinstance(index, ValkeyIndex)
     return SharedSettings(file, index.shared_value(SETTINGS), counters)
+
+
+def open_shared_feed(
+    config: MetadataConfig, index: PrefixIndex, reads: IndexThread, nodes: NodeTable, counters: Counters
+) -> EventSource:
+    """The block events that all servers of an index in Valkey share."""
+    from kvstore.index.valkey.index import ValkeyIndex
+    from kvstore.metadata.events.shared_feed import SharedFeed
+
+    assert isinstance(index, ValkeyIndex)
+    return SharedFeed(
+        index, reads, nodes, counters, most_bytes=config.events_memory_bytes, max_subscribers=config.max_subscribers
+    )
 
 
 def _credentials(config: MetadataConfig) -> Credentials:
