@@ -128,7 +128,6 @@ class BlockFeed:
         self._writer = secrets.token_bytes(8)
         self._written = [0] * len(STREAMS)
         self._mean_bytes = [_START_BYTES] * len(STREAMS)
-        self._newest: list[StreamPosition] = [StreamPosition()] * len(STREAMS)
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._watchers = 0
@@ -202,7 +201,7 @@ class BlockFeed:
         Raises:
             Unavailable: the shard does not answer.
         """
-        await self._want()
+        await self.want()
         self._watchers += 1
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._extend(), name="feed-extend")]
@@ -254,8 +253,7 @@ class BlockFeed:
             if isinstance(answer, Unanswered | hiredis.ReplyError):
                 continue
             last, added, length, entries = _checked(answer)
-            self._newest[number] = StreamPosition.of(last, added)
-            found.append(_judge(number, position[number], self._newest[number], length, entries))
+            found.append(judge(number, position[number], StreamPosition.of(last, added), length, entries))
         return found
 
     async def wait(self, timeout_s: float) -> None:
@@ -264,24 +262,30 @@ class BlockFeed:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
 
-    async def _want(self) -> None:
+    async def want(self) -> bytes:
+        """Extend the expiry of the key, or begin a feed if there is none. Returns the id of the feed.
+
+        Raises:
+            Unavailable: the shard does not answer.
+        """
         began_s = self._clock.now_s()
         command = pack("EVAL", _WANT, 1, FEED, secrets.token_bytes(KEY_BYTES), LINGER_MS)
         (value,) = await self._cluster.run_until([(SMALL_SLOT, command)], time.monotonic() + CALL_S)
         self._learn(value, began_s)
         if self._wanted_since[0] != value and isinstance(value, bytes):
             self._wanted_since = value, self._clock.now_s()
+        return self._wanted_since[0]
 
     async def _extend(self) -> None:
         while True:
             await asyncio.sleep(EXTEND_S)
             with suppress(KVStoreError):  # the poll of the small state reports that Valkey does not answer
-                await self._want()
+                await self.want()
 
     async def _tail(self, number: int) -> None:
         """Wake the readers when a stream has a new entry. Waits on a connection of its own, which ``BLOCK`` occupies."""
         connection: ValkeyConnection | None = None
-        address = ""
+        address, last = "", b"$"
         try:
             while True:
                 try:
@@ -290,12 +294,14 @@ class BlockFeed:
                         if connection is not None:
                             connection.close()
                         connection, address = await self._cluster.open_connection(primary), primary
-                    last = self._newest[number].entry_id
                     command = pack("XREAD", "BLOCK", BLOCK_MS, "COUNT", 1, "STREAMS", STREAMS[number], last)
                     async with asyncio.timeout(BLOCK_MS / 1000 + READ_S):
                         (reply,) = await connection.ask(command)
-                    if isinstance(reply, hiredis.ReplyError):
-                        raise Unavailable("Valkey rejected a read", reply=str(reply)[:200])
+                        if isinstance(reply, hiredis.ReplyError):
+                            raise Unavailable("Valkey rejected a read", reply=str(reply)[:200])
+                        if reply is not None:
+                            (end,) = await connection.ask(pack("EVAL", _READ, 1, STREAMS[number], "0-0", 0))
+                            last = _checked(end)[0]
                     if reply is not None:
                         self._news.set()
                         self._news = asyncio.Event()
@@ -333,7 +339,7 @@ class StreamRead:
     entries: list[FeedEntry]
 
 
-def _judge(number: int, before: StreamPosition, end: StreamPosition, length: int, entries: list[Reply]) -> StreamRead:
+def judge(number: int, before: StreamPosition, end: StreamPosition, length: int, entries: list[Reply]) -> StreamRead:
     """Decide whether the entries follow those before them."""
     trimmed = end.entries - length
     at_end = (before.ms, before.number) == (end.ms, end.number)
@@ -342,14 +348,21 @@ def _judge(number: int, before: StreamPosition, end: StreamPosition, length: int
         return StreamRead(number, None, [])
     found, position = [], before
     for entry in entries:
-        if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], bytes) or not isinstance(entry[1], list):
-            raise Unavailable("Valkey sent an invalid entry")
-        position = StreamPosition.of(entry[0], position.entries + 1)
-        fields = dict(zip(entry[1][::2], entry[1][1::2], strict=True))
-        found.append(FeedEntry(bytes(fields[b"w"]), int(fields[b"n"]), bytes(fields[b"e"])))
+        entry_id, change = _entry(entry)
+        position = StreamPosition.of(entry_id, position.entries + 1)
+        found.append(change)
     if (position.ms, position.number) == (end.ms, end.number):
         position = end  # a failover may have lost entries that were read before
     return StreamRead(number, position, found)
+
+
+def _entry(reply: Reply) -> tuple[bytes, FeedEntry]:
+    """An entry and its id."""
+    if isinstance(reply, list) and len(reply) == 2 and isinstance(reply[1], list):
+        match reply[0], reply[1]:
+            case bytes() as entry_id, [b"w", bytes() as writer, b"n", bytes() as number, b"e", bytes() as encoded]:
+                return entry_id, FeedEntry(writer, int(number), encoded)
+    raise Unavailable("Valkey sent an invalid block event", reply=str(reply)[:100])
 
 
 def _checked(reply: Reply) -> tuple[bytes, int, int, list[Reply]]:

@@ -475,13 +475,13 @@ class ValkeyIndex(PrefixIndex):
     async def _read_stats(self) -> IndexStats:
         sizes = await self._cluster.on_each(pack("DBSIZE"), budget_s=1.0)
         memory = await self._cluster.on_each(pack("INFO", "memory"), budget_s=1.0)
-        (small,) = await self._cluster.run_until(
-            [(names.SMALL_SLOT, pack("EXISTS", *names.ALL_SMALL, names.SETTINGS, names.FEED))], time.monotonic() + 1.0
-        )
+        others = [(names.SMALL_SLOT, pack("EXISTS", *names.ALL_SMALL, names.SETTINGS, names.FEED))]
+        others += [(slot, pack("EXISTS", name)) for slot, name in zip(names.STREAM_SLOTS, names.STREAMS, strict=True)]
+        found = await self._cluster.run_until(others, time.monotonic() + 1.0)
         used = [_USED_MEMORY.search(one) for one in memory.values() if isinstance(one, bytes)]
         keys = sum(size for size in sizes.values() if isinstance(size, int))
         return IndexStats(
-            max(0, keys - (small if isinstance(small, int) else 0)),
+            max(0, keys - sum(count for count in found if isinstance(count, int))),
             sum(int(match[1]) for match in used if match is not None),
             self._small.state.dead,
         )

@@ -150,7 +150,7 @@ class SharedFeedSubscription:
         await self._shared.join()
         self._counters.add(metadata_metrics.WATCHES)
         try:
-            self._feed_id = self._feed.feed_id
+            self._feed_id = await self._feed.want()
             reason = await self._try_resume()
             if reason is None:
                 await self._shared.index.refresh()
@@ -184,7 +184,7 @@ class SharedFeedSubscription:
 
     async def _snapshot(self, reason: pb.ResyncReason) -> AsyncIterator[pb.WatchBlocksResponse]:
         """The whole state. Ends early if the streams no longer have the changes since the last page."""
-        self._feed_id = self._feed.feed_id
+        self._feed_id = await self._feed.want()
         yield pb.WatchBlocksResponse(resync=pb.Resync(feed_id=self._feed_id, reason=reason))
         await self._feed.settle()
         self._numbers.clear()
