@@ -127,11 +127,11 @@ class SettingsSuite(ABC):
 
         def first(known: OperatorSettings) -> OperatorSettings:
             if known.quotas:
-                raise Conflict("somebody was first")
+                raise Conflict("the other was first")
             return known.with_quota("a", QuotaSetting(1))
 
         await theirs.change(first)
-        with pytest.raises(Conflict, match="somebody was first"):
+        with pytest.raises(Conflict, match="the other was first"):
             await mine.change(first)
 
     async def test_settings_survive_a_restart(self, tmp_path: Path, mine: SettingsStore) -> None:

@@ -79,7 +79,7 @@ class TestSharedSettings(SettingsSuite):
         assert (set(after.quotas), after.revision) == ({"a", "b"}, 2)
 
     async def test_settings_of_a_single_host_are_shared(self, tmp_path: Path) -> None:
-        """A server that used LMDB before, whose file has no revision."""
+        """A server that used LMDB before, whose file lacks a revision."""
         path = tmp_path / "orders.json"
         path.write_bytes(b'{"version": 1, "quotas": {"a": {"dram": 1, "nvme": null}}, "namespaces": {}}')
         first, second = await self.make(path), await self.make(tmp_path / "other-host.json")
@@ -145,7 +145,7 @@ class SettingsMachine(RuleBasedStateMachine):
     """Three servers, their files, and the shared value, which may be lost or go back in time. A change sets one quota.
 
     Without such a loss no acknowledged change may be missing. With it, a change may be missing only if other changes were made
-    meanwhile from older settings; the newest settings of any copy that is left must be in force in the end.
+    from older settings at that time; the newest settings of any copy that is left must be in force in the end.
     """
 
     def __init__(self) -> None:

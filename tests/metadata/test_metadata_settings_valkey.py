@@ -53,7 +53,7 @@ class TestValkeySettings(SettingsSuite):
 
 
 class Host:
-    """A metadata server of its own host."""
+    """A metadata server on a separate host."""
 
     def __init__(self, folder: Path, cluster: ValkeyServers) -> None:
         folder.mkdir()
@@ -122,7 +122,7 @@ async def test_orders_hold_over_servers_and_survive_all_but_one(own_cluster: Val
     first, second = hosts
     await first.set_quota("acme", 5)
     with pytest.raises(Conflict):
-        await second.set_quota("acme", 7, expected=6)  # though its copy may have no quota yet
+        await second.set_quota("acme", 7, expected=6)  # though its copy may lack the quota
     await second.set_quota("acme", 7, expected=5)
     with pytest.raises(Conflict):
         await first.set_quota("acme", 8, expected=5)

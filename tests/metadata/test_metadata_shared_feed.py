@@ -66,7 +66,7 @@ async def test_feed_server_serves_changes_of_another(servers: list[Running]) -> 
 
 
 async def test_feed_lost_key_begins_another_feed(servers: list[Running], cluster: ValkeyServers) -> None:
-    """Servers that read meanwhile that nobody watches have appended nothing."""
+    """Without the key, servers append nothing."""
     watch = Watch(servers[0].channel)
     await watch.complete()
     before = watch.mirror.feed_id

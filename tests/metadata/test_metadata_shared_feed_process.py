@@ -179,7 +179,7 @@ async def test_mirror_shard_failover_is_followed(servers: list[ServerProcess], c
             primary = next(one for one in cluster.servers if is_primary(one))
             replica = next(one for one in cluster.servers if follows(one, primary))
             await asyncio.to_thread(primary.end)
-            replica.call("CLUSTER", "FAILOVER", "TAKEOVER")  # two shards have no majority without one of them
+            replica.call("CLUSTER", "FAILOVER", "TAKEOVER")  # two shards lack a majority without one of them
             await follower.progress()
             await asyncio.to_thread(cluster.restart, primary)
             await asyncio.to_thread(wait_until, lambda: has_replica(cluster), "it is a replica", WAIT_S)

@@ -33,7 +33,7 @@ OTHERS = b"another-namespac"
 
 @dataclass
 class Bed:
-    """A server with one kind of index, and what differs between the kinds."""
+    """A server with one kind of index, and the differences between the kinds."""
 
     cluster: ValkeyServers | None
     settings: dict[str, str | int]

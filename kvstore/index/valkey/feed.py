@@ -1,11 +1,11 @@
-"""Block events in Valkey: 16 streams that all metadata servers write and any of them reads, only while somebody watches.
+"""Block events in Valkey: 16 streams that all metadata servers write and any of them reads, only while there are watchers.
 
-1. A key with an expiry says that somebody watches; its value is the *feed id*. Servers with watchers extend it. Each server
-   reads it ten times per second. What it read holds for ``VALID_S``, so a publish needs only a local check.
+1. A key with an expiry exists while there are watchers; its value is the *feed id*. Servers with watchers extend it. Each server
+   reads it ten times per second and relies on the answer for ``VALID_S``, so a publish needs only a local check.
 2. A watcher's snapshot begins ``VALID_S`` after the key was set. By then each server either appends its changes, or made them
    before the snapshot.
-3. A publish is appended to the stream of its volume epoch after it took effect and before it is acknowledged. What is not
-   acknowledged is published again, so an event may come twice, and none is missing.
+3. A publish is appended to the stream of its volume epoch after it took effect and before it is acknowledged. A node publishes
+   again without an acknowledgement, so an event may come twice, and none is missing.
 4. Gaps are known. A lost key gets another feed id. Streams count their entries, so a reader sees that entries were trimmed or
    that the stream was lost. Writers number their entries, so a reader sees that a failover lost some.
 """
@@ -32,7 +32,7 @@ from kvstore.index.valkey.connection import Reply, ValkeyConnection, pack
 from kvstore.index.valkey.keys import FEED, SMALL_SLOT, STREAM_SLOTS, STREAMS
 
 VALID_S: Final = 0.5
-"""How long after its reading a server relies on it that nobody watches."""
+"""How long a server relies on its last reading, if there were no watchers."""
 LINGER_MS: Final = 600_000
 """How long events are recorded after the last watcher left: it may only be restarting."""
 STREAM_TTL_MS: Final = 86_400_000
@@ -120,7 +120,7 @@ class BlockFeed:
         self._cluster = cluster
         self._clock = BootTimeClock()
         self.feed_id = b""
-        """Id of the feed; empty: nobody watches."""
+        """Id of the feed; empty: there are no watchers."""
         self._known_s = -VALID_S  # when the reading began that found feed_id
         self._wanted_since: tuple[bytes, float] = (b"", 0.0)
         self._encode: EventEncoder | None = None
@@ -134,7 +134,7 @@ class BlockFeed:
 
     # ---- writing
     def record(self, encode: EventEncoder, most_bytes: int) -> None:
-        """Append the changes that this server makes from now on, while somebody watches.
+        """Append the changes that this server makes from now on, while there are watchers.
 
         Args:
             encode: encodes a change.
@@ -147,7 +147,7 @@ class BlockFeed:
         return self._encode is not None and (bool(self.feed_id) or self._clock.now_s() - self._known_s > VALID_S)
 
     async def poll(self) -> None:
-        """Read whether somebody watches.
+        """Read whether there are watchers.
 
         Raises:
             Unavailable: the shard does not answer.
@@ -163,10 +163,10 @@ class BlockFeed:
             self.feed_id, self._known_s = value or b"", began_s
 
     async def append(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[RemovedKeys]) -> int | None:
-        """Append a change, unless nobody watches.
+        """Append a change if there are watchers.
 
         Returns:
-            The hash slot of the stream; None: nobody watches.
+            The hash slot of the stream; None: there are no watchers.
 
         Raises:
             Unavailable: a shard does not answer: the change must be published again.
@@ -283,7 +283,7 @@ class BlockFeed:
                 await self.want()
 
     async def _tail(self, number: int) -> None:
-        """Wake the readers when a stream has a new entry. Waits on a connection of its own, which ``BLOCK`` occupies."""
+        """Wake the readers when a stream has a new entry. ``BLOCK`` occupies the connection, so it is not shared."""
         connection: ValkeyConnection | None = None
         address, last = "", b"$"
         try:
@@ -317,7 +317,7 @@ class BlockFeed:
 
 @dataclass(frozen=True, slots=True)
 class FeedEntry:
-    """One change: who appended it, its number among that writer's entries of the stream, and its encoded events."""
+    """One change: its writer, its number among that writer's entries of the stream, and its encoded events."""
 
     writer: bytes
     number: int
@@ -330,7 +330,7 @@ class StreamRead:
 
     Args:
         stream: number of the stream.
-        position: position after the entries; None: entries after the old position are gone.
+        position: position after the entries; None: entries after the old position were lost.
         entries: the entries.
     """
 

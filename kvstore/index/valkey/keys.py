@@ -43,7 +43,7 @@ SETTINGS: Final = SMALL_TAG + b"settings"
 
 
 FEED: Final = SMALL_TAG + b"feed"
-"""Exists while somebody watches block events; its value is the id of the feed."""
+"""Exists while there are watchers of block events; its value is the id of the feed."""
 STREAM_TAGS: Final = tuple(b"feed:%x" % number for number in range(16))
 STREAMS: Final = tuple(b"{%b}" % tag for tag in STREAM_TAGS)
 """Streams of block events. A volume epoch has one of them."""

@@ -1,4 +1,4 @@
-"""Contract of what the service needs to serve subscribers of block events."""
+"""Contract: a source of block events for subscribers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Subscriptions to block events that all servers of an index share (``kvstore.index.valkey.feed``).
 
 The streams name changes of blocks only. Which volumes are open and can be read, each server knows from the index and the nodes,
-so it tells a subscriber what has changed since the last message. A subscriber that resumes at another server gets the list of
-open volumes: what it lacks was closed.
+so it sends a subscriber the changes since the last message. A subscriber that resumes at another server gets the list of
+open volumes: all others were closed.
 
 As for one server (``kvstore.metadata.events.subscription``), pages of a snapshot alternate with the changes since the last page,
 and the later of two facts about a key and a volume is right.
@@ -242,7 +242,7 @@ class SharedFeedSubscription:
             raise Unavailable(STOPPING)
 
     async def _next(self) -> list[pb.BlockEvent] | None:
-        """The next events that pass the filter; empty: nothing has changed; None: changes are gone."""
+        """The next events that pass the filter; empty: nothing has changed; None: changes were lost."""
         found: list[pb.BlockEvent] = []
         position = list(self._position)
         for read in await self._feed.read(self._position):
