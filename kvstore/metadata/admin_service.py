@@ -14,11 +14,10 @@ from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import admin_pb2_grpc
 from kvproto.v1.common_pb2 import BANDWIDTH_SOURCE_UNSPECIFIED, BandwidthSource, CacheSpec
 from kvstore.core.clock import Clock
-from kvstore.core.errors import Conflict, InvalidArgument, NotFound
+from kvstore.core.errors import Conflict, NotFound
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.contract import LoadPlan, NodeState, PlanUnderWay
 from kvstore.dualpath.planner import DECISIONS_KEPT
-from kvstore.dualpath.policies import POLICIES
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.cluster.event_journal import EventJournal
 from kvstore.metadata.cluster.health_monitor import HealthMonitor
@@ -33,6 +32,7 @@ from kvstore.metadata.retention.policies import (
     quota_from_proto,
     rule_from_proto,
 )
+from kvstore.metadata.scheduling.path_policy import PathPolicyOrder
 from kvstore.metadata.scheduling.planner_service import SIDES, PlannerService
 from kvstore.observe.history import History
 from kvstore.process.effective_config import EffectiveSetting
@@ -43,8 +43,6 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["MetadataAdmin"].full_name
 MOST_NAMESPACES: Final = 1_000
 MOST_LIVE: Final = 1_000
 MOST_EVENTS: Final = 1_000
-SETTABLE_POLICIES: Final = tuple(name for name in POLICIES if name != "oracle")
-"""All but ``oracle``, which reads nothing and serves measurements: it would turn every load into a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class MetadataAdminParts:
         planner: load plans.
         clock: clock of the planner.
         workers: number of server processes that share the port.
-        configured_policy: path policy of the configuration.
+        path_policy: the path policy in force.
         settings: the effective configuration.
         rebuild: drops the index and creates a new one.
         retention: quotas and retention rules.
@@ -75,7 +73,7 @@ class MetadataAdminParts:
     planner: PlannerService
     clock: Clock
     workers: int
-    configured_policy: str
+    path_policy: PathPolicyOrder
     settings: Sequence[EffectiveSetting]
     rebuild: Callable[[], None]
     retention: RetentionPolicies
@@ -159,7 +157,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         states = [planner.queues.state(node, now_s) for node in sorted(planner.queues.nodes())]
         return pb.DescribePlanningResponse(
             path_policy=service.default_policy,
-            configured_policy=self._parts.configured_policy,
+            configured_policy=self._parts.path_policy.configured,
             live=[_live(plan, now_s) for plan in live[:most]],
             more=len(live) > most,
             decisions=[_decision(plan, now_s) for plan in reversed(planner.decisions()[-kept:] if kept else [])],
@@ -202,15 +200,8 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         return answer
 
     async def SetPathPolicy(self, request: pb.SetPathPolicyRequest, context: object) -> pb.SetPathPolicyResponse:
-        service = self._parts.planner
-        if request.policy not in SETTABLE_POLICIES:
-            raise InvalidArgument("unknown path policy", got=request.policy[:64], known=", ".join(SETTABLE_POLICIES))
-        if self._parts.workers > 1:
-            raise Conflict("several workers plan separately: set metadata.path_policy, and restart the server")
-        before = service.default_policy
-        if request.HasField("expected") and request.expected != before:
-            raise Conflict("the path policy differs from the expected one", policy=before, expected=request.expected[:64])
-        service.default_policy = request.policy
+        expected = request.expected if request.HasField("expected") else None
+        before = await self._parts.path_policy.set(request.policy, expected)
         self._order("", f"Path policy set: {request.policy} (before: {before}).")
         return pb.SetPathPolicyResponse(policy=request.policy, before=before)
 

@@ -9,6 +9,7 @@ from typing import Final
 import kvstore
 from kvstore.health.cluster import FileSystem
 from kvstore.index.contract import PrefixIndex, ServerRole
+from kvstore.metadata.events.contract import EventSource
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.roles.roles import Roles
@@ -31,7 +32,8 @@ class MetadataGauges:
         roles: roles of this process.
         planner: load plans.
         scheduler: request scheduling; None: not in this process.
-        event_log: block events; None: not in this process.
+        events: block events; None: not in this process.
+        event_log: log of this process; None: it has none.
         index_disk: space on the file system of the index; None: unknown.
     """
 
@@ -43,6 +45,7 @@ class MetadataGauges:
         roles: Roles,
         planner: PlannerService,
         scheduler: SchedulerService | None,
+        events: EventSource | None,
         event_log: BlockEventLog | None,
         index_disk: Callable[[], FileSystem | None],
     ) -> None:
@@ -52,6 +55,7 @@ class MetadataGauges:
         self._roles = roles
         self._planner = planner
         self._scheduler = scheduler
+        self._events = events
         self._event_log = event_log
         self._index_disk = index_disk
 
@@ -85,8 +89,9 @@ class MetadataGauges:
         for server_role in ServerRole:
             yield Sample(metadata_metrics.ROLE_HELD, self._roles.holds(server_role), {"role": server_role.value})
         yield Sample(metadata_metrics.LIVE_PLANS, len(self._planner.planner))
+        if self._events is not None:
+            yield Sample(metadata_metrics.WATCH_SUBSCRIBERS, self._events.subscribers)
         if self._event_log is not None:
-            yield Sample(metadata_metrics.WATCH_SUBSCRIBERS, self._event_log.subscribers)
             yield Sample(metadata_metrics.FEED_BYTES, self._event_log.held_bytes)
         if self._scheduler is not None:
             found = self._scheduler.gauges()

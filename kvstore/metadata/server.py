@@ -23,12 +23,13 @@ from kvstore.metadata.admin_service import MetadataAdminParts, MetadataAdminServ
 from kvstore.metadata.cluster.event_journal import EventJournal
 from kvstore.metadata.cluster.health_monitor import HealthMonitor
 from kvstore.metadata.cluster.node_probes import NodeProbes
+from kvstore.metadata.events.contract import EventSource
 from kvstore.metadata.events.event_log import BlockEventLog
-from kvstore.metadata.events.subscription import report_served
+from kvstore.metadata.events.subscription import LoggedEvents, report_served
 from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.history import read_totals
 from kvstore.metadata.indexing.anti_entropy import IndexDigests
-from kvstore.metadata.indexing.index_opening import open_index
+from kvstore.metadata.indexing.index_opening import open_index, open_settings, open_shared_feed
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.maintenance import Maintenance
@@ -40,6 +41,7 @@ from kvstore.metadata.retention.settings_store import SettingsStore
 from kvstore.metadata.roles.lease import LeaseChange
 from kvstore.metadata.roles.owner_calls import PLANNING_ADMIN_METHODS, PLANNING_METHODS, OwnerCalls
 from kvstore.metadata.roles.roles import FixedRoles, LeasedRoles
+from kvstore.metadata.scheduling.path_policy import PathPolicyOrder
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import SchedulerService
 from kvstore.metadata.service import SERVICE_NAME, MetadataParts, MetadataService, add_to_server
@@ -91,6 +93,7 @@ class MetadataServer:
         self.kept_namespaces: Sequence[tuple[NamespaceId, bytes]] = ()
         """Specs for the next server, if a rebuild is requested."""
         self._index: PrefixIndex | None = None
+        self._settings: SettingsStore | None = None
         self._writes: IndexThread | None = None
         self._reads: IndexThread | None = None
         self._maintenance: Maintenance | None = None
@@ -102,6 +105,7 @@ class MetadataServer:
         self._event_log: BlockEventLog | None = None
         self._leased: LeasedRoles | None = None
         self._owner_calls: OwnerCalls | None = None
+        self._events: EventSource | None = None
 
     async def start(self) -> str:
         """Opens the index, binds, and serves.
@@ -116,15 +120,18 @@ class MetadataServer:
         config = self._config
         try:
             index = await self._open_index()
-            settings = SettingsStore(config.settings_path)
+            settings = self._settings = open_settings(config, index, self.counters)
+            await settings.start()
             parts = self._make_parts(index, settings)
+            path_policy = PathPolicyOrder(settings, parts.planner, config.path_policy)
+            path_policy.follow()
             tls = config.tls.resolve()
             health = self._health = self._make_health(parts, settings, tls)
             history = History(functools.partial(read_totals, self.counters, index))
-            self._bound = await self._build_server(parts, health, history, tls)
+            self._bound = await self._build_server(parts, path_policy, health, history, tls)
             if self._leased is not None:
                 await self._leased.start(await self._advertised(self._bound.addresses[0]))
-            self._maintenance = self._make_maintenance(parts, history)
+            self._maintenance = self._make_maintenance(parts, path_policy, history)
             self._maintenance.start()
             health.start()
             await self._bound.start()
@@ -161,8 +168,11 @@ class MetadataServer:
         nodes = NodeTable(index, self._node_clock, config.node_ttl_ms / 1000, self.counters)
         nodes.view()  # before the port is bound: damage shows here, and the next server needs the port
         planner = PlannerService(nodes, config.path_policy, self.counters, self._clock)
-        # block events need all changes, scheduling all engines: one process must make or get them
-        self._event_log = self._make_event_log(index) if config.workers == 1 and not index.leases_roles else None
+        if not config.valkey_servers and config.workers == 1:
+            self._event_log = self._make_event_log(index)
+            self._events = LoggedEvents(self._event_log, index, reads, nodes, self.counters)
+        elif config.valkey_servers:
+            self._events = open_shared_feed(config, index, reads, nodes, self.counters)
         scheduler = self._make_scheduler(planner, nodes) if config.workers == 1 else None
         self._leased = self._make_leased_roles(index, planner, scheduler) if index.leases_roles else None
         roles = self._leased or FixedRoles(self._worker)
@@ -180,8 +190,9 @@ class MetadataServer:
             lookups=Lookups(index, nodes, self.counters),
             node_admin=NodeAdmin(index, nodes, writes, reads, self.counters),
             retention=RetentionPolicies(
-                settings, index, nodes, writes, reads, roles, self.counters, self._clock, config.heartbeat_interval_ms / 2_000
+                settings, index, nodes, reads, roles, self.counters, self._clock, config.heartbeat_interval_ms / 2_000
             ),
+            events=self._events,
             event_log=self._event_log,
             journal=self._journal,
             digests=IndexDigests(index, reads, self._clock),
@@ -211,7 +222,12 @@ class MetadataServer:
         )
 
     async def _build_server(
-        self, parts: MetadataParts, health: HealthMonitor, history: History, tls: TlsConfig | None
+        self,
+        parts: MetadataParts,
+        path_policy: PathPolicyOrder,
+        health: HealthMonitor,
+        history: History,
+        tls: TlsConfig | None,
     ) -> BoundServer:
         config = self._config
         service = self._service = MetadataService(parts)
@@ -223,7 +239,7 @@ class MetadataServer:
             parts.planner,
             self._clock,
             config.workers,
-            config.path_policy,
+            path_policy,
             config.settings,
             self._rebuild,
             parts.retention,
@@ -255,14 +271,14 @@ class MetadataServer:
             reuse_port=config.workers > 1,
         )
 
-    def _make_maintenance(self, parts: MetadataParts, history: History) -> Maintenance:
+    def _make_maintenance(self, parts: MetadataParts, path_policy: PathPolicyOrder, history: History) -> Maintenance:
         def expire() -> None:
             if parts.roles.holds(ServerRole.PLAN):
                 parts.planner.expire()
                 if parts.scheduler is not None:
                     parts.scheduler.expire()
 
-        on_tick: list[Callable[[], None]] = [expire, history.record_if_due, parts.retention.tick]
+        on_tick: list[Callable[[], None]] = [expire, path_policy.follow, history.record_if_due, parts.retention.tick]
         if parts.event_log is not None:
             on_tick += [parts.event_log.expire, functools.partial(report_served, parts.event_log, parts.nodes)]
         ttl_s = self._config.node_ttl_ms / 1000
@@ -286,6 +302,7 @@ class MetadataServer:
             parts.roles,
             parts.planner,
             parts.scheduler,
+            parts.events,
             parts.event_log,
             index_disk=lambda: health.index_disk,
         )
@@ -319,6 +336,11 @@ class MetadataServer:
         )
 
     @property
+    def events(self) -> EventSource | None:
+        """Block events for subscribers; None: this process serves none."""
+        return self._events
+
+    @property
     def event_log(self) -> BlockEventLog | None:
         """Log of block events; None: this process has none."""
         return self._event_log
@@ -337,8 +359,8 @@ class MetadataServer:
             await _bounded("the roles", self._leased.stop())  # before the grace period: another server plans meanwhile
         if self._service is not None:
             self._service.end_streams()
-        if self._event_log is not None:
-            self._event_log.close()  # endless streams would otherwise last until the end of the grace period
+        if self._events is not None:
+            self._events.close()  # endless streams would otherwise last until the end of the grace period
         if self._bound is not None:
             await _bounded("gRPC", self._bound.stop(grace_s), grace_s)
         if self._owner_calls is not None:
@@ -351,14 +373,16 @@ class MetadataServer:
             await _bounded("the file of cluster events", asyncio.to_thread(self._journal.flush))
         if self._maintenance is not None:
             await _bounded("maintenance", self._maintenance.stop())
+        if self._settings is not None:
+            await _bounded("the settings", self._settings.stop())
         for thread in (self._writes, self._reads):
             if thread is not None:
                 await thread.close()
         if self._index is not None:
             await _bounded("the index", self._index.close_async())
-        self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._index = (
-            self._event_log
-        ) = self._leased = self._owner_calls = None
+        self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._settings = (
+            self._index
+        ) = self._event_log = self._events = self._leased = self._owner_calls = None
 
 
 async def _bounded(what: str, ending: Awaitable[None], grace_s: float = 0.0) -> None:

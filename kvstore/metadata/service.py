@@ -21,8 +21,9 @@ from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Uns
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.cluster.event_journal import EventJournal
+from kvstore.metadata.events.contract import EventSource
 from kvstore.metadata.events.event_log import BlockEventLog
-from kvstore.metadata.events.subscription import BlockEventSubscription, report_served
+from kvstore.metadata.events.subscription import report_served
 from kvstore.metadata.indexing.anti_entropy import IndexDigests
 from kvstore.metadata.indexing.index_mutations import register_node, repair_range
 from kvstore.metadata.indexing.index_thread import IndexThread
@@ -65,7 +66,8 @@ class MetadataParts:
         lookups: lookups.
         node_admin: calls about whole nodes.
         retention: quotas and retention rules.
-        event_log: block events; None if other processes change the index, too.
+        events: block events; None with several workers and LMDB, each of which would know a part of the changes.
+        event_log: log of this process for ``events``; None: all servers of the index share the events.
         journal: receives operators' orders.
         digests: digests of the index for anti-entropy.
     """
@@ -82,6 +84,7 @@ class MetadataParts:
     lookups: Lookups
     node_admin: NodeAdmin
     retention: RetentionPolicies
+    events: EventSource | None
     event_log: BlockEventLog | None
     journal: EventJournal
     digests: IndexDigests
@@ -94,7 +97,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self._parts = parts
         self._lookups = parts.lookups
         self._namespace_owners = NamespaceOwners(parts.index)
-        subscribers = 0 if parts.event_log is None else parts.event_log.max_subscribers
+        subscribers = 0 if parts.events is None else parts.events.max_subscribers
         self._subscriptions = TenantLimit("block events", subscribers, parts.counters.add)
         self._streams: set[PublishStream] = set()
 
@@ -264,15 +267,13 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
 
     async def WatchBlocks(self, request: pb.WatchBlocksRequest, context: object) -> AsyncIterator[pb.WatchBlocksResponse]:
         parts = self._parts
-        if parts.event_log is None:
-            raise Unsupported(
-                "block events need one process that makes all changes: set metadata.workers to 1 and metadata.engine to lmdb"
-            )
+        if parts.events is None:
+            raise Unsupported("block events need one process that makes all changes: set metadata.workers to 1")
         self._namespace_owners.check_all(request.namespace_ids)
-        subscription = BlockEventSubscription(request, parts.event_log, parts.index, parts.reads, parts.nodes, parts.counters)
+        subscription = parts.events.subscribe(request)
         release = self._subscriptions.acquire()
         try:
-            async with aclosing(subscription.run()) as messages:
+            async with aclosing(subscription) as messages:
                 async for message in messages:
                     yield message
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from kvstore.cli.app import root
 from kvstore.config.metadata import MetadataConfig
 from kvstore.core.types import NamespaceId
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.metadata.retention.settings_store import RuleSetting, SettingsStore
+from kvstore.metadata.retention.settings_store import FileSettings, RuleSetting
 from support.wait import wait_until
 
 WAIT_S = 30.0
@@ -198,9 +199,9 @@ def test_rule_ttl_evicts_unused_and_pin_keeps_blocks(store: Store) -> None:
 
 def test_rule_of_forgotten_namespace_is_listed_and_removed(store: Store) -> None:
     """The state after an index rebuild, before an engine has opened the namespace again."""
-    http, orders = store.http, SettingsStore(MetadataConfig(index_path=store.cluster.index_path).settings_path)
+    http, orders = store.http, FileSettings(MetadataConfig(index_path=store.cluster.index_path).settings_path)
     gone, path = "ab" * 16, f"/v1/namespaces/{'ab' * 16}/rule"
-    orders.change(lambda known: known.with_rule(NamespaceId(bytes.fromhex(gone)), RuleSetting(60_000, True)))
+    asyncio.run(orders.change(lambda known: known.with_rule(NamespaceId(bytes.fromhex(gone)), RuleSetting(60_000, True))))
     rule = {"namespace_id": gone, "ttl_s": 60.0, "pinned": True}
     assert rule in http.get("/v1/rules")["items"]
     assert http.get(path) == rule

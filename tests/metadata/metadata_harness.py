@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -151,11 +152,11 @@ class Running:
 
 
 @asynccontextmanager
-async def serve(index_path: Path) -> AsyncIterator[Running]:
-    """Serve an index with a new clock."""
+async def serve(index_path: Path, **more: Any) -> AsyncIterator[Running]:
+    """Serve an index with a new clock, and with further settings."""
     clock = ManualClock()
     config = MetadataConfig(
-        index_path=index_path, listen="127.0.0.1:0", index_size_bytes=64 << 20, heartbeat_interval_ms=20, node_ttl_ms=100
+        index_path=index_path, listen="127.0.0.1:0", index_size_bytes=64 << 20, heartbeat_interval_ms=20, node_ttl_ms=100, **more
     )
     server = MetadataServer(config, clock=clock)
     address = await server.start()
@@ -181,7 +182,7 @@ if __name__ == "__main__":
 class ServerProcess:
     """The real server process with a separate index directory."""
 
-    def __init__(self, folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: int | str) -> None:
+    def __init__(self, folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: Any) -> None:
         self.folder, self.workers, self.ttl_ms = folder, workers, ttl_ms
         self.settings = json.dumps(settings)
         self.script = folder / "serve_metadata.py"  # a file: spawned workers import it again
@@ -231,7 +232,7 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: int | str) -> Iterator[ServerProcess]:
+def server_process(folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: Any) -> Iterator[ServerProcess]:
     """A running server process with further ``MetadataConfig`` settings, killed at the end if it still runs."""
     server = ServerProcess(folder, workers, ttl_ms, **settings)
     server.start()

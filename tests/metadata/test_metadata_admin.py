@@ -176,10 +176,33 @@ async def test_rebuild_index_once_keeps_namespaces(tmp_path: Path) -> None:
             assert [(one.namespace_id, one.spec) for one in listed.namespaces] == [(namespace, SPEC)]
 
 
-async def test_path_policy_several_workers_keep_configured_one(tmp_path: Path) -> None:
+async def test_path_policy_several_workers_follow_and_keep_it(tmp_path: Path) -> None:
+    async def policies(address: str) -> set[str]:
+        """As several connections see it, which the kernel divides among the workers."""
+        seen = set()
+        for _ in range(8):
+            async with connect_aio(address) as channel:
+                found = await call_aio(MetadataAdminStub(channel).DescribePlanning, pb.DescribePlanningRequest(), TIMEOUT_S)
+                seen.add((found.path_policy, found.configured_policy))
+        return seen
+
+    async def all_follow(address: str, policy: str) -> None:
+        async def so() -> bool:
+            return await policies(address) == {(policy, "split")}
+
+        await wait_until_async(so)
+
     with server_process(tmp_path, workers=2) as server:
         async with connect_aio(server.address) as channel:
             stub = MetadataAdminStub(channel)
             assert (await call_aio(stub.DescribeServer, pb.DescribeServerRequest(), TIMEOUT_S)).workers == 2
-            with pytest.raises(Conflict, match="several workers plan separately"):
-                await call_aio(stub.SetPathPolicy, pb.SetPathPolicyRequest(policy="split"), TIMEOUT_S)
+            done = await call_aio(stub.SetPathPolicy, pb.SetPathPolicyRequest(policy="round_robin", expected="split"), TIMEOUT_S)
+            assert (done.policy, done.before) == ("round_robin", "split")
+        await all_follow(server.address, "round_robin")
+        server.stop()
+        server.start()
+        await all_follow(server.address, "round_robin")
+        async with connect_aio(server.address) as channel:
+            stub = MetadataAdminStub(channel)
+            await call_aio(stub.SetPathPolicy, pb.SetPathPolicyRequest(policy="split"), TIMEOUT_S)
+        await all_follow(server.address, "split")

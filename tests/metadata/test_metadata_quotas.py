@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from metadata_harness import TIMEOUT_S, Peer, Running
+from settings_suite import WRONG
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import metadata_pb2
@@ -20,7 +21,7 @@ from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId
 from kvstore.metadata.retention.quota_shares import HEADROOM, REST_TIMES, divide_quota
-from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting, RuleSetting, SettingsStore
+from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting, RuleSetting
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
 
@@ -86,56 +87,6 @@ def test_settings_round_trip(quotas: dict[str, QuotaSetting], rules: dict[Namesp
         orders = orders.with_quota(tenant, quota)
     assert OperatorSettings.decode(orders.encode()) == orders
     assert all(orders.quotas.values()), "a quota without bounds is none"
-
-
-WRONG = [
-    b"",
-    b"[]",
-    b"{}",
-    b'{"version": 2}',
-    b'{"version": 1, "quotas": {"a": 3}}',
-    b'{"version": 1, "quotas": {"a": {"dram": -1}}}',
-    b'{"version": 1, "quotas": {"a": {"dram": true}}}',
-    b'{"version": 1, "namespaces": {"xyz": {"ttl_ms": 1}}}',
-    b'{"version": 1, "quotas": null}',
-    b'{"version": 1, "quotas": []}',
-    b'{"version": 1, "namespaces": 7}',
-    b'{"version": 1, "namespaces": {"ab": {"ttl_ms": 1}}}',
-    b'{"version": 1, "namespaces": {"ab cd ef ab cd ef ab cd ef ab cd ": {"ttl_ms": 1}}}',
-    b'{"version": 1, "quotas": {"\\ud800": {"dram": 1}}}',
-    b'{"version": 1, "quotas": {"a\\u0007": {"dram": 1}}}',
-    b'{"version": 1, "quotas": {"' + b"x" * 513 + b'": {"dram": 1}}}',
-    b'{"version": 1, "quotas": {' + b",".join(b'"%d": {}' % number for number in range(257)) + b"}}",
-    b'{"version": 1, "quotas": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    b'{"version": 1, "quotas": {"a": {"dram": ' + b"9" * 5_000 + b"}}}",
-    b'{"version": 1}' + b" " * (4 << 20),
-    b"\xff\xfe\x00",
-]
-
-
-@pytest.mark.parametrize("raw", WRONG, ids=lambda raw: raw[:48].decode(errors="replace"))
-def test_settings_unreadable_file_is_kept(tmp_path: Path, raw: bytes) -> None:
-    path = tmp_path / "orders.json"
-    path.write_bytes(raw)
-    file = SettingsStore(path)
-    assert file.read() is None
-    assert file.problem
-    with pytest.raises(Conflict):
-        file.change(lambda orders: orders.with_quota("a", QuotaSetting(1)))
-    assert path.read_bytes() == raw
-    path.unlink()
-    assert file.read() == OperatorSettings()
-
-
-def test_settings_change_of_other_process_is_seen(tmp_path: Path) -> None:
-    mine, theirs = SettingsStore(tmp_path / "o"), SettingsStore(tmp_path / "o")
-    assert mine.read() == OperatorSettings()
-    theirs.change(lambda orders: orders.with_quota("a", QuotaSetting(1, None)))
-    assert mine.read() == OperatorSettings({"a": QuotaSetting(1, None)})
-    mine.change(lambda orders: orders.with_quota("b", QuotaSetting(None, 2)))
-    assert theirs.read() == OperatorSettings({"a": QuotaSetting(1, None), "b": QuotaSetting(None, 2)})
-    before = mine.read()
-    assert mine.read() is before, "read again only where it has changed"
 
 
 # ---- the server ----

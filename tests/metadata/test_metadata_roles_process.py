@@ -149,8 +149,12 @@ async def test_plans_are_made_by_one_server_for_both(pair: Pair) -> None:
     await call_aio(MetadataAdminStub(pair.channels[1]).SetPathPolicy, policy, TIMEOUT_S)
     for channel in pair.channels:
         stub = MetadataAdminStub(channel)
-        described = await call_aio(stub.DescribePlanning, admin_pb2.DescribePlanningRequest(), TIMEOUT_S)
-        assert described.path_policy == "round_robin"
+
+        async def follows(stub: MetadataAdminStub = stub) -> bool:
+            described = await call_aio(stub.DescribePlanning, admin_pb2.DescribePlanningRequest(), TIMEOUT_S)
+            return described.path_policy == "round_robin"
+
+        await wait_until_async(follows)
 
 
 async def test_owner_killed_other_server_plans(pair: Pair) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of, serve
 
 from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
@@ -16,6 +18,9 @@ from kvproto.v1 import metadata_pb2_grpc
 from kvproto.v1.common_pb2 import BlockRun, Tier
 from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unavailable, Unsupported
+from kvstore.embedded.valkey import ValkeyServers, find_server
+from kvstore.index.valkey.feed import decode_position, encode_position
+from kvstore.index.valkey.keys import STREAMS
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import connect_aio
 from kvstore.rpc.errors import from_rpc_error
@@ -24,6 +29,60 @@ from support.wait import wait_until_async
 
 KEYS = chain("a", 40)
 OTHERS = b"another-namespac"
+
+
+@dataclass
+class Bed:
+    """A server with one kind of index, and the differences between the kinds."""
+
+    cluster: ValkeyServers | None
+    settings: dict[str, str | int]
+
+    async def drop_past_events(self, running: Running) -> None:
+        """Drop the events that were recorded, and the next ones."""
+        if self.cluster is None:
+            assert running.server.event_log is not None
+            running.server.event_log.ring_bytes = 1
+            await running.peer("nobody").register()
+            return
+        for server in self.cluster.primaries:
+            for name in STREAMS:
+                server.call("XTRIM", name, "MAXLEN", 0)  # an error elsewhere than at its shard
+
+    def ahead(self, request: pb.WatchBlocksRequest) -> pb.WatchBlocksRequest:
+        """A position that was never reached."""
+        found = pb.WatchBlocksRequest()
+        found.CopyFrom(request)
+        found.sequence += 1_000_000
+        position = decode_position(request.position)
+        if position is not None:
+            found.position = encode_position(tuple(replace(one, ms=one.ms + 10**9) for one in position))
+        return found
+
+
+@pytest.fixture(scope="module", params=["lmdb", "valkey"])
+def bed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    if request.param == "lmdb":
+        yield Bed(None, {})
+        return
+    if find_server() is None:
+        pytest.skip("no valkey-server or redis-server here")
+    with ValkeyServers(tmp_path_factory.mktemp("valkey"), shards=2) as cluster:
+        yield Bed(cluster, {"engine": f"valkey://{','.join(cluster.seeds)}", "lookup_shard_ms": 2_000})
+
+
+@pytest.fixture
+def engine(bed: Bed) -> dict[str, Any]:
+    """Settings of an empty index."""
+    for server in bed.cluster.primaries if bed.cluster is not None else ():
+        server.call("FLUSHALL")
+    return dict(bed.settings)
+
+
+@pytest.fixture
+async def running(tmp_path: Path, engine: dict[str, Any]) -> AsyncIterator[Running]:
+    async with serve(tmp_path / "index", **engine) as server:
+        yield server
 
 
 class Watch:
@@ -61,7 +120,8 @@ class Watch:
             await self.read()
 
     def resumed(self, **more: object) -> pb.WatchBlocksRequest:
-        return pb.WatchBlocksRequest(feed_id=self.mirror.feed_id, sequence=self.mirror.sequence, **more)
+        mirror = self.mirror
+        return pb.WatchBlocksRequest(feed_id=mirror.feed_id, sequence=mirror.sequence, position=mirror.position, **more)
 
 
 async def test_watch_sends_snapshot_then_events(running: Running) -> None:
@@ -84,7 +144,7 @@ async def test_watch_sends_snapshot_then_events(running: Running) -> None:
     assert (stored.runs[0].parent, stored.runs[0].depth, stored.runs[0].keys) == (KEYS[29], 30, b"".join(KEYS[30:]))
     await peer.send(peer.batch(peer.dram, removed=[*KEYS[20:], b"never held......"]))
     await watch.held(KEYS[:20])
-    (removed,) = [event.removed for event in watch.events if event.HasField("removed")]
+    (removed,) = [event.removed for event in watch.events if event.removed.namespace_id]
     assert removed.namespace_id == NAMESPACE
     assert removed.keys == b"".join(KEYS[20:])  # only existing blocks
     assert [volume.volume_id for volume in watch.mirror.holders(KEYS[0])] == [peer.dram, peer.nvme]
@@ -140,20 +200,18 @@ async def test_watch_resumes_after_disconnect(running: Running) -> None:
     assert not any(event.HasField("held") for event in again.events)
 
 
-async def test_watch_unknown_position_gets_snapshot(running: Running) -> None:
+async def test_watch_unknown_position_gets_snapshot(running: Running, bed: Bed) -> None:
     peer = running.peer()
     await peer.register()
     await peer.publish(peer.dram, run_of(KEYS))
     watch = Watch(running.channel)
     await watch.complete()
     request = watch.resumed()
-    ahead, foreign = watch.resumed(), watch.resumed()
-    ahead.sequence += 1_000_000
+    ahead, foreign = bed.ahead(watch.resumed()), watch.resumed()
     foreign.feed_id = b"?" * 16
     watch.call.cancel()
-    assert running.server.event_log is not None
-    running.server.event_log.ring_bytes = 1
     await peer.publish(peer.dram, run_of(chain("b", 5)))
+    await bed.drop_past_events(running)
     for wanted, reason in (
         (request, pb.RESYNC_REASON_GONE),
         (ahead, pb.RESYNC_REASON_GONE),
@@ -220,9 +278,9 @@ async def test_watch_filters_namespaces_nodes_and_tiers(running: Running) -> Non
     assert nobody.mirror.sequence > before
 
 
-async def test_watch_stalled_subscriber_gets_new_snapshot(tmp_path: Path) -> None:
+async def test_watch_stalled_subscriber_gets_new_snapshot(tmp_path: Path, engine: dict[str, Any]) -> None:
     config = MetadataConfig(
-        index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=256 << 20, events_memory_bytes=1 << 20
+        index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=256 << 20, events_memory_bytes=1 << 20, **engine
     )
     server = MetadataServer(config)
     address = await server.start()
@@ -236,11 +294,10 @@ async def test_watch_stalled_subscriber_gets_new_snapshot(tmp_path: Path) -> Non
             await slow.complete()
             await quick.complete()
             feed = server.event_log
-            assert feed is not None
             keys = chain("many", 120_000)  # more than ring and window hold
             for start in range(0, len(keys), 20_000):
                 await peer.publish(peer.dram, run_of(keys, start, start + 20_000))
-                assert feed.held_bytes <= 1 << 20
+                assert feed is None or feed.held_bytes <= 1 << 20
                 while keys[start] not in quick.mirror:
                     await quick.read()
             assert quick.reasons == [pb.RESYNC_REASON_ASKED]
@@ -252,14 +309,21 @@ async def test_watch_stalled_subscriber_gets_new_snapshot(tmp_path: Path) -> Non
         await server.stop(0.0)
 
 
-async def test_watch_without_subscribers_keeps_no_changes(running: Running) -> None:
-    peer = running.peer()
+@pytest.fixture
+async def log_running(tmp_path: Path) -> AsyncIterator[Running]:
+    """A server whose events are in its memory."""
+    async with serve(tmp_path / "index") as server:
+        yield server
+
+
+async def test_watch_without_subscribers_keeps_no_changes(log_running: Running) -> None:
+    peer = log_running.peer()
     await peer.register()
-    feed = running.server.event_log
+    feed = log_running.server.event_log
     assert feed is not None
     await peer.publish(peer.dram, run_of(KEYS, 0, 10))
     assert feed.held_bytes == 0
-    watch = Watch(running.channel)
+    watch = Watch(log_running.channel)
     await watch.complete()
     await peer.publish(peer.dram, run_of(KEYS, 10, 20))
     assert feed.held_bytes > 0
@@ -273,13 +337,13 @@ async def test_watch_without_subscribers_keeps_no_changes(running: Running) -> N
     assert feed.held_bytes > 0
     sequence = watch.resumed()
     sequence.sequence = feed.sequence  # nothing has happened since
-    running.clock.advance(3_600.0)
+    log_running.clock.advance(3_600.0)
 
     async def let_go() -> bool:
         return feed.held_bytes == 0
 
     await wait_until_async(let_go)
-    late = Watch(running.channel, sequence)
+    late = Watch(log_running.channel, sequence)
     await late.complete()
     assert late.reasons == [pb.RESYNC_REASON_GONE]  # changes of liveness were not recorded
 
@@ -299,12 +363,12 @@ async def test_watch_without_subscribers_keeps_no_changes(running: Running) -> N
 async def test_malformed_requests_are_refused(running: Running, request_: pb.WatchBlocksRequest) -> None:
     with pytest.raises(InvalidArgument):
         await Watch(running.channel, request_).read()
-    assert running.server.event_log is not None
-    assert running.server.event_log.subscribers == 0
+    assert running.server.events is not None
+    assert running.server.events.subscribers == 0
 
 
-async def test_watch_subscribers_are_bounded(tmp_path: Path) -> None:
-    server = MetadataServer(MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", max_subscribers=2))
+async def test_watch_subscribers_are_bounded(tmp_path: Path, engine: dict[str, Any]) -> None:
+    server = MetadataServer(MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", max_subscribers=2, **engine))
     address = await server.start()
     try:
         async with connect_aio(address) as channel:
@@ -316,7 +380,7 @@ async def test_watch_subscribers_are_bounded(tmp_path: Path) -> None:
             watches[0].call.cancel()
 
             async def space() -> bool:
-                return server.event_log is not None and server.event_log.subscribers == 1
+                return server.events is not None and server.events.subscribers == 1
 
             await wait_until_async(space)
             await Watch(channel).complete()

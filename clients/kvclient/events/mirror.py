@@ -59,6 +59,8 @@ class BlockMirror:
         """Id of the server's event log, which ``sequence`` belongs to. Empty before the first message."""
         self.sequence = 0
         """Number of the last applied change, if the mirror is complete."""
+        self.position = b""
+        """Position of ``sequence``, if several servers share the events. Each of them can resume there."""
         self.complete = False
         """Whether the mirror is correct as of ``sequence``: a snapshot has ended since the start and since the last resync."""
         self._volumes: dict[int, MirroredVolume] = {}
@@ -111,20 +113,24 @@ class BlockMirror:
             case "resumed":
                 if message.resumed.feed_id != self.feed_id or not self.complete:
                     raise InvalidArgument("the server resumed an unknown stream")
+                if message.resumed.HasField("open"):
+                    for number in self._volumes.keys() - set(message.resumed.open.volumes):
+                        self._close(number, change)
             case "snapshot_end":
-                self.sequence = message.snapshot_end.sequence
+                self.sequence, self.position = message.snapshot_end.sequence, message.snapshot_end.position
                 self.complete = change.whole = True
             case "events":
                 for event in message.events.events:
                     self._apply(event, change)
                 if message.events.sequence:
-                    self.sequence = message.events.sequence
+                    self.sequence, self.position = message.events.sequence, message.events.position
         return change
 
     def clear(self) -> None:
         """Forget everything."""
         self.feed_id = b""
         self.sequence = 0
+        self.position = b""
         self.complete = False
         self._volumes.clear()
         self._held.clear()
@@ -161,11 +167,7 @@ class BlockMirror:
                 if before is not None and before != now:
                     change.keys += held_there
             case "closed":
-                removed = list(self._held.get(event.closed.volume, ()))
-                self._remove(event.closed.volume, removed)
-                self._held.pop(event.closed.volume, None)
-                self._volumes.pop(event.closed.volume, None)
-                change.keys += removed
+                self._close(event.closed.volume, change)
             case "served":
                 volume = self._volumes.get(event.served.volume)
                 if volume is not None and volume.served != event.served.served:
@@ -174,6 +176,13 @@ class BlockMirror:
                     )
                     self._volumes[volume.number] = updated
                     change.keys += self._held[volume.number]
+
+    def _close(self, number: int, change: Change) -> None:
+        removed = list(self._held.get(number, ()))
+        self._remove(number, removed)
+        self._held.pop(number, None)
+        self._volumes.pop(number, None)
+        change.keys += removed
 
     def _store_runs(self, number: int, runs: Iterable[BlockRunMessage], change: Change) -> None:
         for message in runs:

@@ -193,7 +193,8 @@ class BlockWatcher:
         request.CopyFrom(self._filter)
         with self._lock:
             if self._mirror.complete:
-                request.feed_id, request.sequence = self._mirror.feed_id, self._mirror.sequence
+                mirror = self._mirror
+                request.feed_id, request.sequence, request.position = mirror.feed_id, mirror.sequence, mirror.position
         with self._life:
             if self._stopped.is_set():
                 return ()

@@ -80,8 +80,8 @@ class Changes:
             "/path-policy",
             self.set_path_policy,
             "planning",
-            "Change the path policy until the metadata server restarts",
-            {**TAGGED, **STATE, 409: {"description": "several metadata workers plan, each for itself"}},
+            "Change the path policy",
+            {**TAGGED, **STATE},
         )
         add(
             "POST",
@@ -225,7 +225,7 @@ class Changes:
 
     # ---- settings at run time ----
     async def path_policy(self, response: Response) -> models.PathPolicy:
-        """The policy of loads whose request names none. With several metadata workers, one of them answers."""
+        """The policy of loads whose request names none."""
         found = await self._rpc.planning()
         response.headers["etag"] = tag_of(found.path_policy)
         return models.PathPolicy(policy=found.path_policy, configured=found.configured_policy)
@@ -233,7 +233,7 @@ class Changes:
     async def set_path_policy(
         self, request: Request, response: Response, wanted: models.SetPathPolicy, if_match: IfMatch = None
     ) -> models.PathPolicy:
-        """Change the policy of new plans. Set metadata.path_policy to keep it over restarts."""
+        """Change the policy of new plans. The change holds over restarts until metadata.path_policy is set here again."""
         with audited(request, self._counters, "path_policy.set", "metadata", policy=wanted.policy) as result:
             found = await self._rpc.planning()
             expected = check_match(if_match, found.path_policy)

@@ -6,7 +6,8 @@
    over as soon as the cluster names it.
 3. Redirections (``MOVED``, ``ASK``) are followed within the batch.
 
-Two lanes, each a connection per shard: publishing may wait for replicas (``WAIT``), which blocks its connection.
+Lanes, each a connection per shard: publishing may wait for replicas (``WAIT``), which blocks its connection, and replies with
+block events are large.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import Enum, IntEnum
 from functools import partial
 from typing import Final, TypeAlias, cast
@@ -68,6 +69,7 @@ class Lane(IntEnum):
 
     READS = 0
     WRITES = 1
+    EVENTS = 2
 
 
 class ShardPrimary:
@@ -77,7 +79,7 @@ class ShardPrimary:
         self.address = address
         self.up = False
         self.away_since_s = time.monotonic()
-        self.connections: list[ValkeyConnection | None] = [None, None]
+        self.connections: list[ValkeyConnection | None] = [None] * len(Lane)
 
     def connection(self, lane: Lane) -> ValkeyConnection | None:
         """The open connection of a lane; None: there is none."""
@@ -221,6 +223,44 @@ class ValkeyClient:
         sends = [(shard, [number], packed) for number, shard in enumerate(self._by_number)]
         await self._exchange(sends, answers, self.budget_s if budget_s is None else budget_s, Lane.READS)
         return {shard.address: answer for shard, answer in zip(self._by_number, answers, strict=True)}
+
+    def has_replicas(self, slots: Iterable[int]) -> bool:
+        """Whether one of the slots' shards has a replica."""
+        return any(
+            number != NO_SHARD and self.topology.shards[number].replicas
+            for number in {self.topology.of_slot[slot] for slot in slots}
+        )
+
+    async def replicate(self, slots: Iterable[int], timeout_ms: int) -> None:
+        """Wait until a replica of each shard, if it has one, has what was written to the slots; count the shards that lag."""
+        topology = self.topology
+        by_shard = {topology.of_slot[slot]: slot for slot in slots}
+        waits = [
+            (slot, pack("WAIT", 1, timeout_ms))
+            for number, slot in by_shard.items()
+            if number != NO_SHARD and topology.shards[number].replicas
+        ]
+        if not waits:
+            return
+        answers = await self.run(waits, budget_s=1.0 + timeout_ms / 1000, lane=Lane.WRITES)
+        lagging = sum(not isinstance(answer, int) or answer < 1 for answer in answers)
+        if lagging:
+            self._count(metadata_metrics.INDEX_UNREPLICATED, lagging)
+
+    def primary_of(self, slot: int) -> str:
+        """Address of the primary of a slot.
+
+        Raises:
+            Unavailable: no server has the slot.
+        """
+        number = self.topology.of_slot[slot]
+        if number == NO_SHARD:
+            raise Unavailable("no Valkey server has the slot", slot=slot)
+        return self.topology.shards[number].primary
+
+    async def open_connection(self, address: str) -> ValkeyConnection:
+        """Open a connection for the caller alone, for commands that block. The same errors as ``connect``."""
+        return await connect(address, self._address.credentials, self._address.tls, CONNECT_S)
 
     def away(self) -> list[str]:
         """Addresses of the primaries that are away."""

@@ -55,6 +55,7 @@ from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
+from kvstore.index.valkey.feed import BlockFeed
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
@@ -64,6 +65,7 @@ from kvstore.index.valkey.records import (
     read_command,
     took_effect,
 )
+from kvstore.index.valkey.shared_value import SharedValue
 from kvstore.index.valkey.small_state import POLL_S, SmallState, SmallStateStore
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
@@ -118,6 +120,8 @@ class ValkeyIndex(PrefixIndex):
         self._count = count
         self._cluster = ValkeyClient(address, budget_s=lookup_budget_s, count=count)
         self._small = SmallStateStore(self._cluster)
+        self.feed = BlockFeed(self._cluster)
+        """Block events for the watchers of all servers."""
         self._abilities = Abilities()
         self._run_ends = RunEndCache()
         self._listener: IndexListener | None = None
@@ -169,6 +173,7 @@ class ValkeyIndex(PrefixIndex):
         await self._cluster.start()
         await self._learn_abilities()
         await self._small.load()
+        await self.feed.poll()
         self._stats = await self._read_stats()
         self._tasks = [asyncio.create_task(self._poll())]
 
@@ -183,6 +188,7 @@ class ValkeyIndex(PrefixIndex):
             await asyncio.sleep(POLL_S)
             try:
                 await self._small.refresh()
+                await self.feed.poll()
                 if turn % _BEATS_POLLS == 0:
                     await self._small.refresh_beats()
                     if time.monotonic() - self._quiet_asked_s < QUIET_ASKED_S:
@@ -244,12 +250,31 @@ class ValkeyIndex(PrefixIndex):
             limited.warning(
                 "gave up on records that other servers keep changing (volume_epoch=%d, keys=%d)", volume_epoch, len(raced)
             )
-        self._replicate({slot for slot, _ in commands})
+        slots = {slot for slot, _ in commands}
+        told = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in lost.items()]
+        if self.feed.wanted():
+            slots |= self._append_to_feed(volume_epoch, edit.stored, told, removed)
+        self._replicate(slots)
         self._run_ends.record_stored(stored)
         if self._listener is not None and (edit.stored or lost):
-            told = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in lost.items()]
             self._listener.published(volume_epoch, edit.stored, told)
         report_ignored(edit, volume_epoch, self._count)
+
+    def _append_to_feed(
+        self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], told: Sequence[RemovedKeys], removed: Sequence[BlockKey]
+    ) -> set[int]:
+        """Append a batch that took effect to the feed. Returns the hash slot that was written.
+
+        If a server ends after a batch took effect and before it was appended, the node publishes the batch again, and then its
+        removals find nothing. So such removals are events, too.
+        """
+        known = {key for entry in told if entry.volume_epoch == volume_epoch for key in entry.keys}
+        before = [key for key in removed if key not in known]
+        gone = [*told, RemovedKeys(volume_epoch, NamespaceId(b""), before)] if before else told
+        if not stored and not gone:
+            return set()
+        slot = self._call(self.feed.append(volume_epoch, stored, gone))
+        return set() if slot is None else {slot}
 
     async def lookup_async(
         self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch], ends: Sequence[int] = ()
@@ -440,6 +465,18 @@ class ValkeyIndex(PrefixIndex):
     def lease_holders(self) -> dict[ServerRole, LeaseHolder]:
         return dict(self._fresh().leases)
 
+    async def refresh(self) -> None:
+        """Read the small state again, on the event loop of the index.
+
+        Raises:
+            Unavailable: the shard does not answer.
+        """
+        await self._small.refresh()
+
+    def shared_value(self, name: bytes) -> SharedValue:
+        """A value of the small state's slot that is no part of the index. Use it on the event loop of the index."""
+        return SharedValue(self._cluster, name, names.SMALL_SLOT)
+
     # ---- the whole ----
     @property
     def revision(self) -> int:
@@ -454,13 +491,14 @@ class ValkeyIndex(PrefixIndex):
     async def _read_stats(self) -> IndexStats:
         sizes = await self._cluster.on_each(pack("DBSIZE"), budget_s=1.0)
         memory = await self._cluster.on_each(pack("INFO", "memory"), budget_s=1.0)
-        (small,) = await self._cluster.run_until(
-            [(names.SMALL_SLOT, pack("EXISTS", *names.ALL_SMALL, *names.LEASES.values()))], time.monotonic() + 1.0
-        )
+        small_names = (*names.ALL_SMALL, *names.LEASES.values(), names.SETTINGS, names.FEED)
+        others = [(names.SMALL_SLOT, pack("EXISTS", *small_names))]
+        others += [(slot, pack("EXISTS", name)) for slot, name in zip(names.STREAM_SLOTS, names.STREAMS, strict=True)]
+        found = await self._cluster.run_until(others, time.monotonic() + 1.0)
         used = [_USED_MEMORY.search(one) for one in memory.values() if isinstance(one, bytes)]
         keys = sum(size for size in sizes.values() if isinstance(size, int))
         return IndexStats(
-            max(0, keys - (small if isinstance(small, int) else 0)),
+            max(0, keys - sum(count for count in found if isinstance(count, int))),
             sum(int(match[1]) for match in used if match is not None),
             self._small.state.dead,
         )
@@ -479,6 +517,7 @@ class ValkeyIndex(PrefixIndex):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.feed.close()
         await self._cluster.close()
 
     def request_rebuild(self) -> None:
@@ -547,15 +586,8 @@ class ValkeyIndex(PrefixIndex):
 
     def _replicate(self, slots: set[int]) -> None:
         """Wait a moment until the replicas have what was written; count the shards whose replicas lag."""
-        topology = self._cluster.topology
-        by_shard = {topology.of_slot[slot]: slot for slot in slots}
-        waits = [(slot, pack("WAIT", 1, REPLICATION_MS)) for number, slot in by_shard.items() if topology.shards[number].replicas]
-        if not waits:
-            return
-        answers = self._call(self._cluster.run(waits, budget_s=1.0, lane=Lane.WRITES))
-        lagging = sum(not isinstance(answer, int) or answer < 1 for answer in answers)
-        if lagging:
-            self._count(metadata_metrics.INDEX_UNREPLICATED, lagging)
+        if self._cluster.has_replicas(slots):
+            self._call(self._cluster.replicate(slots, REPLICATION_MS))
 
     def _ordinals(self, namespaces: set[NamespaceId]) -> dict[NamespaceId, int | None]:
         """Numbers of namespaces. One whose blocks arrive before its spec gets a number now; None: there are too many."""

@@ -41,6 +41,16 @@ QUIET_NOTES: Final = SMALL_TAG + b"quiet"
 BEATS: Final = SMALL_TAG + b"beats"
 LEASES: Final = {role: SMALL_TAG + b"lease:" + role.encode() for role in ServerRole}
 """Each expires with its lease. A new index epoch leaves them as they are."""
+SETTINGS: Final = SMALL_TAG + b"settings"
+"""Operators' settings. They stay if the index is dropped."""
+
+
+FEED: Final = SMALL_TAG + b"feed"
+"""Exists while there are watchers of block events; its value is the id of the feed."""
+STREAM_TAGS: Final = tuple(b"feed:%x" % number for number in range(16))
+STREAMS: Final = tuple(b"{%b}" % tag for tag in STREAM_TAGS)
+"""Streams of block events. A volume epoch has one of them."""
+STREAM_SLOTS: Final = tuple(slot_of_tag(tag) for tag in STREAM_TAGS)
 
 
 def record_name(key: BlockKey) -> bytes:

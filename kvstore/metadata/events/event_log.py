@@ -32,7 +32,7 @@ LINGER_S: Final = 600.0
 """How long changes are kept after the last subscriber left: it may only be restarting."""
 _RECORD_BYTES: Final = 256
 """Estimated memory per change, in addition to its encoded size."""
-_STOPPING: Final = "the server is stopping: subscribe again"
+STOPPING: Final = "the server is stopping: subscribe again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class BlockEventLog:
         def events() -> list[pb.BlockEvent]:
             if info.volume_epoch in self._volumes:
                 return []
-            volume = self._volumes[info.volume_epoch] = _volume(info, served=False)
+            volume = self._volumes[info.volume_epoch] = opened_volume(info, served=False)
             return [pb.BlockEvent(opened=volume)]
 
         self._append(events)
@@ -155,14 +155,14 @@ class BlockEventLog:
             Unavailable: the server is stopping.
         """
         if self._closed:
-            raise Unavailable(_STOPPING)
+            raise Unavailable(STOPPING)
         if self._subscribers >= self.max_subscribers:
             raise CapacityExceeded("too many subscribers to block events", limit=self.max_subscribers)
         with self._lock:
             if not self._recording:
                 # the lock holds changes back; one that is committed and not reported yet is seen here and comes as an event, too
                 self._volumes = {
-                    info.volume_epoch: _volume(info, served=info.volume_epoch in visible) for info in volume_epochs()
+                    info.volume_epoch: opened_volume(info, served=info.volume_epoch in visible) for info in volume_epochs()
                 }
                 self._floor = self._sequence
                 self._recording = True
@@ -242,7 +242,7 @@ class BlockEventLog:
         """
         with self._lock:
             if self._closed:
-                raise Unavailable(_STOPPING)
+                raise Unavailable(STOPPING)
             if self._sequence != sequence:
                 return
             future: asyncio.Future[None] = self._loop.create_future()
@@ -267,7 +267,8 @@ def _wake(waiters: set[asyncio.Future[None]]) -> None:
             future.set_result(None)
 
 
-def _volume(info: VolumeEpochInfo, *, served: bool) -> pb.VolumeOpened:
+def opened_volume(info: VolumeEpochInfo, *, served: bool) -> pb.VolumeOpened:
+    """The event of an open volume."""
     return pb.VolumeOpened(
         volume=info.volume_epoch,
         volume_id=info.volume_id,

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Container, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final
 
 from kvproto.v1 import metadata_pb2 as pb
-from kvstore.core import limits
-from kvstore.core.errors import InvalidArgument
-from kvstore.core.types import BlockKey, NamespaceId
-from kvstore.index.contract import IndexedBlock, PrefixIndex, VolumeEpoch
+from kvstore.core.types import BlockKey
+from kvstore.index.contract import PrefixIndex
+from kvstore.metadata.events.contract import EventSource
+from kvstore.metadata.events.event_filter import EventFilter
 from kvstore.metadata.events.event_log import BlockEventLog, LogPosition
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
-from kvstore.rpc.codec import check_id, check_name, tier_from_proto
+from kvstore.rpc.codec import check_id
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ MESSAGE_BYTES: int = 256 << 10
 PROGRESS_S: Final = 1.0
 """Maximum time between messages while changes pass that the filter drops, so that the subscriber can resume from near the end."""
 
-_RESYNCS: Final = {
+RESYNCS: Final = {
     pb.RESYNC_REASON_ASKED: metadata_metrics.WATCH_RESYNCS["asked"],
     pb.RESYNC_REASON_RESTARTED: metadata_metrics.WATCH_RESYNCS["restarted"],
     pb.RESYNC_REASON_GONE: metadata_metrics.WATCH_RESYNCS["gone"],
@@ -48,6 +48,32 @@ def report_served(log: BlockEventLog, nodes: NodeTable) -> None:
     """Report to subscribers which volumes can be read now."""
     nodes.view()
     log.serve(nodes.visible)
+
+
+class LoggedEvents(EventSource):
+    """Events of the log of this process.
+
+    Args:
+        log: the log.
+        index: the index that the log listens to.
+        reads: thread for long reads of the index.
+        nodes: registrations and liveness.
+        counters: counters of this process.
+    """
+
+    def __init__(self, log: BlockEventLog, index: PrefixIndex, reads: IndexThread, nodes: NodeTable, counters: Counters) -> None:
+        super().__init__(log.max_subscribers)
+        self._parts = log, index, reads, nodes, counters
+
+    @property
+    def subscribers(self) -> int:
+        return self._parts[0].subscribers
+
+    def subscribe(self, request: pb.WatchBlocksRequest) -> AsyncGenerator[pb.WatchBlocksResponse, None]:
+        return BlockEventSubscription(request, *self._parts).run()
+
+    def close(self) -> None:
+        self._parts[0].close()
 
 
 class BlockEventSubscription:
@@ -72,14 +98,7 @@ class BlockEventSubscription:
         self._nodes = nodes
         self._counters = counters
         self._resume = (check_id(request.feed_id, "feed_id"), request.sequence) if request.feed_id else None
-        for names in (request.namespace_ids, request.node_ids, request.tiers):
-            if len(names) > limits.MAX_WATCH_FILTER:
-                raise InvalidArgument("too many names in a filter", got=len(names), limit=limits.MAX_WATCH_FILTER)
-        self._namespaces = frozenset(NamespaceId(check_id(one, "namespace_ids")) for one in request.namespace_ids)
-        self._node_ids = frozenset(check_name(one, "node_ids") for one in request.node_ids)
-        self._tiers: frozenset[int] = frozenset(tier_from_proto(one) for one in request.tiers)
-        self._known_volumes: set[int] = set()
-        """Volumes that the subscriber knows, by number."""
+        self._filter = EventFilter(request)
         self.sequence = 0
         """Number of the last change that was sent or filtered."""
 
@@ -99,7 +118,7 @@ class BlockEventSubscription:
                 yield pb.WatchBlocksResponse(resumed=pb.WatchResumed(feed_id=self._log.feed_id))
             while True:
                 if reason is not None:
-                    self._counters.add(_RESYNCS[reason])
+                    self._counters.add(RESYNCS[reason])
                     if reason is pb.RESYNC_REASON_SLOW:
                         logger.warning("subscriber to block events too slow: restarted with a snapshot")
                     async for message in self._snapshot(reason):
@@ -125,8 +144,8 @@ class BlockEventSubscription:
 
     def _start_at(self, position: LogPosition) -> list[pb.VolumeOpened]:
         """Continue from a position of the log; return its volumes that pass the filter."""
-        selected = [volume for volume in position.volumes.values() if self._selects(volume)]
-        self._known_volumes = {volume.volume for volume in selected}
+        selected = [volume for volume in position.volumes.values() if self._filter.selects(volume)]
+        self._filter.known_volumes = {volume.volume for volume in selected}
         self.sequence = position.sequence
         return selected
 
@@ -139,7 +158,7 @@ class BlockEventSubscription:
         while True:
             blocks, key = await self._reads.run(self._index.blocks_from, key, PAGE_RECORDS)
             goal = self._log.sequence
-            if held := _held(blocks, self._known_volumes, self._namespaces):
+            if held := self._filter.held(blocks):
                 self._counters.add(metadata_metrics.WATCH_SNAPSHOT_BLOCKS, sum(len(one.held.depths) for one in held))
                 yield pb.WatchBlocksResponse(events=pb.BlockEvents(events=held))
             # the page may already include these changes, and later ones; missing parts follow with later events
@@ -170,52 +189,6 @@ class BlockEventSubscription:
         if found is None:
             return None
         events, self.sequence = found
-        selected = [one for one in map(self._filter, events) if one is not None]
+        selected = [one for one in map(self._filter.part, events) if one is not None]
         self._counters.add(metadata_metrics.WATCH_EVENTS, len(selected))
         return selected
-
-    # ---- filter ----
-    def _selects(self, volume: pb.VolumeOpened) -> bool:
-        return (not self._node_ids or volume.node_id in self._node_ids) and (not self._tiers or volume.tier in self._tiers)
-
-    def _filter(self, event: pb.BlockEvent) -> pb.BlockEvent | None:
-        """The part of an event that passes the filter."""
-        match event.WhichOneof("what"):
-            case "opened":
-                if not self._selects(event.opened):
-                    return None
-                self._known_volumes.add(event.opened.volume)
-            case "closed":
-                # also for an unknown volume: the subscriber may know it from before it resumed
-                self._known_volumes.discard(event.closed.volume)
-            case "served":
-                return event if event.served.volume in self._known_volumes else None
-            case "removed":
-                selected = not self._namespaces or event.removed.namespace_id in self._namespaces
-                return event if selected and event.removed.volume in self._known_volumes else None
-            case "stored":
-                if event.stored.volume not in self._known_volumes:
-                    return None
-                if self._namespaces:
-                    runs = [run for run in event.stored.runs if run.namespace_id in self._namespaces]
-                    if not runs:
-                        return None
-                    return pb.BlockEvent(stored=pb.BlocksStored(volume=event.stored.volume, runs=runs))
-        return event
-
-
-def _held(blocks: Sequence[IndexedBlock], volumes: Container[int], namespaces: frozenset[NamespaceId]) -> list[pb.BlockEvent]:
-    """A page of the index as events, one per volume and namespace."""
-    found: dict[tuple[VolumeEpoch, NamespaceId], tuple[list[BlockKey], list[int]]] = {}
-    for key, namespace, depth, volume_epochs in blocks:
-        if namespaces and namespace not in namespaces:
-            continue
-        for volume_epoch in volume_epochs:
-            if volume_epoch in volumes:
-                keys, depths = found.setdefault((volume_epoch, namespace), ([], []))
-                keys.append(key)
-                depths.append(depth)
-    return [
-        pb.BlockEvent(held=pb.BlocksHeld(volume=volume_epoch, namespace_id=namespace, keys=b"".join(keys), depths=depths))
-        for (volume_epoch, namespace), (keys, depths) in found.items()
-    ]

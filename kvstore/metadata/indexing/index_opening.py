@@ -1,4 +1,4 @@
-"""Opening the index that the configuration names."""
+"""Opening the index that the configuration names, and what belongs to it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.index.valkey.address import Credentials, ValkeyAddress
+from kvstore.metadata.events.contract import EventSource
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.retention.settings_store import FileSettings, SettingsStore
+from kvstore.metadata.retention.shared_settings import SharedSettings
 from kvstore.observe.counters import Counters
 
 
@@ -40,6 +45,31 @@ async def open_index(config: MetadataConfig, counters: Counters, on_damage: Call
         count=counters.add,
         lookup_budget_s=config.lookup_shard_ms / 1000,
         on_rebuild=on_damage,
+    )
+
+
+def open_settings(config: MetadataConfig, index: PrefixIndex, counters: Counters) -> SettingsStore:
+    """The operators' settings: a file of this host, or a value that all servers of the index share, with a copy in a file."""
+    file = FileSettings(config.settings_path)
+    if not config.valkey_servers:
+        return file
+    from kvstore.index.valkey.index import ValkeyIndex
+    from kvstore.index.valkey.keys import SETTINGS
+
+    assert isinstance(index, ValkeyIndex)
+    return SharedSettings(file, index.shared_value(SETTINGS), counters)
+
+
+def open_shared_feed(
+    config: MetadataConfig, index: PrefixIndex, reads: IndexThread, nodes: NodeTable, counters: Counters
+) -> EventSource:
+    """The block events that all servers of an index in Valkey share."""
+    from kvstore.index.valkey.index import ValkeyIndex
+    from kvstore.metadata.events.shared_feed import SharedFeed
+
+    assert isinstance(index, ValkeyIndex)
+    return SharedFeed(
+        index, reads, nodes, counters, most_bytes=config.events_memory_bytes, max_subscribers=config.max_subscribers
     )
 
 

@@ -1,6 +1,6 @@
 """Quotas and retention rules: operators set them, nodes get them with each heartbeat answer.
 
-They are kept in a file beside the index (``settings_store``). ``quota_shares`` divides quotas among nodes.
+``settings_store`` says where they are kept. ``quota_shares`` divides quotas among nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.quota_shares import QuotaShares, rule_to_proto
-from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting, RuleSetting, SettingsStore
+from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting, RuleSetting, SettingsStore, unreadable
 from kvstore.metadata.roles.roles import Roles
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -60,13 +60,12 @@ class _Usage:
 
 
 class RetentionPolicies:
-    """Handlers of the calls about quotas and retention rules. On the event loop; a thread writes changes.
+    """Handlers of the calls about quotas and retention rules. On the event loop.
 
     Args:
-        store: the settings file.
+        store: the settings.
         index: the index, for its namespaces.
         nodes: live nodes and their reports.
-        writes: thread that writes changes.
         reads: thread that exchanges shares of quotas with other servers.
         roles: roles of this process.
         counters: counters of this process.
@@ -79,7 +78,6 @@ class RetentionPolicies:
         store: SettingsStore,
         index: PrefixIndex,
         nodes: NodeTable,
-        writes: IndexThread,
         reads: IndexThread,
         roles: Roles,
         counters: Counters,
@@ -89,7 +87,6 @@ class RetentionPolicies:
         self._store = store
         self._index = index
         self._nodes = nodes
-        self._writes = writes
         self._counters = counters
         self._shares = QuotaShares(nodes, index, reads, roles, counters, clock, interval_s)
 
@@ -124,9 +121,7 @@ class RetentionPolicies:
     def _readable(self) -> OperatorSettings:
         settings = self._read()
         if settings is None:
-            raise Conflict(
-                "the settings file cannot be read: repair or remove it", path=self._store.path, reason=self._store.problem
-            )
+            raise unreadable(self._store.path, self._store.problem)
         return settings
 
     # ---- quotas ----
@@ -181,7 +176,7 @@ class RetentionPolicies:
                 raise CapacityExceeded("too many tenants have a quota", limit=limits.MAX_QUOTAS)
             return settings.with_quota(tenant, quota)
 
-        settings, changed = await self._writes.run(self._store.change, edit)
+        settings, changed = await self._store.change(edit)
         before = settings.quotas.get(tenant, QuotaSetting())
         if settings != changed:
             self._counters.add(metadata_metrics.SETTINGS_CHANGED)
@@ -229,7 +224,7 @@ class RetentionPolicies:
                 raise CapacityExceeded("too many namespaces have a rule", limit=limits.MAX_RULES)
             return settings.with_rule(namespace, rule)
 
-        settings, changed = await self._writes.run(self._store.change, edit)
+        settings, changed = await self._store.change(edit)
         before = settings.rules.get(namespace, RuleSetting())
         if settings != changed:
             self._counters.add(metadata_metrics.SETTINGS_CHANGED)

@@ -1,4 +1,4 @@
-"""Operator settings that must outlive everything else: tenants' quotas and retention rules, in a small file beside the index.
+"""Operator settings that must outlive everything else: quotas, retention rules and path policy, in a small file beside the index.
 
 The index is a hint and may be dropped at any time, so these settings are not kept in it. The file is JSON. A change writes it
 as a whole (synced, then renamed), so a reader sees it before or after a change. Several workers change it one after the other
@@ -6,19 +6,23 @@ as a whole (synced, then renamed), so a reader sees it before or after a change.
 
 A file that cannot be read is not touched. The server keeps serving, logs the problem, and sends nodes no settings, so they keep
 their last ones. It rejects changes until an operator has repaired or removed the file.
+
+``FileSettings`` is for servers of one host. If several hosts share an index, the file is a copy: ``shared_settings``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvstore.core.errors import CapacityExceeded, Conflict, Unavailable
 from kvstore.core.limits import MAX_NAME_BYTES, MAX_QUOTAS, MAX_RULES
@@ -61,10 +65,17 @@ class RuleSetting:
 
 @dataclass(frozen=True, slots=True)
 class OperatorSettings:
-    """All quotas, by tenant, and all rules, by namespace."""
+    """All quotas, by tenant, and all rules, by namespace.
+
+    Attributes:
+        path_policy: path policy of loads that name none; empty: the configured one.
+        revision: number of changes that led to these settings.
+    """
 
     quotas: Mapping[str, QuotaSetting] = field(default_factory=dict)
     rules: Mapping[NamespaceId, RuleSetting] = field(default_factory=dict)
+    path_policy: str = ""
+    revision: int = 0
 
     def with_quota(self, tenant: str, quota: QuotaSetting) -> OperatorSettings:
         """A copy with another quota of one tenant; an unlimited quota is removed."""
@@ -76,11 +87,23 @@ class OperatorSettings:
         others = {one: known for one, known in self.rules.items() if one != namespace}
         return replace(self, rules={**others, namespace: rule} if rule else others)
 
+    def edited(self, edit: SettingsEdit) -> OperatorSettings:
+        """These settings after a change; the revision grows if they differ."""
+        after = edit(self)
+        return self if after == self else replace(after, revision=self.revision + 1)
+
     def encode(self) -> bytes:
         """Encode as the file's content."""
         quotas = {tenant: {"dram": quota.dram, "nvme": quota.nvme} for tenant, quota in sorted(self.quotas.items())}
         rules = {namespace.hex(): {"ttl_ms": one.ttl_ms, "pinned": one.pinned} for namespace, one in sorted(self.rules.items())}
-        return json.dumps({"version": VERSION, "quotas": quotas, "namespaces": rules}, indent=1).encode()
+        found = {
+            "version": VERSION,
+            "revision": self.revision,
+            "quotas": quotas,
+            "namespaces": rules,
+            "path_policy": self.path_policy,
+        }
+        return json.dumps(found, indent=1).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> OperatorSettings:
@@ -106,6 +129,8 @@ class OperatorSettings:
                 _namespace(name): RuleSetting(_number(entry, "ttl_ms") or 0, entry.get("pinned") is True)
                 for name, entry in _entries(found, "namespaces", MAX_RULES)
             },
+            _policy(found.get("path_policy", "")),
+            _number(found, "revision") or 0,
         )
 
 
@@ -117,6 +142,12 @@ def _entries(found: dict[str, Any], name: str, limit: int) -> Iterator[tuple[str
         if not isinstance(entry, dict):
             raise ValueError(f"{name}[{key!r}] is not an object")  # noqa: TRY004  # like all invalid content
         yield key, entry
+
+
+def _policy(name: object) -> str:
+    if not isinstance(name, str) or len(name) > MAX_NAME_BYTES or not name.isprintable():
+        raise ValueError("path_policy is not a name")
+    return name
 
 
 def _tenant(name: str) -> str:
@@ -139,18 +170,62 @@ def _number(entry: dict[str, Any], name: str) -> int | None:
     return value
 
 
-class SettingsStore:
-    """The settings file. Call ``read`` on one thread and ``change`` on another; several processes may use the file."""
+SettingsEdit: TypeAlias = "Callable[[OperatorSettings], OperatorSettings]"
+"""Returns the new settings for the present ones. May be called again if others change the settings at the same time."""
+
+
+def age(settings: OperatorSettings) -> tuple[int, bool, bytes]:
+    """Order of settings: the higher revision is newer. Equal revisions with other contents have an order, too."""
+    return settings.revision, settings != OperatorSettings(), settings.encode()
+
+
+class SettingsStore(ABC):
+    """Contract: the settings in force, and how they are changed. Use on one event loop."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file_state: tuple[int, int, int] | None = None
-        self._settings: OperatorSettings | None = OperatorSettings()
+        """The file of this host."""
         self.problem = ""
         """Why the file cannot be read; empty: it can be read."""
 
+    @abstractmethod
     def read(self) -> OperatorSettings | None:
-        """The settings in force; None: the file cannot be read (see ``problem``)."""
+        """The settings in force; None: the file cannot be read (see ``problem``). Does not wait."""
+
+    @abstractmethod
+    async def change(self, edit: SettingsEdit) -> tuple[OperatorSettings, OperatorSettings]:
+        """Change the settings.
+
+        Args:
+            edit: makes the change; its exceptions reach the caller, and nothing is changed.
+
+        Returns:
+            The settings before and after the change.
+
+        Raises:
+            Conflict: the file cannot be read.
+            CapacityExceeded: the disk is full; nothing is changed.
+            Unavailable: the settings cannot be written now.
+        """
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Begin to follow changes by others."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End what ``start`` began."""
+
+
+class FileSettings(SettingsStore):
+    """The settings file. Several processes of a host may use it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._file_state: tuple[int, int, int] | None = None
+        self._settings: OperatorSettings | None = OperatorSettings()
+
+    def read(self) -> OperatorSettings | None:
         try:
             found = self.path.stat()
             file_state = (found.st_ino, found.st_mtime_ns, found.st_size)
@@ -165,29 +240,27 @@ class SettingsStore:
             self._settings, self.problem, self._file_state = None, str(error), None
         return self._settings
 
-    def change(self, edit: Callable[[OperatorSettings], OperatorSettings]) -> tuple[OperatorSettings, OperatorSettings]:
-        """Change the settings. Blocks for I/O.
+    async def change(self, edit: SettingsEdit) -> tuple[OperatorSettings, OperatorSettings]:
+        return await asyncio.to_thread(self._write, lambda before: before.edited(edit))
 
-        Args:
-            edit: returns the new settings for the present ones; its exceptions reach the caller.
+    async def start(self) -> None:
+        pass
 
-        Returns:
-            The settings before and after the change.
+    async def stop(self) -> None:
+        pass
 
-        Raises:
-            Conflict: the file cannot be read.
-            CapacityExceeded: the disk is full; nothing is changed.
-            Unavailable: the file cannot be written; nothing is changed.
-        """
+    async def keep(self, settings: OperatorSettings) -> None:
+        """Write settings that others made, unless the file has newer ones. The same errors as ``change``."""
+        await asyncio.to_thread(self._write, lambda present: max(present, settings, key=age))
+
+    def _write(self, replaced: SettingsEdit) -> tuple[OperatorSettings, OperatorSettings]:
         try:
             with self._exclusive():
-                present = SettingsStore(self.path)
+                present = FileSettings(self.path)
                 before = present.read()
                 if before is None:
-                    raise Conflict(
-                        "the settings file cannot be read: repair or remove it", path=self.path, reason=present.problem
-                    )
-                after = edit(before)
+                    raise unreadable(self.path, present.problem)
+                after = replaced(before)
                 if after != before:
                     write_atomically(self.path, after.encode())
                 return before, after
@@ -204,3 +277,8 @@ class SettingsStore:
             yield
         finally:
             os.close(lock)
+
+
+def unreadable(path: Path, problem: str) -> Conflict:
+    """The error of calls that need a file that cannot be read."""
+    return Conflict("the settings file cannot be read: repair or remove it", path=path, reason=problem)

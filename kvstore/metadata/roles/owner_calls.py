@@ -35,7 +35,7 @@ FORWARDED_BY: Final = "kv-forwarded-by"
 """Metadata key of a forwarded call: the id of the server that forwarded it."""
 PLANNING_METHODS: Final = ("PlanLoad", "ReportLoads", "ReplanLoad", "ReportEngines", "AssignRequest", "CancelRequest")
 """Methods of the service Metadata that the owner answers."""
-PLANNING_ADMIN_METHODS: Final = ("DescribePlanning", "SetPathPolicy")
+PLANNING_ADMIN_METHODS: Final = ("DescribePlanning",)
 """Methods of the service MetadataAdmin that the owner answers."""
 _OF_THE_CONNECTION: Final = ("user-agent", "grpc-", ":")
 """Beginnings of the metadata keys that each connection sets itself."""

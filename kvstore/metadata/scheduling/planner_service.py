@@ -218,7 +218,7 @@ class PlannerService:
             raise
 
     def clear(self) -> None:
-        """Forget all plans and queues, and a changed path policy: another server plans now, or this one begins to.
+        """Forget all plans and queues: another server plans now, or this one begins to.
 
         Reports on forgotten plans are answered as those on plans that have ended.
         """
@@ -227,7 +227,6 @@ class PlannerService:
             queues.forget(node_id)
         self._known.clear()
         self._answers.clear()
-        self._default = self._configured
         self.planner = self._new_planner(queues)
 
     # ---- time ----

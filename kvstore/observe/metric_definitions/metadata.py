@@ -137,7 +137,15 @@ REQUESTS_FORGOTTEN: Final = group.counter(
     "metadata_requests_forgotten_total", "requests dropped because their engines never reported an end"
 )
 SCHEDULER_VOID_REPORTS: Final = group.counter("metadata_scheduler_void_reports_total", "reports on unknown requests")
-SETTINGS_CHANGED: Final = group.counter("metadata_settings_changed_total", "changes of quotas, times to live and pins")
+SETTINGS_CHANGED: Final = group.counter(
+    "metadata_settings_changed_total", "changes of quotas, times to live, pins and the path policy"
+)
+SETTINGS_RESTORED: Final = group.counter(
+    "metadata_settings_restored_total", "times that this server's copy of the settings replaced missing or older shared ones"
+)
+SETTINGS_LOST: Final = group.counter(
+    "metadata_settings_lost_total", "settings dropped because other settings with the same revision were kept"
+)
 QUOTA_SHARE_FAILURES: Final = group.counter(
     "metadata_quota_share_failures_total", "divisions of quotas that failed with an unexpected exception: a bug"
 )

@@ -130,7 +130,7 @@ class MetadataAdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetPathPolicy(self, request, context):
-        """Changes the default path policy until the server restarts.
+        """Changes the default path policy. The configured policy ends the change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -688,18 +688,20 @@ class CancelRequestResponse(_message.Message):
     def __init__(self, known: _Optional[bool] = ...) -> None: ...
 
 class WatchBlocksRequest(_message.Message):
-    __slots__ = ("feed_id", "sequence", "namespace_ids", "node_ids", "tiers")
+    __slots__ = ("feed_id", "sequence", "namespace_ids", "node_ids", "tiers", "position")
     FEED_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_IDS_FIELD_NUMBER: _ClassVar[int]
     NODE_IDS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     feed_id: bytes
     sequence: int
     namespace_ids: _containers.RepeatedScalarFieldContainer[bytes]
     node_ids: _containers.RepeatedScalarFieldContainer[str]
     tiers: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
-    def __init__(self, feed_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., namespace_ids: _Optional[_Iterable[bytes]] = ..., node_ids: _Optional[_Iterable[str]] = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ...) -> None: ...
+    position: bytes
+    def __init__(self, feed_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., namespace_ids: _Optional[_Iterable[bytes]] = ..., node_ids: _Optional[_Iterable[str]] = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., position: _Optional[bytes] = ...) -> None: ...
 
 class WatchBlocksResponse(_message.Message):
     __slots__ = ("resumed", "resync", "events", "snapshot_end")
@@ -714,10 +716,18 @@ class WatchBlocksResponse(_message.Message):
     def __init__(self, resumed: _Optional[_Union[WatchResumed, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., events: _Optional[_Union[BlockEvents, _Mapping]] = ..., snapshot_end: _Optional[_Union[SnapshotEnd, _Mapping]] = ...) -> None: ...
 
 class WatchResumed(_message.Message):
-    __slots__ = ("feed_id",)
+    __slots__ = ("feed_id", "open")
     FEED_ID_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
     feed_id: bytes
-    def __init__(self, feed_id: _Optional[bytes] = ...) -> None: ...
+    open: OpenVolumes
+    def __init__(self, feed_id: _Optional[bytes] = ..., open: _Optional[_Union[OpenVolumes, _Mapping]] = ...) -> None: ...
+
+class OpenVolumes(_message.Message):
+    __slots__ = ("volumes",)
+    VOLUMES_FIELD_NUMBER: _ClassVar[int]
+    volumes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, volumes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Resync(_message.Message):
     __slots__ = ("feed_id", "reason")
@@ -728,18 +738,22 @@ class Resync(_message.Message):
     def __init__(self, feed_id: _Optional[bytes] = ..., reason: _Optional[_Union[ResyncReason, str]] = ...) -> None: ...
 
 class SnapshotEnd(_message.Message):
-    __slots__ = ("sequence",)
+    __slots__ = ("sequence", "position")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     sequence: int
-    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+    position: bytes
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[bytes] = ...) -> None: ...
 
 class BlockEvents(_message.Message):
-    __slots__ = ("sequence", "events")
+    __slots__ = ("sequence", "events", "position")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
-    def __init__(self, sequence: _Optional[int] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ...) -> None: ...
+    position: bytes
+    def __init__(self, sequence: _Optional[int] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., position: _Optional[bytes] = ...) -> None: ...
 
 class BlockEvent(_message.Message):
     __slots__ = ("opened", "closed", "served", "stored", "removed", "held")

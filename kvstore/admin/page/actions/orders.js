@@ -169,7 +169,7 @@ Object.assign(ACTS, {
         about,
         list(
           "Applies to loads planned from now on.",
-          "Lasts until the metadata server restarts. For a permanent policy, set metadata.path_policy.",
+          "Holds over restarts, instead of metadata.path_policy, until that policy is chosen again.",
         ),
       ],
       "Set",

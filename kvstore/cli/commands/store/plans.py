@@ -150,7 +150,7 @@ def show_policy(config: Config) -> CommandOutput:
 def set_policy(config: Config, *, policy: str, if_match: str | None) -> CommandOutput:
     """Set the path policy of new plans to POLICY.
 
-    After a restart of the metadata server, metadata.path_policy applies again.
+    It holds over restarts, instead of metadata.path_policy, until that policy is set again.
 
     Examples:
       kvstore policy set prefill_only --if-match split

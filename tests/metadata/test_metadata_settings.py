@@ -1,0 +1,252 @@
+"""Tests of operators' settings: the suite for both stores, and servers that lose, restart and edit in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from settings_suite import SettingsSuite, quota, reads
+
+from kvstore.core.errors import CapacityExceeded, Unavailable
+from kvstore.metadata.retention import settings_store
+from kvstore.metadata.retention.settings_store import FileSettings, OperatorSettings, QuotaSetting, SettingsStore, age
+from kvstore.metadata.retention.shared_settings import Reconciled, SharedSettings, reconcile
+from kvstore.observe.counters import Counters
+
+
+class MemoryValue:
+    """A shared value in memory, which can be lost, go back in time, or be out of reach."""
+
+    def __init__(self) -> None:
+        self.past: list[bytes | None] = [None]
+        self.reachable = True
+        self.meanwhile: Callable[[], Awaitable[object]] | None = None
+
+    async def read(self) -> bytes | None:
+        self._check()
+        return self.past[-1]
+
+    async def replace(self, before: bytes | None, after: bytes) -> bool:
+        self._check()
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            await meanwhile()
+        if self.past[-1] not in (before, after):
+            return False
+        self.past.append(after)
+        return True
+
+    def _check(self) -> None:
+        if not self.reachable:
+            raise Unavailable("Valkey does not answer")
+
+
+class TestFileSettings(SettingsSuite):
+    async def make(self, path: Path) -> SettingsStore:
+        return FileSettings(path)
+
+
+class TestSharedSettings(SettingsSuite):
+    other_file = "other-host.json"
+
+    @pytest.fixture(autouse=True)
+    def value(self) -> None:
+        self.shared = MemoryValue()
+
+    async def make(self, path: Path) -> SettingsStore:
+        return SharedSettings(FileSettings(path), self.shared, Counters())
+
+    async def test_settings_out_of_reach_are_handed_out_only(self, mine: SettingsStore) -> None:
+        await mine.change(lambda known: known.with_quota("a", QuotaSetting(1)))
+        self.shared.reachable = False
+        with pytest.raises(Unavailable):
+            await mine.change(lambda known: known.with_quota("a", QuotaSetting(2)))
+        assert mine.read() == quota("a")
+
+    async def test_settings_lost_value_is_restored(self, mine: SettingsStore, theirs: SettingsStore) -> None:
+        await mine.change(lambda known: known.with_quota("a", QuotaSetting(1)))
+        self.shared.past.append(None)
+        await reads(theirs, quota("a"))
+        _, after = await theirs.change(lambda known: known.with_quota("b", QuotaSetting(1)))
+        assert (set(after.quotas), after.revision) == ({"a", "b"}, 2)
+
+    async def test_settings_of_a_single_host_are_shared(self, tmp_path: Path) -> None:
+        """A server that used LMDB before, whose file lacks a revision."""
+        path = tmp_path / "orders.json"
+        path.write_bytes(b'{"version": 1, "quotas": {"a": {"dram": 1, "nvme": null}}, "namespaces": {}}')
+        first, second = await self.make(path), await self.make(tmp_path / "other-host.json")
+        for store in (first, second):
+            await store.start()
+            await store.stop()
+        assert second.read() == OperatorSettings({"a": QuotaSetting(1)})
+
+    async def test_settings_full_disk_keeps_change_in_memory(self, mine: SettingsStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(path: Path, raw: bytes) -> None:
+            raise OSError(errno.ENOSPC, "full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(settings_store, "write_atomically", full)
+            await mine.change(lambda known: known.with_quota("a", QuotaSetting(1)))
+            assert mine.read() == quota("a"), "it is in force at all servers"
+            assert not mine.path.exists()
+        copy = FileSettings(mine.path)
+        await reads(copy, quota("a"))
+
+
+async def test_file_settings_full_disk_refuses_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, raw: bytes) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(settings_store, "write_atomically", full)
+    store = FileSettings(tmp_path / "orders.json")
+    with pytest.raises(CapacityExceeded):
+        await store.change(lambda known: known.with_quota("a", QuotaSetting(1)))
+    assert store.read() == OperatorSettings()
+
+
+some_settings = st.builds(
+    lambda revision, bound: OperatorSettings({"a": QuotaSetting(bound)} if bound else {}, revision=revision),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+
+
+@given(st.lists(some_settings, min_size=1, max_size=5), st.one_of(st.none(), some_settings), st.randoms())
+def test_reconcile_in_any_order_gives_all_servers_the_newest(
+    copies: list[OperatorSettings], shared: OperatorSettings | None, random: object
+) -> None:
+    newest = max([*copies, *([] if shared is None else [shared])], key=age)
+    for _ in range(2):
+        for number, copy in enumerate(copies):
+            decided = reconcile(copy, shared)
+            assert age(decided.settings) >= age(copy)
+            assert shared is None or age(decided.settings) >= age(shared)
+            if decided.write_shared:
+                shared = decided.settings
+            copies[number] = decided.settings
+    assert copies == [newest] * len(copies)
+    assert shared == newest or (shared is None and newest == OperatorSettings())
+    for copy in copies:
+        assert reconcile(copy, shared) == Reconciled(newest, write_shared=False)
+
+
+servers = st.integers(0, 2)
+
+
+class SettingsMachine(RuleBasedStateMachine):
+    """Three servers, their files, and the shared value, which may be lost or go back in time. A change sets one quota.
+
+    Without such a loss no acknowledged change may be missing. With it, a change may be missing only if other changes were made
+    from older settings at that time; the newest settings of any copy that is left must be in force in the end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="settings-"))
+        self.runner = asyncio.Runner()
+        self.value = MemoryValue()
+        self.changes = 0
+        self.acknowledged: dict[str, int] = {}
+        self.value_was_lost = False
+
+    @initialize()
+    def begin(self) -> None:
+        self.stores = [self.store(number) for number in range(3)]
+
+    def store(self, number: int) -> SharedSettings:
+        return SharedSettings(FileSettings(self.folder / f"{number}.json"), self.value, Counters())
+
+    def teardown(self) -> None:
+        self.value.reachable = True
+        for _ in range(2):
+            for store in self.stores:
+                self.runner.run(store.synchronise())
+        found = [store.read() for store in self.stores]
+        assert found[0] == found[1] == found[2]
+        assert found[0] is not None
+        if not self.value_was_lost:
+            assert {tenant: one.dram for tenant, one in found[0].quotas.items()} == self.acknowledged
+        self.runner.close()
+        shutil.rmtree(self.folder)
+
+    async def edit(self, number: int) -> None:
+        self.changes += 1
+        tenant, bound = f"t{self.changes % 4}", self.changes
+        _, after = await self.stores[number].change(lambda known: known.with_quota(tenant, QuotaSetting(bound)))
+        assert after.quotas[tenant] == QuotaSetting(bound)
+        self.acknowledged[tenant] = bound
+
+    @rule(number=servers)
+    def change(self, number: int) -> None:
+        if self.value.reachable:
+            self.runner.run(self.edit(number))
+        else:
+            before = self.stores[number].read()
+            with pytest.raises(Unavailable):
+                self.runner.run(self.edit(number))
+            assert self.stores[number].read() == before
+
+    @precondition(lambda self: self.value.reachable)
+    @rule(number=servers, other=servers)
+    def change_at_the_same_time(self, number: int, other: int) -> None:
+        self.value.meanwhile = lambda: self.edit(other)
+        self.runner.run(self.edit(number))
+        self.value.meanwhile = None
+
+    @precondition(lambda self: self.value.reachable)
+    @rule(number=servers)
+    def synchronise(self, number: int) -> None:
+        self.runner.run(self.stores[number].synchronise())
+
+    @rule(number=servers)
+    def restart(self, number: int) -> None:
+        before = self.stores[number].read()
+        self.stores[number] = self.store(number)
+        assert self.stores[number].read() == before
+
+    @rule(number=servers)
+    def lose_a_host(self, number: int) -> None:
+        (self.folder / f"{number}.json").unlink(missing_ok=True)
+        self.stores[number] = self.store(number)
+
+    @rule()
+    def cut_off_or_join(self) -> None:
+        self.value.reachable = not self.value.reachable
+
+    @rule(number=servers)
+    def lose_all_but_one_server(self, number: int) -> None:
+        """All of Valkey and all other hosts: what the last server had is in force everywhere in the end."""
+        kept = self.stores[number].read()
+        self.value.reachable = True
+        self.value.past.append(None)
+        for other in {0, 1, 2} - {number}:
+            self.lose_a_host(other)
+        for _ in range(2):
+            for store in self.stores:
+                self.runner.run(store.synchronise())
+        assert [store.read() for store in self.stores] == [kept] * 3
+        if not self.value_was_lost and kept is not None:
+            self.acknowledged = {tenant: one.dram or 0 for tenant, one in kept.quotas.items()}
+
+    @rule(back=st.integers(0, 3))
+    def go_back_in_time(self, back: int) -> None:
+        """A replica takes over that lacks the last changes."""
+        self.value.past.append(self.value.past[-1 - min(back, len(self.value.past) - 1)])
+        self.value_was_lost = True
+
+    @invariant()
+    def no_copy_is_older_than_before(self) -> None:
+        for store in getattr(self, "stores", ()):
+            assert store.read() is not None
+
+
+class TestSettingsMachine(SettingsMachine.TestCase):
+    settings = settings(SettingsMachine.TestCase.settings, max_examples=25, stateful_step_count=20, deadline=None)
