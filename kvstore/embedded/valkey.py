@@ -126,9 +126,16 @@ class ValkeyServers:
         """Addresses of all servers."""
         return tuple(server.address for server in self.servers)
 
-    def restart(self, server: ValkeyServer) -> None:
-        """Start an ended server again, empty, at its port and with its identity in the cluster."""
+    def restart(self, server: ValkeyServer, *, empty: bool = True) -> None:
+        """Start an ended server again, at its port and with its identity in the cluster.
+
+        Args:
+            server: the server.
+            empty: without contents; else a former replica has those of its first synchronisation.
+        """
         server.end()
+        if empty:
+            (self._folder / str(server.port) / "dump.rdb").unlink(missing_ok=True)
         server.process = self._spawn(server.port, self._folder / str(server.port))
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from kvstore.metadata.indexing.anti_entropy import IndexDigests
 from kvstore.metadata.indexing.index_opening import open_index
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
+from kvstore.metadata.indexing.range_checks import RangeChecks
 from kvstore.metadata.membership.maintenance import Maintenance
 from kvstore.metadata.membership.node_admin import NodeAdmin
 from kvstore.metadata.membership.node_table import NodeTable
@@ -163,6 +164,7 @@ class MetadataServer:
             event_log=self._event_log,
             journal=self._journal,
             digests=IndexDigests(index, reads, self._clock),
+            range_checks=RangeChecks(index, nodes),
         )
 
     def _make_health(self, parts: MetadataParts, settings: SettingsStore, tls: TlsConfig | None) -> HealthMonitor:
@@ -215,7 +217,7 @@ class MetadataServer:
         )
 
     def _make_maintenance(self, parts: MetadataParts, history: History) -> Maintenance:
-        on_tick: list[Callable[[], None]] = [parts.planner.expire, history.record_if_due]
+        on_tick: list[Callable[[], None]] = [parts.planner.expire, history.record_if_due, parts.range_checks.tick]
         if parts.scheduler is not None:
             on_tick.append(parts.scheduler.expire)
         if parts.event_log is not None:

@@ -193,13 +193,16 @@ class Cluster:
             shard.close()
 
     # ---- batches
-    async def run(self, commands: Sequence[Command], *, budget_s: float | None = None, lane: Lane = Lane.READS) -> list[Answer]:
+    async def run(
+        self, commands: Sequence[Command], *, budget_s: float | None = None, lane: Lane = Lane.READS, follow: bool = True
+    ) -> list[Answer]:
         """Run commands, all shards at once. Returns a reply for each, or ``UNANSWERED``. Errors of Valkey are replies.
 
         Args:
             commands: what to run; commands of one shard run in order.
             budget_s: time to wait for a shard; None: the configured budget.
             lane: connections to use.
+            follow: follow redirections; else redirected commands are not answered.
         """
         answers: list[Answer] = [UNANSWERED] * len(commands)
         of_slot, positions_of = self.topology.of_slot, dict[int, list[int]]()
@@ -212,7 +215,8 @@ class Cluster:
         ]
         await self._exchange(sends, answers, self.budget_s if budget_s is None else budget_s, lane)
         if any(isinstance(answer, hiredis.ReplyError) for answer in answers):
-            await self._follow(commands, answers, self.budget_s if budget_s is None else budget_s, lane)
+            follow_s = (self.budget_s if budget_s is None else budget_s) if follow else 0.0
+            await self._follow(commands, answers, follow_s, lane)
         unanswered = answers.count(UNANSWERED)
         if unanswered:
             self._count(metadata_metrics.SHARD_UNANSWERED, unanswered)
@@ -250,6 +254,11 @@ class Cluster:
         sends = [(shard, [number], packed) for number, shard in enumerate(self._by_number)]
         await self._exchange(sends, answers, self.budget_s if budget_s is None else budget_s, Lane.READS)
         return {shard.address: answer for shard, answer in zip(self._by_number, answers, strict=True)}
+
+    def has_replica(self, slot: int) -> bool:
+        """Whether the shard of a slot has replicas."""
+        number = self.topology.of_slot[slot]
+        return number != NO_SHARD and bool(self.topology.shards[number].replicas)
 
     def away(self) -> list[str]:
         """Addresses of the primaries that are away."""

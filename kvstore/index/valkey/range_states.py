@@ -1,0 +1,209 @@
+"""What an index server knows about each of the 4,096 ranges of key space. Pure.
+
+Theory of operation.
+
+1. A *marker* key per range holds the index epoch: the range is complete. If primary and replica of a shard are lost and come back
+   empty, its markers are gone, too: its ranges are *lost*. The server that notices writes a marker that adds a number to the
+   epoch, the *token* of the repair. So all servers agree on the repair, also after a restart.
+2. While a range is lost or under repair, a record that is not found is *unknown*, not absent.
+3. Nodes send their blocks of these ranges again and report the token. After all living nodes have, or after ``REPAIR_S``, the
+   marker says again that the range is complete.
+4. If a range has another primary, or its primary was connected again, its marker must be read before absence counts. If the
+   range is complete, its last changes may still be lost, because replication is asynchronous. So it is *suspect* for a time:
+   nodes compare it first.
+
+| state     | moved  | marker complete | marker with a token | marker gone | time passed |
+|-----------|--------|-----------------|---------------------|-------------|-------------|
+| unread    | unread | good            | repairing           | lost        |             |
+| moved     | moved  | suspect         | repairing           | lost        |             |
+| good      | moved  |                 | repairing           | lost        |             |
+| suspect   | moved  |                 | repairing           | lost        | good        |
+| lost      | moved  | good            | repairing           |             |             |
+| repairing | moved  | good            |                     | lost        |             |
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Final
+
+from kvstore.core.limits import DIGEST_RANGES
+from kvstore.core.types import KEY_BYTES
+from kvstore.index.contract import RangeCheck
+
+TOKEN_BYTES: Final = 8
+REPAIR_S: Final = 60.0
+"""Time after which a repair ends, even if some living nodes have not reported it."""
+SUSPECT_S: Final = 60.0
+"""Time for which nodes are asked to compare ranges whose last changes may be lost."""
+
+
+class RangeState(IntEnum):
+    """State of one range."""
+
+    UNREAD = 0
+    """Its marker was not read yet."""
+    MOVED = 1
+    """Its marker was not read since the range has another primary, or another connection."""
+    GOOD = 2
+    SUSPECT = 3
+    """Its last changes may be lost."""
+    LOST = 4
+    """It has no marker of this epoch."""
+    REPAIRING = 5
+    """Nodes send its blocks again."""
+
+
+class RangeEvent(IntEnum):
+    """What happens to a range."""
+
+    MOVED = 0
+    COMPLETE = 1
+    """The marker says that the range is complete."""
+    TOKEN = 2
+    """The marker has a token."""
+    GONE = 3
+    """There is no marker of this epoch."""
+    EXPIRED = 4
+    """The time to compare has passed."""
+
+
+_S, _E = RangeState, RangeEvent
+TRANSITIONS: Final[Mapping[tuple[RangeState, RangeEvent], RangeState]] = MappingProxyType(
+    {
+        (_S.UNREAD, _E.MOVED): _S.UNREAD,
+        (_S.UNREAD, _E.COMPLETE): _S.GOOD,
+        (_S.MOVED, _E.COMPLETE): _S.SUSPECT,
+        (_S.LOST, _E.COMPLETE): _S.GOOD,
+        (_S.REPAIRING, _E.COMPLETE): _S.GOOD,
+        (_S.SUSPECT, _E.EXPIRED): _S.GOOD,
+    }
+    | {(state, _E.MOVED): _S.MOVED for state in _S if state is not _S.UNREAD}
+    | {(state, _E.TOKEN): _S.REPAIRING for state in _S}
+    | {(state, _E.GONE): _S.LOST for state in _S}
+)
+"""Pairs that are missing change nothing."""
+TRUSTED: Final = frozenset({RangeState.GOOD, RangeState.SUSPECT})
+"""States in which a record that is not found is absent."""
+
+
+def complete_marker(epoch: bytes) -> bytes:
+    """The marker of a complete range."""
+    return epoch
+
+
+def repair_marker(epoch: bytes, token: int) -> bytes:
+    """The marker of a range under repair."""
+    return epoch + token.to_bytes(TOKEN_BYTES, "big")
+
+
+def new_token() -> int:
+    """Draw the number of a check or a repair."""
+    return 1 + secrets.randbits(62)
+
+
+@dataclass(slots=True)
+class _Check:
+    """A set of ranges that nodes compare or send, since a time."""
+
+    began_s: float
+    ranges: set[int]
+
+
+class RangeStates:
+    """States of all ranges, as one server sees them. Times are of its own monotonic clock."""
+
+    def __init__(self) -> None:
+        self._states = [RangeState.UNREAD] * DIGEST_RANGES
+        self.trusted = bytearray(DIGEST_RANGES)
+        """1: a record of the range that is not found is absent."""
+        self._repairs: dict[int, _Check] = {}
+        self._suspicions: dict[int, _Check] = {}
+
+    def state(self, number: int) -> RangeState:
+        """The state of one range."""
+        return self._states[number]
+
+    def counts(self) -> dict[RangeState, int]:
+        """The number of ranges in each state."""
+        return {state: self._states.count(state) for state in RangeState}
+
+    def unread(self) -> list[int]:
+        """Ranges whose markers must be read."""
+        return [number for number, state in enumerate(self._states) if state in (RangeState.UNREAD, RangeState.MOVED)]
+
+    def lost(self) -> list[int]:
+        """Ranges for which a repair must begin."""
+        return [number for number, state in enumerate(self._states) if state is RangeState.LOST]
+
+    # ---- events
+    def moved(self, ranges: Iterable[int]) -> None:
+        """Ranges have another primary, or its connection is new."""
+        for number in ranges:
+            self._apply(number, RangeEvent.MOVED)
+        self._forget_finished()
+
+    def read(self, markers: Mapping[int, bytes | None], epoch: bytes, now_s: float) -> None:
+        """Take the markers that were read."""
+        suspects: set[int] = set()
+        for number, marker in markers.items():
+            if marker == complete_marker(epoch):
+                self._apply(number, RangeEvent.COMPLETE)
+                if self._states[number] is RangeState.SUSPECT:
+                    suspects.add(number)
+            elif marker is not None and len(marker) == KEY_BYTES + TOKEN_BYTES and marker[:KEY_BYTES] == epoch:
+                self._apply(number, RangeEvent.TOKEN)
+                token = int.from_bytes(marker[KEY_BYTES:], "big")
+                self._repairs.setdefault(token, _Check(now_s, set())).ranges.add(number)
+            else:
+                self._apply(number, RangeEvent.GONE)
+        known = {number for check in self._suspicions.values() for number in check.ranges}
+        if suspects - known:
+            self._suspicions[new_token()] = _Check(now_s, suspects - known)
+        self._forget_finished()
+
+    def tick(self, now_s: float) -> None:
+        """Let time pass."""
+        for check in self._suspicions.values():
+            if now_s - check.began_s >= SUSPECT_S:
+                for number in check.ranges:
+                    self._apply(number, RangeEvent.EXPIRED)
+        self._forget_finished()
+
+    # ---- what is to do
+    def checks(self) -> list[RangeCheck]:
+        """What nodes are asked to do: repairs first."""
+        repairs = [RangeCheck(token, frozenset(check.ranges), lost=True) for token, check in self._repairs.items()]
+        return repairs + [RangeCheck(token, frozenset(check.ranges), lost=False) for token, check in self._suspicions.items()]
+
+    def finished(self, reported: Collection[int], now_s: float) -> list[tuple[int, Sequence[int]]]:
+        """Repairs that are finished: token and ranges.
+
+        Args:
+            reported: tokens that all living nodes have reported.
+            now_s: time.
+        """
+        return [
+            (token, sorted(check.ranges))
+            for token, check in self._repairs.items()
+            if token in reported or now_s - check.began_s >= REPAIR_S
+        ]
+
+    # ---- parts
+    def _apply(self, number: int, event: RangeEvent) -> None:
+        before = self._states[number]
+        after = TRANSITIONS.get((before, event), before)
+        self._states[number] = after
+        self.trusted[number] = after in TRUSTED
+
+    def _forget_finished(self) -> None:
+        for checks, state in ((self._repairs, RangeState.REPAIRING), (self._suspicions, RangeState.SUSPECT)):
+            for token in list(checks):
+                check = checks[token]
+                check.ranges = {number for number in check.ranges if self._states[number] is state}
+                if not check.ranges:
+                    del checks[token]
