@@ -194,8 +194,10 @@ class ValkeyServers:
         return isinstance(nodes, bytes) and len(nodes.splitlines()) == len(self.servers) and b"handshake" not in nodes
 
     def _is_ready(self, server: ValkeyServer, shards: int) -> bool:
-        slots, info = server.call("CLUSTER", "SLOTS"), server.call("INFO", "replication")
-        if not isinstance(slots, list) or not isinstance(info, bytes):
+        slots, info, state = server.call("CLUSTER", "SLOTS"), server.call("INFO", "replication"), server.call("CLUSTER", "INFO")
+        if not isinstance(slots, list) or not isinstance(info, bytes) or not isinstance(state, bytes):
+            return False
+        if b"cluster_state:ok" not in state:
             return False
         linked = b"role:master" in info or b"master_link_status:up" in info
         return linked and len(slots) == shards and all(len(entry) == 2 + len(self.servers) // shards for entry in slots)

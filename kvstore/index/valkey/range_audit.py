@@ -173,11 +173,11 @@ class RangeAudit:
         await self._ask(lost, commands, Lane.WRITES)
 
     async def _end_repairs(self) -> None:
-        for token, ranges in self.states.finished(self._reported, time.monotonic()):
-            marker, complete = repair_marker(self._epoch, token), complete_marker(self._epoch)
+        for repair, ranges, reported in self.states.finished(self._reported, time.monotonic()):
+            marker, complete = repair_marker(self._epoch, repair), complete_marker(self._epoch)
             commands = [(RANGE_SLOTS[at], pack("EVAL", _FINISH, 1, TAGS[at], marker, complete)) for at in ranges]
             await self._ask(ranges, commands, Lane.WRITES)
-            why = "all living nodes sent their blocks" if token in self._reported else "time is up"
+            why = "all living nodes sent their blocks" if reported else "time is up"
             logger.info("index ranges repaired: %d (%s)", len(ranges), why)
 
     async def _ask(self, ranges: Sequence[int], commands: Sequence[Command], lane: Lane) -> None:

@@ -6,7 +6,7 @@ Theory of operation.
    empty, its markers are gone, too: its ranges are *lost*. The server that notices writes a marker that adds a number to the
    epoch, the *token* of the repair. So all servers agree on the repair, also after a restart.
 2. While a range is lost or under repair, a record that is not found is *unknown*, not absent.
-3. Nodes send their blocks of these ranges again and report the token. After all living nodes have, or after ``REPAIR_S``, the
+3. Nodes send their blocks of these ranges again and report that. After all living nodes have, or after ``REPAIR_S``, the
    marker says again that the range is complete.
 4. If a range has another primary, or its primary was connected again, its marker must be read before absence counts. If the
    range is complete, its last changes may still be lost, because replication is asynchronous. So it is *suspect* for a time:
@@ -24,12 +24,13 @@ Theory of operation.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import KEY_BYTES
@@ -112,6 +113,23 @@ class _Check:
 
     began_s: float
     ranges: set[int]
+    token: int
+    """What nodes report. Of a repair, it names all ranges, too: markers are read in parts, and a node that made the check of some
+    of them has not made that of all."""
+
+
+class FinishedRepair(NamedTuple):
+    """A repair that can end.
+
+    Args:
+        repair: the token of its markers.
+        ranges: its ranges.
+        reported: whether all living nodes have sent their blocks; else its time is up.
+    """
+
+    repair: int
+    ranges: Sequence[int]
+    reported: bool
 
 
 class RangeStates:
@@ -150,6 +168,7 @@ class RangeStates:
     def read(self, markers: Mapping[int, bytes | None], epoch: bytes, now_s: float) -> None:
         """Take the markers that were read."""
         suspects: set[int] = set()
+        under_repair: dict[int, set[int]] = {}
         for number, marker in markers.items():
             if marker == complete_marker(epoch):
                 self._apply(number, RangeEvent.COMPLETE)
@@ -157,13 +176,15 @@ class RangeStates:
                     suspects.add(number)
             elif marker is not None and len(marker) == KEY_BYTES + TOKEN_BYTES and marker[:KEY_BYTES] == epoch:
                 self._apply(number, RangeEvent.TOKEN)
-                token = int.from_bytes(marker[KEY_BYTES:], "big")
-                self._repairs.setdefault(token, _Check(now_s, set())).ranges.add(number)
+                under_repair.setdefault(int.from_bytes(marker[KEY_BYTES:], "big"), set()).add(number)
             else:
                 self._apply(number, RangeEvent.GONE)
+        for repair, ranges in under_repair.items():
+            self._add_to_repair(repair, ranges, now_s)
         known = {number for check in self._suspicions.values() for number in check.ranges}
         if suspects - known:
-            self._suspicions[new_token()] = _Check(now_s, suspects - known)
+            token = new_token()
+            self._suspicions[token] = _Check(now_s, suspects - known, token)
         self._forget_finished()
 
     def tick(self, now_s: float) -> None:
@@ -177,23 +198,33 @@ class RangeStates:
     # ---- what is to do
     def checks(self) -> list[RangeCheck]:
         """What nodes are asked to do: repairs first."""
-        repairs = [RangeCheck(token, frozenset(check.ranges), lost=True) for token, check in self._repairs.items()]
-        return repairs + [RangeCheck(token, frozenset(check.ranges), lost=False) for token, check in self._suspicions.items()]
+        repairs = [RangeCheck(check.token, frozenset(check.ranges), lost=True) for check in self._repairs.values()]
+        return repairs + [RangeCheck(check.token, frozenset(check.ranges), lost=False) for check in self._suspicions.values()]
 
-    def finished(self, reported: Collection[int], now_s: float) -> list[tuple[int, Sequence[int]]]:
-        """Repairs that are finished: token and ranges.
+    def finished(self, reported: Collection[int], now_s: float) -> list[FinishedRepair]:
+        """Repairs that are finished.
 
         Args:
             reported: tokens that all living nodes have reported.
             now_s: time.
         """
         return [
-            (token, sorted(check.ranges))
-            for token, check in self._repairs.items()
-            if token in reported or now_s - check.began_s >= REPAIR_S
+            FinishedRepair(repair, sorted(check.ranges), check.token in reported)
+            for repair, check in self._repairs.items()
+            if check.token in reported or now_s - check.began_s >= REPAIR_S
         ]
 
     # ---- parts
+    def _add_to_repair(self, repair: int, ranges: set[int], now_s: float) -> None:
+        for other, check in self._repairs.items():
+            if other != repair:
+                check.ranges -= ranges
+        check = self._repairs.setdefault(repair, _Check(now_s, set(), 0))
+        if ranges - check.ranges:
+            check.ranges |= ranges
+            content = b"".join([number.to_bytes(TOKEN_BYTES, "big") for number in (repair, *sorted(check.ranges))])
+            check.token = int.from_bytes(hashlib.blake2b(content, digest_size=TOKEN_BYTES).digest(), "big")
+
     def _apply(self, number: int, event: RangeEvent) -> None:
         before = self._states[number]
         after = TRANSITIONS.get((before, event), before)
