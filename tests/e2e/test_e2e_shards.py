@@ -26,6 +26,7 @@ from kvstore.index.record import decode
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
+from kvstore.testing.fault_proxy import FaultProxy
 from samples import sample
 from support.wait import wait_until
 
@@ -316,13 +317,41 @@ def test_cluster_lost_and_back_empty_heals(bed: Bed) -> None:
     print(f"healed after {bed.assert_healed():.1f} s")
 
 
+def test_shard_slow_hits_stay_and_changes_go_on(bed: Bed) -> None:
+    victim = bed.other_primary()
+    proxy = FaultProxy(victim.address)
+    port = proxy.address.rpartition(":")[2]
+    try:
+        victim.call("CONFIG", "SET", "cluster-announce-port", port)
+        log = bed.store.base_dir / "metadata.log"
+        wait_until(lambda: f":{port}" in log.read_text(), "the metadata server uses the proxy")
+        time.sleep(0.5)
+        with under_load(bed) as load:
+            time.sleep(0.5)
+            began_s = time.monotonic()
+            proxy.to_client.delay_s = 0.05
+            time.sleep(2.0)
+            assert_hits_stay(load, began_s, "shard slower by 50 ms")
+            assert bed.writer.store("slow", FEW).held_blocks == FEW
+            bed.others.append("slow")
+            wait_until(lambda: bed.hits("slow", FEW) >= FEW - 1, "changes are published")
+            proxy.to_client.delay_s = 0.0
+            wait_until(lambda: bed.hits("slow", FEW) == FEW, "the shard is fast again")
+    finally:
+        victim.call("CONFIG", "SET", "cluster-announce-port", 0)
+        wait_until(lambda: victim in bed.primaries() and len(bed.primaries()) == 3, "the servers use its own port again")
+        wait_until(bed.all_hit, "all chains are found", HEAL_S)
+        proxy.stop()
+    print(f"healed after {bed.assert_healed():.1f} s")
+
+
 def test_shard_full_refuses_publishes_and_heals(bed: Bed) -> None:
     with grpc.insecure_channel(bed.store.metadata_address) as channel:
         stub = admin_pb2_grpc.MetadataAdminStub(channel)
 
         def codes() -> set[str]:
-            health = stub.DescribeHealth(admin_pb2.DescribeHealthRequest(), timeout=10)
-            return {one.code for one in health.findings}
+            described = stub.DescribeServer(admin_pb2.DescribeServerRequest(), timeout=10)
+            return {one.code for one in described.findings}
 
         primaries = bed.primaries()
         for server in primaries:
