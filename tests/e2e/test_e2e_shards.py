@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from conftest import Engine
-from kvproto.v1 import admin_pb2, admin_pb2_grpc
+from kvproto.v1 import admin_pb2, admin_pb2_grpc, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.errors import KVStoreError
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
@@ -26,6 +26,7 @@ from kvstore.index.record import decode
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.testing.fault_proxy import FaultProxy
 from samples import sample
 from support.wait import wait_until
@@ -60,7 +61,7 @@ class Load:
 
     def windows(self, began_s: float, ended_s: float) -> list[float]:
         """The share of hits in each window of an interval."""
-        count = max(1, int((ended_s - began_s) / WINDOW_S))
+        count = int((ended_s - began_s) / WINDOW_S) + 1
         return [self.share(began_s + WINDOW_S * at, began_s + WINDOW_S * (at + 1)) for at in range(count)]
 
 
@@ -90,6 +91,12 @@ class Bed:
 
     def hits(self, chain: str, blocks: int = BLOCKS) -> int:
         return self.reader.client.lookup(self.reader.keys(chain, blocks), deadline_s=DEADLINE_S).hit_blocks
+
+    def lost_ranges(self) -> int:
+        """Ranges that the metadata server has found lost."""
+        with grpc.insecure_channel(self.store.metadata_address) as channel:
+            stats = metadata_pb2_grpc.MetadataStub(channel).GetStats(metadata_pb2.GetStatsRequest(), timeout=10)
+            return stats.counters.get(metadata_metrics.RANGES_LOST, 0)
 
     def all_hit(self) -> bool:
         return all(self.hits(chain) == BLOCKS for chain in self.chains)
@@ -286,7 +293,7 @@ def test_primary_stopped_hits_stay(bed: Bed) -> None:
 def test_shard_lost_and_back_hits_stay(bed: Bed, empty: bool) -> None:
     for _ in range(TURNS):
         victim = bed.other_primary()
-        pair = bed.pair(victim)
+        pair, lost = bed.pair(victim), bed.lost_ranges()
         with under_load(bed) as load:
             time.sleep(0.5)
             began_s = time.monotonic()
@@ -295,6 +302,8 @@ def test_shard_lost_and_back_hits_stay(bed: Bed, empty: bool) -> None:
             time.sleep(1.0)
             for server in pair:
                 bed.valkey.restart(server, empty=empty)
+            if empty:
+                wait_until(lambda: bed.lost_ranges() - lost > 1_000, "the loss is noticed")  # noqa: B023  # called in this turn
             healed_s = wait_until(lambda: bed.all_hit() and len(bed.primaries()) == 3, "the shard is back", HEAL_S)
             time.sleep(2.0)
             assert_hits_stay(
