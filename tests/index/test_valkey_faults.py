@@ -17,7 +17,7 @@ from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
 from kvstore.index.contract import VolumeEpoch
 from kvstore.index.valkey import cluster as cluster_module
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import UNANSWERED, Cluster
+from kvstore.index.valkey.cluster import UNANSWERED, ValkeyClient
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import RANGE_SLOTS, SLOTS, TAGS
@@ -85,8 +85,8 @@ class Puppet:
 
 
 @asynccontextmanager
-async def client_of(puppet: Puppet, counters: Counters, budget_s: float = 0.2) -> AsyncIterator[Cluster]:
-    cluster = Cluster(ValkeyAddress((puppet.address,)), budget_s=budget_s, count=counters.add)
+async def client_of(puppet: Puppet, counters: Counters, budget_s: float = 0.2) -> AsyncIterator[ValkeyClient]:
+    cluster = ValkeyClient(ValkeyAddress((puppet.address,)), budget_s=budget_s, count=counters.add)
     await cluster.start()
     try:
         yield cluster
@@ -134,7 +134,7 @@ async def test_silent_server_costs_one_budget_and_few_connections(counters: Coun
         assert await cluster.run(READ) == [b"1"]
 
 
-async def _is_back(cluster: Cluster) -> bool:
+async def _is_back(cluster: ValkeyClient) -> bool:
     return cluster.away() == []
 
 
@@ -204,7 +204,7 @@ def without_small_state(servers: ValkeyServers) -> ValkeyServer:
 
 @needs_valkey
 async def test_stalled_event_loop_marks_no_shard_away(servers: ValkeyServers, counters: Counters) -> None:
-    cluster = Cluster(ValkeyAddress(servers.seeds), budget_s=0.05, count=counters.add)
+    cluster = ValkeyClient(ValkeyAddress(servers.seeds), budget_s=0.05, count=counters.add)
     await cluster.start()
     try:
         for _ in range(10):

@@ -15,7 +15,7 @@ from typing import Final
 from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.index.counts import Count
-from kvstore.index.valkey.cluster import Answer, Cluster, Command, Lane
+from kvstore.index.valkey.cluster import Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
 from kvstore.index.valkey.range_states import RangeState, RangeStates, complete_marker, new_token, repair_marker
@@ -70,7 +70,7 @@ class RangeAudit:
         writes: whether this server begins and ends repairs. All servers may: each repair has one token.
     """
 
-    def __init__(self, cluster: Cluster, small: SmallStateStore, count: Count, writes: Callable[[], bool] = _always) -> None:
+    def __init__(self, cluster: ValkeyClient, small: SmallStateStore, count: Count, writes: Callable[[], bool] = _always) -> None:
         self._cluster = cluster
         self._small = small
         self._count = count
