@@ -263,7 +263,7 @@ def test_repair_is_seen_by_all_servers_and_after_a_restart(servers: ValkeyServer
 
 
 @needs_valkey
-def test_small_state_lost_begins_another_epoch_and_sweeps_the_old_one(servers: ValkeyServers, index: ValkeyIndex) -> None:
+def test_small_state_lost_begins_epoch_and_sweeps_the_old_one(servers: ValkeyServers, index: ValkeyIndex) -> None:
     before, epoch = index.epoch, open_epoch(index)
     index.publish(epoch, [BlockRun(NAMESPACE, None, 0, tuple(CHAIN))], [])
     small = next(server for server in servers.primaries if server.call("EXISTS", "{kv}meta") == 1)
