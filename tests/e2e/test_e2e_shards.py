@@ -1,4 +1,4 @@
-"""Shards of the index fail under load, as real processes: no wrong byte, hits stay, and the index heals by itself.
+"""Shards of the index fail under load, as real processes: no wrong byte, hits stay, and the index heals.
 
 One bed for all tests: three shards with a replica each, a metadata server, a node, and clients that check every byte. A client
 that is on no node's host asks the index for each load, so its hits show what lookups find.
@@ -40,7 +40,7 @@ CHAINS, BLOCKS, FEW = 4, 400, 8
 HEAL_S = 60.0
 DEADLINE_S = 3.0
 SLACK_S = 2.0
-"""What a call may take beyond its deadline on a loaded machine."""
+"""Tolerance of a deadline on a loaded machine."""
 WINDOW_S = 0.25
 TURNS = sample(1, of=4)
 SHAPE = {"layers": 1, "layer_bytes": 512}

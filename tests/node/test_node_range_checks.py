@@ -1,4 +1,4 @@
-"""Checks of key ranges that a metadata server asks a node for: when they count as made, and what the node sends."""
+"""Checks of key ranges that a metadata server asks a node for: when they count as made, and which blocks the node sends."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | 
     except (OSError, TimeoutError) as error:
         connection.close()
         raise Unavailable("no Valkey server answers", address=address, cause=type(error).__name__) from error
-    except BaseException:  # cancelled: nobody else knows the connection
+    except BaseException:  # cancelled: no caller will close the connection
         connection.close()
         raise
     if isinstance(answer, hiredis.ReplyError):

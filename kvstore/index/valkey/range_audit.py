@@ -1,7 +1,7 @@
 """Reads and writes the markers of ranges (``range_states``), so that a lost shard makes records unknown instead of absent.
 
 A server reads all markers at its start, those of a shard whose primary changed or was connected again at once, and a few others
-every second. So a shard that somebody emptied by hand is found within seconds, too.
+every second. So a shard that an operator emptied is found within seconds, too.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ class RangeAudit:
         self._epoch = b""
         self._founded = b""
         self._reported: frozenset[int] = frozenset()
-        self._moved_meanwhile: set[int] = set()
+        self._moved_since: set[int] = set()
         self._wake = asyncio.Event()
         self._turn = 0
 
     def moved(self, slots: Iterable[int]) -> None:
         """Slots may have other contents: read the markers of their ranges before absence counts."""
         ranges = [number for slot in slots for number in _RANGES_OF_SLOT.get(slot, ())]
-        self._moved_meanwhile.update(ranges)
+        self._moved_since.update(ranges)
         self.states.moved(ranges)
         self._wake.set()
 
@@ -122,7 +122,7 @@ class RangeAudit:
                 await asyncio.sleep(RETRY_S)
 
     async def step(self) -> None:
-        """Read what must be read, begin repairs of what is lost, and end finished repairs."""
+        """Read the markers that are due, begin repairs of lost ranges, and end finished repairs."""
         epoch = self._small.state.epoch
         if not epoch:
             return
@@ -181,15 +181,15 @@ class RangeAudit:
             logger.info("index ranges repaired: %d (%s)", len(ranges), why)
 
     async def _ask(self, ranges: Sequence[int], commands: Sequence[Command], lane: Lane) -> None:
-        """Run one command per range whose reply is its marker. Replies of shards that moved meanwhile are dropped."""
+        """Run one command per range whose reply is its marker. Replies about ranges that moved since the request are dropped."""
         epoch, states = self._epoch, self.states
         for at in range(0, len(commands), _PART):
-            self._moved_meanwhile.clear()
+            self._moved_since.clear()
             answers = await self._cluster.run(commands[at : at + _PART], budget_s=READ_S, lane=lane)
             found = {
                 number: answer
                 for number, answer in zip(ranges[at : at + _PART], answers, strict=True)
-                if number not in self._moved_meanwhile and _is_marker(answer)
+                if number not in self._moved_since and _is_marker(answer)
             }
             states.read(found, epoch, time.monotonic())  # type: ignore[arg-type]  # checked above
 

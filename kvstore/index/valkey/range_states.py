@@ -1,9 +1,9 @@
-"""What an index server knows about each of the 4,096 ranges of key space. Pure.
+"""States of the 4,096 ranges of key space, as one metadata server sees them. Pure.
 
 Theory of operation.
 
-1. A *marker* key per range holds the index epoch: the range is complete. If primary and replica of a shard are lost and come back
-   empty, its markers are gone, too: its ranges are *lost*. The server that notices writes a marker that adds a number to the
+1. A *marker* key per range holds the index epoch: the range is complete. If primary and replica of a shard are lost and restart
+   empty, its markers are lost, too: its ranges are *lost*. The server that notices writes a marker that adds a number to the
    epoch, the *token* of the repair. So all servers agree on the repair, also after a restart.
 2. While a range is lost or under repair, a record that is not found is *unknown*, not absent.
 3. Nodes send their blocks of these ranges again and report that. After all living nodes have, or after ``REPAIR_S``, the
@@ -54,7 +54,7 @@ class RangeState(IntEnum):
     SUSPECT = 3
     """Its last changes may be lost."""
     LOST = 4
-    """It has no marker of this epoch."""
+    """Its marker is missing or of another epoch."""
     REPAIRING = 5
     """Nodes send its blocks again."""
 
@@ -68,7 +68,7 @@ class RangeEvent(IntEnum):
     TOKEN = 2
     """The marker has a token."""
     GONE = 3
-    """There is no marker of this epoch."""
+    """The marker is missing or of another epoch."""
     EXPIRED = 4
     """The time to compare has passed."""
 
@@ -114,8 +114,8 @@ class _Check:
     began_s: float
     ranges: set[int]
     token: int
-    """What nodes report. Of a repair, it names all ranges, too: markers are read in parts, and a node that made the check of some
-    of them has not made that of all."""
+    """Number that nodes report. The number of a repair depends on its ranges, because markers are read in parts: a node that
+    checked some of the ranges has not checked all."""
 
 
 class FinishedRepair(NamedTuple):
@@ -133,7 +133,7 @@ class FinishedRepair(NamedTuple):
 
 
 class RangeStates:
-    """States of all ranges, as one server sees them. Times are of its own monotonic clock."""
+    """States of all ranges, as one server sees them. Times are of the server's monotonic clock."""
 
     def __init__(self) -> None:
         self._states = [RangeState.UNREAD] * DIGEST_RANGES
@@ -195,9 +195,9 @@ class RangeStates:
                     self._apply(number, RangeEvent.EXPIRED)
         self._forget_finished()
 
-    # ---- what is to do
+    # ---- requests to nodes
     def checks(self) -> list[RangeCheck]:
-        """What nodes are asked to do: repairs first."""
+        """Checks that nodes are asked for: repairs first."""
         repairs = [RangeCheck(check.token, frozenset(check.ranges), lost=True) for check in self._repairs.values()]
         return repairs + [RangeCheck(check.token, frozenset(check.ranges), lost=False) for check in self._suspicions.values()]
 

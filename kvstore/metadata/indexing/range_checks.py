@@ -11,7 +11,7 @@ from kvstore.rpc.codec import ranges_to_bitmap
 
 
 class RangeChecks:
-    """Asks nodes for checks, and tells the index which checks all living nodes have made. Use on one event loop."""
+    """Asks nodes for checks, and reports to the index which checks all living nodes have made. Use on one event loop."""
 
     def __init__(self, index: PrefixIndex, nodes: NodeTable) -> None:
         self._index = index
