@@ -18,6 +18,8 @@ MAX_REASON = 512
 """Maximum length, in characters, of the reason why a volume stores no blocks."""
 MAX_NODE_FINDINGS = 16
 """Health findings in one heartbeat."""
+MAX_RANGE_CHECKS = 16
+"""Checks of key ranges in one heartbeat."""
 MAX_CODE_BYTES = 64
 """Name of a health code."""
 MAX_SOURCES = 4_096

@@ -126,9 +126,16 @@ class ValkeyServers:
         """Addresses of all servers."""
         return tuple(server.address for server in self.servers)
 
-    def restart(self, server: ValkeyServer) -> None:
-        """Start an ended server again, empty, at its port and with its identity in the cluster."""
+    def restart(self, server: ValkeyServer, *, empty: bool = True) -> None:
+        """Start an ended server again, at its port and with its identity in the cluster.
+
+        Args:
+            server: the server.
+            empty: without contents; else a former replica has those of its first synchronisation.
+        """
         server.end()
+        if empty:
+            (self._folder / str(server.port) / "dump.rdb").unlink(missing_ok=True)
         server.process = self._spawn(server.port, self._folder / str(server.port))
 
     def close(self) -> None:
@@ -187,8 +194,10 @@ class ValkeyServers:
         return isinstance(nodes, bytes) and len(nodes.splitlines()) == len(self.servers) and b"handshake" not in nodes
 
     def _is_ready(self, server: ValkeyServer, shards: int) -> bool:
-        slots, info = server.call("CLUSTER", "SLOTS"), server.call("INFO", "replication")
-        if not isinstance(slots, list) or not isinstance(info, bytes):
+        slots, info, state = server.call("CLUSTER", "SLOTS"), server.call("INFO", "replication"), server.call("CLUSTER", "INFO")
+        if not isinstance(slots, list) or not isinstance(info, bytes) or not isinstance(state, bytes):
+            return False
+        if b"cluster_state:ok" not in state:
             return False
         linked = b"role:master" in info or b"master_link_status:up" in info
         return linked and len(slots) == shards and all(len(entry) == 2 + len(self.servers) // shards for entry in slots)

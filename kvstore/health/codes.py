@@ -76,7 +76,8 @@ INDEX_READ_ONLY: Final = _error(
     "The index accepts no changes",
     "Lookups continue with the present index. New blocks are stored but not found by other hosts. Nodes keep their changes and"
     " send them again.",
-    "Free space on the file system of metadata.index_path. The index then accepts changes without a restart.",
+    "Free space on the file system of metadata.index_path, or give the shards of a shared index more memory (maxmemory)."
+    " The index then accepts changes without a restart.",
 )
 INDEX_DISK_NEARLY_FULL: Final = _warning(
     "INDEX_DISK_NEARLY_FULL",

@@ -17,7 +17,7 @@ and needs no scan. Records of closed volume epochs are removed in the background
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, NamedTuple, NewType, Protocol
@@ -166,6 +166,20 @@ class IndexStats:
     """Seconds since changes began to fail."""
 
 
+class RangeCheck(NamedTuple):
+    """Ranges of key space whose records nodes are asked to check.
+
+    Args:
+        token: number of the check.
+        ranges: the ranges.
+        lost: the index lost these ranges: nodes send all their blocks in them. Else nodes compare them.
+    """
+
+    token: int
+    ranges: frozenset[int]
+    lost: bool
+
+
 class PrefixIndex(ABC):
     """A prefix index. Thread-safe; some backends may be opened by several processes at once.
 
@@ -267,6 +281,13 @@ class PrefixIndex(ABC):
         Returns:
             True if no closed volume epoch has records left.
         """
+
+    def range_checks(self) -> Sequence[RangeCheck]:
+        """Checks that nodes are asked to make now, because an index on other hosts lost records or may have lost some."""
+        return ()
+
+    def end_range_checks(self, tokens: Collection[int]) -> None:  # noqa: B027  # an index of this host loses no ranges
+        """All living nodes have made these checks, and their changes are in the index."""
 
     # ---- namespaces: 16-byte digest -> serialised spec ----
     @abstractmethod

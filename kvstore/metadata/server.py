@@ -32,6 +32,7 @@ from kvstore.metadata.indexing.anti_entropy import IndexDigests
 from kvstore.metadata.indexing.index_opening import open_index, open_settings, open_shared_feed
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
+from kvstore.metadata.indexing.range_checks import RangeChecks
 from kvstore.metadata.membership.maintenance import Maintenance
 from kvstore.metadata.membership.node_admin import NodeAdmin
 from kvstore.metadata.membership.node_table import NodeTable
@@ -196,6 +197,7 @@ class MetadataServer:
             event_log=self._event_log,
             journal=self._journal,
             digests=IndexDigests(index, reads, self._clock),
+            range_checks=RangeChecks(index, nodes),
         )
 
     def _make_leased_roles(self, index: PrefixIndex, planner: PlannerService, scheduler: SchedulerService | None) -> LeasedRoles:
@@ -278,7 +280,13 @@ class MetadataServer:
                 if parts.scheduler is not None:
                     parts.scheduler.expire()
 
-        on_tick: list[Callable[[], None]] = [expire, path_policy.follow, history.record_if_due, parts.retention.tick]
+        on_tick: list[Callable[[], None]] = [
+            expire,
+            path_policy.follow,
+            history.record_if_due,
+            parts.retention.tick,
+            parts.range_checks.tick,
+        ]
         if parts.event_log is not None:
             on_tick += [parts.event_log.expire, functools.partial(report_served, parts.event_log, parts.nodes)]
         ttl_s = self._config.node_ttl_ms / 1000

@@ -29,6 +29,7 @@ from kvstore.metadata.indexing.index_mutations import register_node, repair_rang
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.indexing.publish_stream import PublishStream
+from kvstore.metadata.indexing.range_checks import RangeChecks
 from kvstore.metadata.membership.node_admin import NodeAdmin, check_progress, refuse_removed
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.policies import RetentionPolicies, check_usages
@@ -70,6 +71,7 @@ class MetadataParts:
         event_log: log of this process for ``events``; None: all servers of the index share the events.
         journal: receives operators' orders.
         digests: digests of the index for anti-entropy.
+        range_checks: checks of key ranges that nodes are asked for.
     """
 
     index: PrefixIndex
@@ -88,6 +90,7 @@ class MetadataParts:
     event_log: BlockEventLog | None
     journal: EventJournal
     digests: IndexDigests
+    range_checks: RangeChecks
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
@@ -140,6 +143,8 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             check_name(usage.volume_id, "volume_id")
             if len(usage.read_only) > limits.MAX_REASON:
                 raise InvalidArgument("read_only is too long", got=len(usage.read_only), limit=limits.MAX_REASON)
+        if len(request.checked) > limits.MAX_RANGE_CHECKS:
+            raise InvalidArgument("too many range checks", got=len(request.checked), limit=limits.MAX_RANGE_CHECKS)
         if request.HasField("drain"):
             check_progress(request.drain)
         check_usages(request)
@@ -152,6 +157,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             register_again=not known,
             drain=self._parts.nodes.drain_order(node_id),
             retention=await self._parts.retention.answer(request) if known else None,
+            checks=self._parts.range_checks.messages(request) if known else (),
         )
 
     async def UnregisterNode(self, request: pb.UnregisterNodeRequest, context: object) -> pb.UnregisterNodeResponse:

@@ -232,3 +232,17 @@ def history_to_proto(history: History, request: admin_pb2.DescribeHistoryRequest
             admin_pb2.HistoryLevels(name=name, values=[point.levels.get(name, math.nan) for point in points]) for name in measured
         ],
     )
+
+
+def ranges_to_bitmap(ranges: Iterable[int]) -> bytes:
+    """Encode a set of ranges of key space: range r is bit r % 8 of byte r / 8."""
+    bitmap = bytearray(limits.DIGEST_RANGES // 8)
+    for number in ranges:
+        bitmap[number >> 3] |= 1 << (number & 7)
+    return bytes(bitmap)
+
+
+def ranges_from_bitmap(bitmap: bytes) -> frozenset[int]:
+    """Decode a set of ranges of key space. Bits beyond the last range are ignored."""
+    bits = int.from_bytes(bitmap[: limits.DIGEST_RANGES // 8], "little")
+    return frozenset(number for number in range(limits.DIGEST_RANGES) if bits >> number & 1)

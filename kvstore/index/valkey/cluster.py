@@ -2,9 +2,13 @@
 
 1. A shard that does not answer within the budget of a batch, or whose connection is lost, is *away*: batches no longer wait
    for it, and its commands come back as ``UNANSWERED``. A background task probes it, and ends that after three quick answers.
+   A shard that answers, but later than the budget of a lookup, is *slow*: only batches with a longer budget ask it. So changes
+   go on.
 2. The topology is read again while a shard is away, after a redirection, and every few seconds. So a promoted replica takes
    over as soon as the cluster names it.
-3. Redirections (``MOVED``, ``ASK``) are followed within the batch.
+3. Redirections (``MOVED``, ``ASK``) are followed within the batch, and within its budget.
+4. The owner of the client is told (``on_moved``) which slots may have other contents than before: their primary changed, or was
+   connected again after its connection was lost.
 
 Lanes, each a connection per shard: publishing may wait for replicas (``WAIT``), which blocks its connection, and replies with
 block events are large.
@@ -46,6 +50,8 @@ MAX_REDIRECTIONS: Final = 4
 RETRY_S: Final = 0.02
 TRY_S: Final = 1.0
 """Time after which a shard that owes a reply to a change counts as away."""
+HUNG_S: Final = 10.0
+"""Time after which a connection without an answer to a probe is replaced."""
 _TRANSIENT: Final = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN", "READONLY", "UNBLOCKED", "NOREPLICAS"})
 """Codes of errors that end by themselves, or with the next topology."""
 _ASKING: Final = pack("ASKING")
@@ -78,8 +84,18 @@ class ShardPrimary:
     def __init__(self, address: str) -> None:
         self.address = address
         self.up = False
+        """Whether it answers within the budget of a lookup."""
+        self.slow = False
+        """Whether it answers, but later."""
         self.away_since_s = time.monotonic()
         self.connections: list[ValkeyConnection | None] = [None] * len(Lane)
+        self.connecting = [asyncio.Lock() for _ in Lane]
+        """Held while a lane is connected, so that callers who need it at the same time share one connection."""
+        self.was_connected = False
+        """Whether it was up before."""
+        self.reconnected = False
+        """Whether a connection is new since the shard was up: its server may have lost its contents."""
+        self.closed = False
 
     def connection(self, lane: Lane) -> ValkeyConnection | None:
         """The open connection of a lane; None: there is none."""
@@ -87,8 +103,12 @@ class ShardPrimary:
         return found if found is not None and found.is_open else None
 
     def close(self) -> None:
-        """Close the connections."""
-        self.up = False
+        """Close the connections for good."""
+        self.up, self.slow, self.closed = False, False, True
+        self.drop_connections()
+
+    def drop_connections(self) -> None:
+        """Close the connections. Requests without replies end without."""
         for connection in self.connections:
             if connection is not None:
                 connection.close()
@@ -126,7 +146,8 @@ class ValkeyClient:
         address: the cluster.
         budget_s: time that a batch of reads waits for a shard.
         count: counts events.
-        on_moved: called with the slots whose primary changed.
+        on_moved: called with the slots that may have other contents: their primary changed, or was connected again. Batches that
+            run later find these contents.
     """
 
     def __init__(
@@ -158,8 +179,10 @@ class ValkeyClient:
             Unsupported: the server is not part of a cluster.
         """
         self._adopt(await self._read_topology())
-        await asyncio.gather(*(self._try_connect(shard) for shard in self._by_number))
-        for shard in self._by_number:
+        for shard, connected in zip(
+            self._by_number, await asyncio.gather(*map(self._connect_lanes, self._by_number)), strict=True
+        ):
+            shard.up = connected
             self._probe_if_away(shard)
         self._spawn(self._keep_topology())
 
@@ -173,13 +196,16 @@ class ValkeyClient:
             shard.close()
 
     # ---- batches
-    async def run(self, commands: Sequence[Command], *, budget_s: float | None = None, lane: Lane = Lane.READS) -> list[Answer]:
+    async def run(
+        self, commands: Sequence[Command], *, budget_s: float | None = None, lane: Lane = Lane.READS, follow: bool = True
+    ) -> list[Answer]:
         """Run commands, all shards at once. Returns a reply for each, or ``UNANSWERED``. Errors of Valkey are replies.
 
         Args:
             commands: what to run; commands of one shard run in order.
             budget_s: time to wait for a shard; None: the configured budget.
             lane: connections to use.
+            follow: follow redirections; else redirected commands are not answered.
         """
         answers: list[Answer] = [UNANSWERED] * len(commands)
         of_slot, positions_of = self.topology.of_slot, defaultdict[int, list[int]](list)
@@ -192,7 +218,8 @@ class ValkeyClient:
         ]
         await self._exchange(sends, answers, self.budget_s if budget_s is None else budget_s, lane)
         if any(isinstance(answer, hiredis.ReplyError) for answer in answers):
-            await self._follow(commands, answers, self.budget_s if budget_s is None else budget_s, lane)
+            follow_s = (self.budget_s if budget_s is None else budget_s) if follow else 0.0
+            await self._follow(commands, answers, follow_s, lane)
         unanswered = answers.count(UNANSWERED)
         if unanswered:
             self._count(metadata_metrics.SHARD_UNANSWERED, unanswered)
@@ -206,6 +233,8 @@ class ValkeyClient:
         """
         answers = await self.run(commands, budget_s=min(max(deadline_s - time.monotonic(), 0.001), TRY_S), lane=lane)
         while left := [position for position, answer in enumerate(answers) if answer is UNANSWERED]:
+            if self._closed:
+                raise Unavailable("the client of Valkey is closed")
             left_s = deadline_s - time.monotonic()
             if left_s <= RETRY_S:
                 away = sorted({self._name_of(commands[position][0]) for position in left})
@@ -271,12 +300,17 @@ class ValkeyClient:
     ) -> None:
         batch = _Batch(answers)
         for shard, positions, packed in sends:
-            connection = shard.connection(lane) if shard.up else None
+            asked = (shard.up or (shard.slow and budget_s > self.budget_s)) and not shard.reconnected
+            connection = shard.connection(lane) if asked else None
             if connection is None:
                 self._probe_if_away(shard)
                 continue
+            try:
+                connection.send(packed, len(positions), partial(batch.received, shard, positions))
+            except KVStoreError as error:  # it was lost just now, or owes too many replies
+                limited.warning("index shard not asked: %s (%s)", shard.address, error)
+                continue
             batch.pending.add(shard)
-            connection.send(packed, len(positions), partial(batch.received, shard, positions))
         if not batch.pending:
             return
         timer = asyncio.get_running_loop().call_later(budget_s, batch.expire)
@@ -285,48 +319,76 @@ class ValkeyClient:
         finally:
             timer.cancel()
         for shard in batch.pending if budget_s >= self.budget_s else ():
+            shard.slow = budget_s < TRY_S
             self._mark_away(shard, f"no answer within {budget_s * 1000:.0f} ms")
 
     async def _follow(self, commands: Sequence[Command], answers: list[Answer], budget_s: float, lane: Lane) -> None:
-        """Follow redirections and turn transient errors into ``UNANSWERED``.
+        """Follow redirections and turn transient errors into ``UNANSWERED``. All commands of a batch are redirected at once.
 
         Raises:
             Unauthenticated, PermissionDenied: the cluster rejects this client's user.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + budget_s
-        for position, first in enumerate(answers):
-            answer: Answer = first
-            for _ in range(MAX_REDIRECTIONS):
-                if not isinstance(answer, hiredis.ReplyError):
-                    break
-                code, _, rest = str(answer).partition(" ")
-                if code in _TRANSIENT:
-                    answer = UNANSWERED
-                    self._refresh.set()
-                elif code in {"MOVED", "ASK"}:
-                    self._count(metadata_metrics.SHARD_REDIRECTIONS, 1)
-                    if code == "MOVED":
-                        self._refresh.set()
-                    asking = _ASKING if code == "ASK" else b""
-                    left_s = deadline_s - loop.time()
-                    answer = await self._ask_at(rest.split()[-1], asking + commands[position][1], bool(asking), left_s, lane)
-                else:
-                    rejected = refusal(answer, self._name_of(commands[position][0]))
-                    if rejected is not None:
-                        raise rejected
-                    break
-            answers[position] = answer
+        for _ in range(MAX_REDIRECTIONS):
+            redirected = self._redirections(commands, answers)
+            if not redirected:
+                return
+            self._count(metadata_metrics.SHARD_REDIRECTIONS, sum(map(len, redirected.values())))
+            left_s = deadline_s - loop.time()
+            if left_s > 0:
+                asks = [self._ask_at(address, commands, answers, of, left_s, lane) for address, of in redirected.items()]
+                await asyncio.gather(*asks)
+                continue
+            break
+        for of in self._redirections(commands, answers).values():
+            for position, _ in of:
+                answers[position] = UNANSWERED
 
-    async def _ask_at(self, address: str, packed: bytes, asking: bool, left_s: float, lane: Lane) -> Answer:
-        """Run one command at the server that a redirection names."""
+    def _redirections(self, commands: Sequence[Command], answers: list[Answer]) -> dict[str, list[tuple[int, bytes]]]:
+        """The positions of redirected commands by new address, each with what must be sent before the command."""
+        redirected: dict[str, list[tuple[int, bytes]]] = {}
+        for position, answer in enumerate(answers):
+            if not isinstance(answer, hiredis.ReplyError):
+                continue
+            code, _, rest = str(answer).partition(" ")
+            if code in _TRANSIENT:
+                answers[position] = UNANSWERED
+                self._refresh.set()
+            elif code == "MOVED":
+                self._refresh.set()
+                redirected.setdefault(rest.split()[-1], []).append((position, b""))
+            elif code == "ASK":
+                redirected.setdefault(rest.split()[-1], []).append((position, _ASKING))
+            elif rejected := refusal(answer, self._name_of(commands[position][0])):
+                raise rejected
+        return redirected
+
+    async def _ask_at(
+        self,
+        address: str,
+        commands: Sequence[Command],
+        answers: list[Answer],
+        redirected: Sequence[tuple[int, bytes]],
+        left_s: float,
+        lane: Lane,
+    ) -> None:
+        """Run commands at the server that their redirections name."""
         shard = self._shard(address)
+        packed = b"".join([asking + commands[position][1] for position, asking in redirected])
+        count = sum(1 + bool(asking) for _, asking in redirected)
+        replies: list[Reply] = []
         try:
-            async with asyncio.timeout(max(left_s, 0.001)):
+            async with asyncio.timeout(left_s):
                 connection = shard.connection(lane) or await self._connect(shard, lane)
-                return (await connection.ask(packed, 1 + asking))[-1]
+                replies = await connection.ask(packed, count)
         except (TimeoutError, KVStoreError):
-            return UNANSWERED
+            pass
+        following = iter(replies)
+        for position, asking in redirected:
+            if asking:
+                next(following, None)
+            answers[position] = next(following, UNANSWERED)
 
     def _name_of(self, slot: int) -> str:
         number = self.topology.of_slot[slot]
@@ -337,15 +399,19 @@ class ValkeyClient:
         return self._shards.setdefault(address, ShardPrimary(address))
 
     async def _connect(self, shard: ShardPrimary, lane: Lane) -> ValkeyConnection:
-        opened = await connect(shard.address, self._address.credentials, self._address.tls, CONNECT_S)
-        if self._closed:
-            opened.close()
-            raise Unavailable("the client of Valkey is closed")
-        shard.connections[lane] = opened
-        return opened
+        async with shard.connecting[lane]:
+            if (found := shard.connection(lane)) is not None:
+                return found
+            opened = await connect(shard.address, self._address.credentials, self._address.tls, CONNECT_S)
+            if self._closed or shard.closed:
+                opened.close()
+                raise Unavailable("the client of Valkey is closed")
+            shard.connections[lane] = opened
+            shard.reconnected = True
+            return opened
 
-    async def _try_connect(self, shard: ShardPrimary) -> bool:
-        """Connect all lanes that are not connected, and mark the shard as up. Returns whether it is."""
+    async def _connect_lanes(self, shard: ShardPrimary) -> bool:
+        """Connect all lanes that are not connected. Returns whether all are."""
         try:
             for lane in Lane:
                 if shard.connection(lane) is None:
@@ -353,7 +419,11 @@ class ValkeyClient:
         except KVStoreError as error:
             limited.warning("Valkey unreachable: %s (%s)", shard.address, error)
             return False
-        shard.up = True
+        if shard.reconnected and shard.was_connected:
+            self._tell_moved(
+                [slot for slot, number in enumerate(self.topology.of_slot) if _primary(self.topology, number) == shard.address]
+            )
+        shard.was_connected, shard.reconnected = True, False
         return True
 
     def _mark_away(self, shard: ShardPrimary, why: str) -> None:
@@ -361,50 +431,58 @@ class ValkeyClient:
             shard.up = False
             shard.away_since_s = time.monotonic()
             self._count(metadata_metrics.SHARDS_AWAY, 1)
-            limited.warning("index shard away: %s (%s)", shard.address, why)
+            limited.warning("index shard %s: %s (%s)", "slow" if shard.slow else "away", shard.address, why)
         self._probe_if_away(shard)
 
     def _probe_if_away(self, shard: ShardPrimary) -> None:
         """Probe a shard until it answers in time. One probe per shard runs at a time."""
-        if shard.up and all(shard.connection(lane) for lane in Lane):
+        if shard.up and not shard.reconnected and all(shard.connection(lane) for lane in Lane):
             return
         if shard.up:
-            shard.up = False
+            shard.up = shard.slow = False
             shard.away_since_s = time.monotonic()
+            self._count(metadata_metrics.SHARDS_AWAY, 1)
             limited.warning("index shard away: %s (its connection was lost)", shard.address)
         self._refresh.set()
         if shard.address not in self._probed and not self._closed:
             self._probed.add(shard.address)
-            self._spawn(self._probe(shard))
+            self._spawn(self._probe(shard.address))
 
-    async def _probe(self, shard: ShardPrimary) -> None:
+    async def _probe(self, address: str) -> None:
+        good = 0
         try:
-            good = 0
-            while good < GOOD_PROBES:
+            while (shard := self._shards.get(address)) is not None:
                 await asyncio.sleep(PROBE_S if good == 0 else 0.0)
-                if self._shards.get(shard.address) is not shard:
+                try:
+                    answered_s = await self._ping(shard)
+                    shard.slow = answered_s is not None and await self._connect_lanes(shard)
+                    good = good + 1 if shard.slow and answered_s is not None and answered_s <= self.budget_s else 0
+                except Exception:  # task edge: without a probe, the shard would stay away for ever
+                    good = 0
+                    self._count(metadata_metrics.BACKGROUND_BUGS, 1)
+                    logger.exception("probe failed: unexpected error, trying again")
+                if good == GOOD_PROBES:
+                    shard.up, shard.slow = True, False
+                    logger.info("index shard back: %s (away_s=%.1f)", address, time.monotonic() - shard.away_since_s)
                     return
-                good = good + 1 if await self._answers_in_time(shard) else 0
-            if await self._try_connect(shard):
-                logger.info("index shard back: %s (away_s=%.1f)", shard.address, time.monotonic() - shard.away_since_s)
         finally:
-            self._probed.discard(shard.address)
-        if not shard.up:
-            self._probe_if_away(shard)
+            self._probed.discard(address)
 
-    async def _answers_in_time(self, shard: ShardPrimary) -> bool:
-        """Whether a ping is answered within the budget. A late answer is waited for, so that probes do not pile up."""
+    async def _ping(self, shard: ShardPrimary) -> float | None:
+        """The time until a ping is answered; None: there was no answer. A late answer is waited for, so pings do not pile up."""
         try:
             connection = shard.connection(Lane.READS) or await self._connect(shard, Lane.READS)
             began_s = time.monotonic()
             async with asyncio.timeout(CONNECT_S):
                 await connection.ask(pack("PING"))
         except TimeoutError:
-            return False
+            if time.monotonic() - shard.away_since_s > HUNG_S:
+                shard.drop_connections()  # else pings without an answer would pile up on them
+            return None
         except KVStoreError as error:
             limited.warning("Valkey unreachable: %s (%s)", shard.address, error)
-            return False
-        return time.monotonic() - began_s <= self.budget_s
+            return None
+        return time.monotonic() - began_s
 
     # ---- topology
     async def _keep_topology(self) -> None:
@@ -419,6 +497,9 @@ class ValkeyClient:
                 self._adopt(await self._read_topology())
             except KVStoreError as error:
                 limited.warning("Valkey unreachable: %s", error)
+            except Exception:  # task edge: without this task, a promoted replica would never be asked
+                self._count(metadata_metrics.BACKGROUND_BUGS, 1)
+                logger.exception("topology not read: unexpected error, trying again")
             await asyncio.sleep(PROBE_S)
 
     async def _read_topology(self) -> Topology:
@@ -486,8 +567,11 @@ class ValkeyClient:
         self._count(metadata_metrics.TOPOLOGY_CHANGES, 1)
         for shard in self._by_number:
             self._probe_if_away(shard)
-        if moved and self._on_moved is not None:
-            self._on_moved(moved)
+        self._tell_moved(moved)
+
+    def _tell_moved(self, slots: Sequence[int]) -> None:
+        if slots and self._on_moved is not None:
+            self._on_moved(slots)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

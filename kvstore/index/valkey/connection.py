@@ -93,6 +93,8 @@ class ValkeyConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        if self._lost is not None:  # closed while it was connecting
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         reader, waiting = self._reader, self._waiting
@@ -148,6 +150,9 @@ async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | 
     except (OSError, TimeoutError) as error:
         connection.close()
         raise Unavailable("no Valkey server answers", address=address, cause=type(error).__name__) from error
+    except BaseException:  # cancelled: no caller will close the connection
+        connection.close()
+        raise
     if isinstance(answer, hiredis.ReplyError):
         connection.close()
         raise refusal(answer, address) or Unavailable("Valkey is not ready", address=address, reply=str(answer))

@@ -15,6 +15,7 @@ small state answer at once, the latter from the copy (heartbeats: at most 0.4 s 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -22,7 +23,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, Final, Self, TypeVar
 
 import hiredis
@@ -41,6 +42,7 @@ from kvstore.index.contract import (
     LeaseHolder,
     PrefixHit,
     PrefixIndex,
+    RangeCheck,
     RemovedKeys,
     ServerRole,
     VolumeEpoch,
@@ -48,15 +50,16 @@ from kvstore.index.contract import (
 )
 from kvstore.index.counts import Count, count_nothing, report_ignored
 from kvstore.index.prefix import PrefixSearch
-from kvstore.index.record import BatchEdit, decode, encode, replicas_of
+from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_holder, check_notes
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import Command, Lane, ValkeyClient
+from kvstore.index.valkey.cluster import RETRY_S, TRY_S, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import BlockFeed
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
+from kvstore.index.valkey.range_audit import RangeAudit
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
@@ -66,7 +69,7 @@ from kvstore.index.valkey.records import (
     took_effect,
 )
 from kvstore.index.valkey.shared_value import SharedValue
-from kvstore.index.valkey.small_state import POLL_S, SmallState, SmallStateStore
+from kvstore.index.valkey.small_state import POLL_S, REPLICATION_MS, SmallState, SmallStateStore
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -82,13 +85,13 @@ PART_S: Final = 10.0
 SYNC_MARGIN_S: Final = 5.0
 MAX_RACES: Final = 5
 """Attempts to replace records that other servers change at the same time. Then anti-entropy repairs what is left."""
-REPLICATION_MS: Final = 100
-"""Time that a publish waits for the replicas. Records that they lack can be lost with the primary; anti-entropy finds them."""
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
 _KEYS_PER_RANGE: Final = 1 << 24
 _BEATS_POLLS: Final = 3
 """Heartbeats are read with every third poll of the small state."""
+BEATS_STALE_S: Final = 1.0
+"""Age of the copy of heartbeats after which it says nothing about which nodes are alive."""
 _STATS_POLLS: Final = 20
 QUIET_ASKED_S: Final = 5.0
 """How long after a question on the event loop the notes that are not announced are read with the heartbeats."""
@@ -118,8 +121,9 @@ class ValkeyIndex(PrefixIndex):
         self._own = own
         self._on_rebuild = on_rebuild
         self._count = count
-        self._cluster = ValkeyClient(address, budget_s=lookup_budget_s, count=count)
-        self._small = SmallStateStore(self._cluster)
+        self._cluster = ValkeyClient(address, budget_s=lookup_budget_s, count=count, on_moved=self._moved)
+        self._small = SmallStateStore(self._cluster, count)
+        self._audit = RangeAudit(self._cluster, self._small, count)
         self.feed = BlockFeed(self._cluster)
         """Block events for the watchers of all servers."""
         self._abilities = Abilities()
@@ -127,6 +131,7 @@ class ValkeyIndex(PrefixIndex):
         self._listener: IndexListener | None = None
         self._open_visible: tuple[object, Container[VolumeEpoch], frozenset[VolumeEpoch]] = ((), frozenset(), frozenset())
         self._changes = FailureTracker()
+        self._polls = FailureTracker()
         self._swept_to = 0
         self._quiet_asked_s = -QUIET_ASKED_S
         self._stats = IndexStats(0, 0, 0)
@@ -173,9 +178,14 @@ class ValkeyIndex(PrefixIndex):
         await self._cluster.start()
         await self._learn_abilities()
         await self._small.load()
+        await self._small.refresh_beats()
         await self.feed.poll()
+        await self._audit.step()
         self._stats = await self._read_stats()
-        self._tasks = [asyncio.create_task(self._poll())]
+        self._tasks = [
+            asyncio.create_task(self._poll(), name="index-poll"),
+            asyncio.create_task(self._audit.run(), name="index-audit"),
+        ]
 
     async def _learn_abilities(self) -> None:
         answers = await self._cluster.on_each(pack("INFO", "server"), budget_s=1.0)
@@ -197,9 +207,15 @@ class ValkeyIndex(PrefixIndex):
                     self._stats = await self._read_stats()
             except KVStoreError as error:
                 limited.warning("Valkey unreachable: %s", error)
-                self._changes.failed(time.monotonic(), error)
+                self._polls.failed(time.monotonic(), error)
+            except Exception:  # task edge: without this task, the copy would stay as it is
+                self._count(metadata_metrics.BACKGROUND_BUGS, 1)
+                logger.exception("small state not read: unexpected error, trying again")
             else:
-                self._changes.succeeded(time.monotonic())
+                self._polls.clear()
+
+    def _moved(self, slots: Sequence[int]) -> None:
+        self._audit.moved(slots)
 
     @property
     def epoch(self) -> bytes:
@@ -286,17 +302,27 @@ class ValkeyIndex(PrefixIndex):
             return PrefixHit(0, (), state.revision)
         volume_epochs = self._visible_of(state, visible)
         search = PrefixSearch(count, self._run_ends.of(head, ends))
+        trusted, answered = self._audit.states.trusted, False
         for positions in search:
             names_read = [BlockKey(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in positions]
             answers = await self._cluster.run([read_command(key) for key in names_read])
-            for position, answer in zip(positions, answers, strict=True):
+            for position, key, answer in zip(positions, names_read, answers, strict=True):
+                held: Replicas = {}
                 if isinstance(answer, bytes):
                     record = decode(answer)
-                    fits = record[0] == known.ordinal and record[1] == position
-                    search.found[position] = replicas_of(record, volume_epochs) if fits else {}
-                elif answer is None:
-                    search.found[position] = {}
-        hit = search.hit(state.revision)
+                    if record[0] == known.ordinal and record[1] == position:
+                        held = replicas_of(record, volume_epochs)
+                elif answer is not None:
+                    continue
+                answered = True
+                if held or trusted[key[0] << 4 | key[1] >> 4]:
+                    search.found[position] = held
+        try:
+            hit = search.hit(state.revision)
+        except Unavailable:
+            if not answered:
+                raise
+            hit = PrefixHit(0, (), state.revision, len(search.found))  # all of its ranges are lost: a miss
         if hit.unknown:
             self._count(metadata_metrics.LOOKUPS_WITH_UNKNOWN, 1)
         else:
@@ -366,18 +392,43 @@ class ValkeyIndex(PrefixIndex):
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         check_ranges(first, count)
-        ranges = range(first, first + count)
-        listings = self._run(
-            [(RANGE_SLOTS[at], pack("CLUSTER", "GETKEYSINSLOT", RANGE_SLOTS[at], _KEYS_PER_RANGE)) for at in ranges]
-        )
-        keys: list[BlockKey] = []
-        for at, listing in zip(ranges, listings, strict=True):
-            if not isinstance(listing, list):
-                raise Unavailable("Valkey did not list a range", range=at, reply=str(listing)[:100])
-            mine = [name for name in listing if isinstance(name, bytes) and len(name) == TAG_BYTES + KEY_BYTES]
-            keys += sorted(BlockKey(name[TAG_BYTES:]) for name in mine if name.startswith(TAGS[at]))
+        keys = self._call(self._keys_in_ranges(range(first, first + count)))
         values = self._run([read_command(key) for key in keys])
         return [(key, value) for key, value in zip(keys, values, strict=True) if isinstance(value, bytes)]
+
+    async def _keys_in_ranges(self, ranges: Sequence[int]) -> list[BlockKey]:
+        """List the keys of ranges, in order.
+
+        A server lists what it has, also of a slot that moves or moved. So each range is asked for a key that never exists, too:
+        only a server with the whole slot says that there is none.
+
+        Raises:
+            Unavailable: some ranges cannot be listed in time.
+        """
+        found: dict[int, list[BlockKey]] = {}
+        deadline_s = time.monotonic() + PART_S
+        while left := [at for at in ranges if at not in found]:
+            commands = [
+                (RANGE_SLOTS[at], packed)
+                for at in left
+                for packed in (pack("CLUSTER", "GETKEYSINSLOT", RANGE_SLOTS[at], _KEYS_PER_RANGE), pack("GET", TAGS[at] + b"-"))
+            ]
+            answers = await self._cluster.run(commands, budget_s=TRY_S, follow=False)
+            for at, listing, nothing in zip(left, answers[::2], answers[1::2], strict=True):
+                if isinstance(listing, list) and nothing is None:
+                    named = [name for name in listing if isinstance(name, bytes) and len(name) == TAG_BYTES + KEY_BYTES]
+                    found[at] = sorted(BlockKey(name[TAG_BYTES:]) for name in named if name.startswith(TAGS[at]))
+            if len(found) < len(ranges):
+                if time.monotonic() > deadline_s:
+                    raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))
+                await asyncio.sleep(RETRY_S)
+        return [key for at in ranges for key in found[at]]
+
+    def range_checks(self) -> Sequence[RangeCheck]:
+        return self._audit.states.checks()
+
+    def end_range_checks(self, tokens: Collection[int]) -> None:
+        self._loop.call_soon_threadsafe(self._audit.report, tokens)
 
     def sweep(self, max_entries: int) -> bool:
         if max_entries < 1:
@@ -451,6 +502,8 @@ class ValkeyIndex(PrefixIndex):
     def beats(self) -> dict[NodeId, Beat]:
         if not self._on_loop():
             self._call(self._small.refresh_beats())
+        elif time.monotonic() - self._small.beats_read_s > BEATS_STALE_S:
+            raise Unavailable("Valkey does not answer: heartbeats of other servers are unknown")
         return dict(self._small.state.beats)
 
     # ---- leases of roles ----
@@ -486,7 +539,8 @@ class ValkeyIndex(PrefixIndex):
         if not self._on_loop():
             self._stats = self._call(self._read_stats())
         now_s = time.monotonic()
-        return dataclasses.replace(self._stats, failing=self._changes.reason(now_s), failing_s=self._changes.seconds(now_s))
+        failing = self._changes if self._changes.reason(now_s) else self._polls
+        return dataclasses.replace(self._stats, failing=failing.reason(now_s), failing_s=failing.seconds(now_s))
 
     async def _read_stats(self) -> IndexStats:
         sizes = await self._cluster.on_each(pack("DBSIZE"), budget_s=1.0)
@@ -498,7 +552,7 @@ class ValkeyIndex(PrefixIndex):
         used = [_USED_MEMORY.search(one) for one in memory.values() if isinstance(one, bytes)]
         keys = sum(size for size in sizes.values() if isinstance(size, int))
         return IndexStats(
-            max(0, keys - sum(count for count in found if isinstance(count, int))),
+            max(0, keys - sum(count for count in found if isinstance(count, int)) - self._audit.markers),
             sum(int(match[1]) for match in used if match is not None),
             self._small.state.dead,
         )
@@ -529,7 +583,11 @@ class ValkeyIndex(PrefixIndex):
         self._tasks.append(self._loop.create_task(self._drop()))
 
     async def _drop(self) -> None:
-        await self._small.drop()
+        try:
+            await self._small.drop()
+        except KVStoreError as error:
+            limited.warning("index not rebuilt: %s; request it again", error)
+            raise
         self._on_rebuild()
 
     # ---- parts
@@ -546,7 +604,20 @@ class ValkeyIndex(PrefixIndex):
             if self._closed:
                 raise Unavailable("the index is closed")
             raise Internal("a call that waits for Valkey would block the event loop")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PART_S + SYNC_MARGIN_S)
+        try:
+            waiting = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:  # the loop is closed
+            work.close()
+            raise Unavailable("the index is closed") from error
+        try:
+            return waiting.result(PART_S + SYNC_MARGIN_S)
+        except concurrent.futures.CancelledError as error:
+            raise Unavailable("the index is closed") from error
+        except TimeoutError as error:
+            if waiting.done():  # the work's own error
+                raise
+            waiting.cancel()
+            raise Unavailable("the event loop of the index does not run") from error
 
     def _fresh(self) -> SmallState:
         """The small state: as it is now, or on the event loop the copy."""
@@ -581,7 +652,10 @@ class ValkeyIndex(PrefixIndex):
                 else Unavailable("Valkey rejects changes", reply=str(failed[0])[:200])
             )
             self._changes.failed(time.monotonic(), error)
+            if full:
+                self._count(metadata_metrics.INDEX_FULL, 1)
             raise error
+        self._changes.succeeded(time.monotonic())
         return replies
 
     def _replicate(self, slots: set[int]) -> None:

@@ -6,6 +6,9 @@ copy is at most ``POLL_S`` older than the changes of other servers.
 
 If Valkey lost the small state, the first server that notices creates it with another epoch. Numbers of volume epochs and
 namespaces then start at a random number: records of the old epoch, on shards that lost nothing, do not name the new ones.
+
+Replication is asynchronous, so a promoted replica may lack the last changes. A number that was handed out must not be handed out
+again: records may name it. So the server waits for a replica after it drew a number, and numbers jump when the primary changes.
 """
 
 from __future__ import annotations
@@ -26,15 +29,19 @@ from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Beat, LeaseHolder, ServerRole, VolumeEpoch, VolumeEpochInfo
+from kvstore.index.counts import Count, count_nothing
 from kvstore.index.small_records import decode_beat, decode_volume_epoch, encode_beat, encode_volume_epoch
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.cluster import Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 FORMAT: Final = b"kvstore-valkey/1"
 POLL_S: Final = 0.1
 CALL_S: Final = 5.0
 """Deadline of one change."""
+REPLICATION_MS: Final = 100
+"""Time that a change waits for a replica. What the replicas lack then can be lost with the primary."""
 _META_FIELDS: Final = ("format", "epoch", "revision", "lives", "namespaces", "notes")
 _U32: Final = struct.Struct("<I")
 _PART: Final = 1_000
@@ -42,21 +49,41 @@ _PART: Final = 1_000
 T = TypeVar("T")
 _EPOCH_CHANGED: Final = "EPOCHCHANGED"
 
-_GUARD: Final = f"""
+_JUMP: Final = 4_096
+"""More numbers than a primary can have handed out without its replicas knowing."""
+_FLAGS: Final = "#!lua flags=allow-oom\n"
+"""The small state stays small, and without it no node would be alive. So it may change if Valkey has no memory left."""
+_EPOCH_GUARD: Final = f"""
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return redis.error_reply('{_EPOCH_CHANGED} the index epoch changed') end
+"""
+_GUARD: Final = (
+    _EPOCH_GUARD
+    + f"""
+local server = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+if redis.call('HGET', KEYS[1], 'server') ~= server then
+  redis.call('HSET', KEYS[1], 'server', server)
+  for _, counter in ipairs({{'next_life', 'next_namespace', 'revision', 'lives', 'namespaces', 'notes'}}) do
+    redis.call('HINCRBY', KEYS[1], counter, {_JUMP})
+  end
+end
 local function announce(tbl)
   redis.call('HINCRBY', KEYS[1], tbl, 1)
   return redis.call('HINCRBY', KEYS[1], 'revision', 1)
 end
 """
+)
+"""Begin of a script that changes tables. If another process is the primary now, the last changes may be lost with the former one.
+So all numbers jump: none is used twice, and no version names two states."""
 _CREATE: Final = """
 if redis.call('HSETNX', KEYS[1], 'epoch', ARGV[1]) == 1 then
   redis.call('HSET', KEYS[1], 'format', ARGV[2], 'revision', ARGV[3], 'lives', ARGV[3], 'namespaces', ARGV[3], 'notes', ARGV[3],
              'next_life', ARGV[4], 'next_namespace', ARGV[4])
   redis.call('HSET', KEYS[2], '0', 1)
+  return 1
 end
-return 1
+return 0
 """
+"""A new epoch sweeps once, because shards that were not lost may have records of volume epochs that nobody knows."""
 _OPEN_LIFE: Final = (
     _GUARD
     + """
@@ -124,7 +151,7 @@ return 0
 """
 )
 _PUT_BEATS: Final = (
-    _GUARD
+    _EPOCH_GUARD
     + """
 for at = 2, #ARGV, 2 do
   if ARGV[at + 1] == '' then redis.call('HDEL', KEYS[2], ARGV[at]) else redis.call('HSET', KEYS[2], ARGV[at], ARGV[at + 1]) end
@@ -197,10 +224,15 @@ class SmallState:
 class SmallStateStore:
     """Reads and changes the small state. All methods belong to the cluster's event loop; ``state`` may be read anywhere."""
 
-    def __init__(self, cluster: ValkeyClient) -> None:
+    def __init__(self, cluster: ValkeyClient, count: Count = count_nothing) -> None:
         self._cluster = cluster
+        self._count = count
         self._reading = asyncio.Lock()  # else a slow read would replace the result of a later one
         self.state = SmallState()
+        self.founded = b""
+        """Epoch that this process created; empty: none."""
+        self.beats_read_s = float("-inf")
+        """When the heartbeats were read last (``time.monotonic``)."""
 
     # ---- reading
     async def load(self) -> None:
@@ -210,18 +242,15 @@ class SmallStateStore:
             Unavailable: the shard of the small state does not answer.
             Unsupported: another version of this software wrote it.
         """
-        created = pack(
-            "EVAL",
-            _CREATE,
-            1,
-            names.META,
-            secrets.token_bytes(KEY_BYTES),
-            FORMAT,
-            1 + secrets.randbits(40),
-            secrets.randbits(15) << 16,
-        )
-        await self._run([created])
+        epoch = secrets.token_bytes(KEY_BYTES)
+        numbers = 1 + secrets.randbits(40), secrets.randbits(15) << 16
+        created = pack("EVAL", _FLAGS + _CREATE, 2, names.META, names.DEAD, epoch, FORMAT, *numbers)
+        (reply,) = await self._run([created])
+        if isinstance(reply, hiredis.ReplyError):
+            raise Unavailable("Valkey rejected a new index", reply=str(reply)[:200])
         await self.refresh()
+        if self.state.epoch == epoch:  # not by the reply: the command may have run twice
+            self.founded = epoch
 
     async def refresh(self) -> None:
         """Read what changed since the last call.
@@ -273,7 +302,9 @@ class SmallStateStore:
     async def refresh_beats(self) -> None:
         """Read the heartbeats of all nodes."""
         async with self._reading:
+            began_s = time.monotonic()
             (rows,) = await self._run([pack("HGETALL", names.BEATS)])
+            self.beats_read_s = began_s
             found = dict(decode_beat(value + name) for name, value in _pairs(rows))
             self.state = replace(self.state, beats=MappingProxyType(found))
 
@@ -294,7 +325,7 @@ class SmallStateStore:
         """Open a volume epoch, or find the open one of the same volume and boot."""
         info = VolumeEpochInfo(VolumeEpoch(0), volume_id, node_id, tier, boot_id)
         arguments = (_boot_name(info), encode_volume_epoch(info))
-        number, _ = await self._change(_OPEN_LIFE, (names.META, names.LIVES, names.BOOTS), *arguments)
+        number, _ = await self._change(_OPEN_LIFE, (names.META, names.LIVES, names.BOOTS), *arguments, replicate=True)
         return VolumeEpoch(int(number))
 
     async def close_volume_epoch(self, volume_epoch: VolumeEpoch) -> None:
@@ -314,7 +345,8 @@ class SmallStateStore:
             CapacityExceeded: the index holds as many namespaces as it may.
         """
         flagged = b"\x00" if spec is None else b"\x01" + spec
-        value, _ = await self._change(_PUT_NAMESPACE, (names.META, names.NAMESPACES), namespace, flagged, limits.MAX_NAMESPACES)
+        arguments = (namespace, flagged, limits.MAX_NAMESPACES)
+        value, _ = await self._change(_PUT_NAMESPACE, (names.META, names.NAMESPACES), *arguments, replicate=True)
         if not value:
             raise CapacityExceeded("too many namespaces", limit=limits.MAX_NAMESPACES)
         return decode_namespace(value).ordinal
@@ -354,31 +386,47 @@ class SmallStateStore:
         left = await self._change(_SWEPT, (names.META, names.DEAD))
         return int(left[0])
 
-    async def _change(self, script: str, names_used: Sequence[bytes], *arguments: bytes | str | int) -> list[bytes]:
+    async def _change(
+        self, script: str, names_used: Sequence[bytes], *arguments: bytes | str | int, replicate: bool = False
+    ) -> list[bytes]:
         """Run a script on the small state, and read the state again if the script changed it.
+
+        Args:
+            script: the script; its first key is the meta data, its first argument the epoch.
+            names_used: keys.
+            arguments: further arguments.
+            replicate: wait a moment until a replica has the change.
 
         Raises:
             Unavailable: the shard does not answer, or Valkey lost the state.
         """
-        reply = await self._script(script, names_used, self.state.epoch, *arguments)
+        reply = await self._script(script, names_used, self.state.epoch, *arguments, replicate=replicate)
         await self.refresh()
         values = reply if isinstance(reply, list) else [reply]
         return [value if isinstance(value, bytes) else str(value).encode() for value in values]
 
-    async def _script(self, script: str, names_used: Sequence[bytes], *arguments: bytes | str | int) -> Reply:
-        (reply,) = await self._run([pack("EVAL", script, len(names_used), *names_used, *arguments)])
+    async def _script(
+        self, script: str, names_used: Sequence[bytes], *arguments: bytes | str | int, replicate: bool = False
+    ) -> Reply:
+        commands = [pack("EVAL", _FLAGS + script, len(names_used), *names_used, *arguments)]
+        waits = replicate and self._cluster.has_replicas((names.SMALL_SLOT,))
+        if waits:
+            commands.append(pack("WAIT", 1, REPLICATION_MS))
+        reply, *confirmed = await self._run(commands, Lane.WRITES if waits else Lane.READS)  # WAIT blocks its connection
         if isinstance(reply, hiredis.ReplyError):
             if str(reply).startswith(_EPOCH_CHANGED):
                 await self.refresh()
                 raise Unavailable("Valkey lost its contents: register again")
             raise Unavailable("Valkey rejected a change", reply=str(reply)[:200])
+        if confirmed and (not isinstance(confirmed[0], int) or confirmed[0] < 1):
+            self._count(metadata_metrics.INDEX_UNREPLICATED, 1)
         return reply
 
-    async def _run(self, commands: Sequence[bytes]) -> list[Reply]:
+    async def _run(self, commands: Sequence[bytes], lane: Lane = Lane.READS) -> list[Reply]:
         if not commands:
             return []
         slot = names.SMALL_SLOT
-        return await self._cluster.run_until([(slot, command) for command in commands], time.monotonic() + CALL_S, Lane.READS)
+        return await self._cluster.run_until([(slot, command) for command in commands], time.monotonic() + CALL_S, lane)
 
 
 def _parts(items: Iterable[T]) -> Iterator[list[T]]:

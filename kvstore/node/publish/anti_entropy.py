@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.checksum import key_range
@@ -30,6 +31,8 @@ RANGES_PER_CALL = 512
 REPAIRS_PER_ROUND = 512
 REPAIR_ATTEMPTS = 3
 RPC_TIMEOUT_S = 5.0
+SETTLE_S = 2.0
+"""Time that the comparison of suspect ranges waits for the publication of changes, per part."""
 
 
 def held_by(table: BlockTable, volume: VolumeId) -> list[Block]:
@@ -79,6 +82,27 @@ class AntiEntropy:
                 self._counters.add(node_metrics.INDEX_RANGES_DRIFTED, len(drifted))
                 log.warning("index drift found: %s (drifted=%d, ranges=%d)", volume, len(drifted), DIGEST_RANGES)
         return repaired
+
+    def compare_suspects(self, boot_id: BootId, ranges: Container[int]) -> int:
+        """Compare ranges that may have lost changes. Returns the number of repaired ranges. The same errors as ``compare``.
+
+        Digests can be compared only while no change waits for its acknowledgement, so a busy node waits for such a moment.
+        """
+        repaired = 0
+        for volume in self._volumes:
+            drifted: list[int] = []
+            for first in range(0, DIGEST_RANGES, RANGES_PER_CALL):
+                if any(number in ranges for number in range(first, first + RANGES_PER_CALL)):
+                    self._wait_settled(volume)
+                    drifted += [number for number in self._drifted(boot_id, volume, first, 0.0) if number in ranges]
+            self._repair(boot_id, volume, drifted)
+            repaired += len(drifted)
+        return repaired
+
+    def _wait_settled(self, volume: VolumeId) -> None:
+        deadline_s = time.monotonic() + SETTLE_S
+        while self._log.settled_digests(volume) is None and time.monotonic() < deadline_s:
+            self._log.wait_published([volume], deadline_s)
 
     def _drifted(self, boot_id: BootId, volume: VolumeId, first: int, max_age_s: float) -> list[int]:
         changes = self._log.changes(volume)

@@ -24,14 +24,16 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
+from kvstore.core.checksum import key_range
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.core.types import BlockRun, BootId, VolumeId
 from kvstore.node.publish.anti_entropy import AntiEntropy, held_by
 from kvstore.node.publish.health import HealthReporter
 from kvstore.node.publish.heartbeat import HeartbeatListener
+from kvstore.node.publish.range_checks import RequestedCheck, RequestedChecks
 from kvstore.node.state.change_log import ReplicaChangeLog, Taken, in_chains, runs_of
-from kvstore.node.state.model import NodeVolume
+from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import FailureTracker
@@ -98,7 +100,8 @@ class IndexPublisher:
         self._read_rate = read_rate
         self._node = node
         self._health = health or HealthReporter(table, replica_log, MonotonicClock(), FailureTracker())
-        self._listeners = listeners
+        self._checks = RequestedChecks()
+        self._listeners = [*listeners, self._checks]
         self._over_quota = 0
         self._boot_id = BootId(node.boot_id)
         self._table = table
@@ -187,6 +190,7 @@ class IndexPublisher:
         self._stopping.set()
         self._again.set()
         self._log.wake()
+        self._checks.wake()
         self._channel.close()
         for thread in self._threads:
             thread.join(timeout_s)
@@ -249,6 +253,7 @@ class IndexPublisher:
             for request_sent, events in self._unacknowledged:  # the inventories include them
                 self._log.acknowledge(VolumeId(request_sent.volume_id), events)
             self._unacknowledged.clear()
+            self._checks.restarted()
             needed = list(self._volumes)
         return needed
 
@@ -278,6 +283,7 @@ class IndexPublisher:
                             message, events = self._unacknowledged.popleft()
                             self._log.acknowledge(VolumeId(message.volume_id), events)
                             slots.release()
+                    self._checks.acknowledged(response.sequence)
             except grpc.RpcError as error:
                 broken.append(error)
             ended.set()
@@ -338,6 +344,11 @@ class IndexPublisher:
             for volume in list(self._inventories_due):
                 yield from self._inventory(volume)
                 del self._inventories_due[volume]
+            for check in self._checks.lost():
+                yield from self._lost_blocks(check)
+                self._checks.sent(check.token, self._sequence)
+                if not self._unacknowledged:
+                    self._checks.acknowledged(self._sequence)
             if not self._round:
                 self._round.extend(self._log.take(BATCH_EVENTS))
             while self._round:
@@ -351,13 +362,24 @@ class IndexPublisher:
     def _inventory(self, volume: VolumeId) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
         """Return the messages with all blocks of a volume. Concurrent changes are in the log, which is sent afterwards."""
         held = held_by(self._table, volume)
-        held.sort(key=lambda block: block.depth)  # parents before children
-        held = in_chains(held)
         log.info("inventory sent: volume %s (blocks=%d)", volume, len(held))
         self._counters.add(node_metrics.INVENTORIES_SENT)
+        yield from self._stores(volume, held)
+        yield self._message(volume, [], sync_end=True), 0
+
+    def _lost_blocks(self, check: RequestedCheck) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
+        """Return the messages with all blocks of ranges that the index lost."""
+        for volume in self._volumes:
+            held = [block for block in held_by(self._table, volume) if key_range(block.key) in check.ranges]
+            log.info("blocks of lost index ranges sent: volume %s (blocks=%d, ranges=%d)", volume, len(held), len(check.ranges))
+            self._counters.add(node_metrics.LOST_RANGE_BLOCKS_SENT, len(held))
+            yield from self._stores(volume, held)
+
+    def _stores(self, volume: VolumeId, held: list[Block]) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
+        held.sort(key=lambda block: block.depth)  # parents before children
+        held = in_chains(held)
         for at in range(0, len(held), BATCH_EVENTS):
             yield self._message(volume, runs_of(held[at : at + BATCH_EVENTS])), 0
-        yield self._message(volume, [], sync_end=True), 0
 
     def _message(
         self, volume: VolumeId, stored: Sequence[BlockRun], removed: bytes = b"", *, sync_end: bool = False
@@ -397,17 +419,36 @@ class IndexPublisher:
 
     # ---------------------------------------------------------------- anti-entropy
     def _anti_entropy_loop(self) -> None:
-        while not self._stopping.wait(self._anti_entropy_interval_s):
+        next_s = time.monotonic() + self._anti_entropy_interval_s
+        while not self._stopping.is_set():
+            check = self._checks.wait_for_suspects(max(0.0, next_s - time.monotonic()))
+            if self._stopping.is_set():
+                return
+            if check is None:
+                next_s = time.monotonic() + self._anti_entropy_interval_s
             if not self._registered.is_set():
+                self._stopping.wait(RETRY_FIRST_S)
                 continue
             try:
-                self._compare(self._anti_entropy_interval_s)
+                if check is None:
+                    self._compare(self._anti_entropy_interval_s)
+                else:
+                    self._compare_suspects(check)
             except KVStoreError as error:
                 self._counters.add(node_metrics.ANTI_ENTROPY_FAILED)
                 log.warning("anti-entropy failed: %s", error)
             except Exception:  # thread edge: as above
                 self._counters.add(node_metrics.ANTI_ENTROPY_BUGS)
                 log.exception("anti-entropy failed: unexpected error, trying again")
+
+    def _compare_suspects(self, check: RequestedCheck) -> None:
+        """Compare ranges whose last changes the index may have lost."""
+        try:
+            with self._comparing:
+                repaired = self._anti_entropy.compare_suspects(self._boot_id, check.ranges)
+            log.info("suspect index ranges compared (ranges=%d, repaired=%d)", len(check.ranges), repaired)
+        finally:  # what failed is left to the next regular comparison
+            self._checks.made(check.token)
 
     def _log_quota_skips(self) -> None:
         """Log blocks that quotas kept out: engines get no error for them."""

