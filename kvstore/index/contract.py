@@ -17,10 +17,11 @@ and needs no scan. Records of closed volume epochs are removed in the background
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol
 
+from kvstore.core.index_backend import IndexBackend, MetadataServerRecord
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 
 VolumeEpoch = NewType("VolumeEpoch", int)
@@ -303,6 +304,22 @@ class PrefixIndex(ABC):
     @abstractmethod
     def stats(self) -> IndexStats:
         """Size and health of the index, in O(1)."""
+
+    def backend(self) -> IndexBackend:
+        """The servers that hold the index, as last observed. It does not wait."""
+        return IndexBackend()
+
+    async def exchange_servers(self, mine: MetadataServerRecord, ended: Collection[str] = ()) -> list[MetadataServerRecord]:
+        """Store the record of this metadata server, and read those of all that share the index.
+
+        Args:
+            mine: record of this server.
+            ended: ids of servers whose records are deleted before.
+
+        Raises:
+            Unavailable: the index does not answer.
+        """
+        return [] if mine.server_id in ended else [mine]
 
     @abstractmethod
     def close(self) -> None:

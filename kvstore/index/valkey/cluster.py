@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 import hiredis
 
 from kvstore.core.errors import KVStoreError, Unavailable, Unsupported
-from kvstore.index.counts import Count
+from kvstore.index.counts import Count, Observe, observe_nothing
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.connection import Connection, Reply, connect, pack, refusal
 from kvstore.index.valkey.topology import EMPTY, NO_SHARD, Topology, parse_cluster_slots
@@ -67,6 +67,12 @@ class Lane(IntEnum):
 
     READS = 0
     WRITES = 1
+
+
+_BATCH_SECONDS: Final = {
+    Lane.READS: metadata_metrics.INDEX_BATCH_SECONDS["reads"],
+    Lane.WRITES: metadata_metrics.INDEX_BATCH_SECONDS["writes"],
+}
 
 
 class Shard:
@@ -123,6 +129,7 @@ class Cluster:
         address: the cluster.
         budget_s: time that a batch of reads waits for a shard.
         count: counts events.
+        observe: receives the durations of batches.
         on_moved: called with the slots whose primary changed.
     """
 
@@ -132,11 +139,13 @@ class Cluster:
         *,
         budget_s: float,
         count: Count,
+        observe: Observe = observe_nothing,
         on_moved: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self._address = address
         self.budget_s = budget_s
         self._count = count
+        self._observe = observe
         self._on_moved = on_moved
         self.topology: Topology = EMPTY
         self._shards: dict[str, Shard] = {}
@@ -178,6 +187,7 @@ class Cluster:
             budget_s: time to wait for a shard; None: the configured budget.
             lane: connections to use.
         """
+        began_s = time.monotonic()
         answers: list[Answer] = [UNANSWERED] * len(commands)
         of_slot, positions_of = self.topology.of_slot, dict[int, list[int]]()
         for position, (slot, _) in enumerate(commands):
@@ -193,6 +203,7 @@ class Cluster:
         unanswered = answers.count(UNANSWERED)
         if unanswered:
             self._count(metadata_metrics.SHARD_UNANSWERED, unanswered)
+        self._observe(_BATCH_SECONDS[lane], time.monotonic() - began_s)
         return answers
 
     async def run_until(self, commands: Sequence[Command], deadline_s: float, lane: Lane = Lane.WRITES) -> list[Reply]:
@@ -226,9 +237,9 @@ class Cluster:
         await self._exchange(sends, answers, self.budget_s if budget_s is None else budget_s, Lane.READS)
         return {shard.address: answer for shard, answer in zip(self._by_number, answers, strict=True)}
 
-    def away(self) -> list[str]:
-        """Addresses of the primaries that are away."""
-        return [shard.address for shard in self._by_number if not shard.up]
+    def away_since_s(self) -> dict[str, float]:
+        """Since when each primary that is away has been so (``time.monotonic``), by address."""
+        return {shard.address: shard.away_since_s for shard in self._by_number if not shard.up}
 
     async def _exchange(
         self, sends: Sequence[tuple[Shard, Sequence[int], bytes]], answers: list[Answer], budget_s: float, lane: Lane

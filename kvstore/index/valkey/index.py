@@ -22,7 +22,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Coroutine, Mapping, Sequence
 from typing import Any, Final, Self, TypeVar
 
 import hiredis
@@ -30,6 +30,7 @@ import hiredis
 from kvstore.core import limits
 from kvstore.core.checksum import key_range
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
+from kvstore.core.index_backend import IndexBackend, MetadataServerRecord
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.checks import check_batch, check_keys, check_namespace, check_packed_keys, check_ranges, check_volume
 from kvstore.index.contract import (
@@ -44,7 +45,7 @@ from kvstore.index.contract import (
     VolumeEpoch,
     VolumeEpochInfo,
 )
-from kvstore.index.counts import Count, count_nothing, report_ignored
+from kvstore.index.counts import Count, Observe, count_nothing, observe_nothing, report_ignored
 from kvstore.index.prefix import PrefixSearch
 from kvstore.index.record import BatchEdit, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
@@ -62,6 +63,8 @@ from kvstore.index.valkey.records import (
     read_command,
     took_effect,
 )
+from kvstore.index.valkey.servers.metadata_servers import decode_records, exchange_commands
+from kvstore.index.valkey.servers.watch import ServerWatch
 from kvstore.index.valkey.small_state import POLL_S, SmallState, SmallStateStore
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
@@ -76,6 +79,8 @@ LOOKUP_BUDGET_S: Final = 0.02
 PART_S: Final = 10.0
 """Deadline of ``_PART`` commands of a publish or a long read."""
 SYNC_MARGIN_S: Final = 5.0
+SERVERS_S: Final = 1.0
+"""Deadline of an exchange of the metadata servers' records."""
 MAX_RACES: Final = 5
 """Attempts to replace records that other servers change at the same time. Then anti-entropy repairs what is left."""
 REPLICATION_MS: Final = 100
@@ -104,6 +109,7 @@ class ValkeyIndex(PrefixIndex):
         address: ValkeyAddress,
         loop: asyncio.AbstractEventLoop,
         count: Count,
+        observe: Observe,
         lookup_budget_s: float,
         own: _LoopThread | None,
         on_rebuild: Callable[[], None],
@@ -112,7 +118,8 @@ class ValkeyIndex(PrefixIndex):
         self._own = own
         self._on_rebuild = on_rebuild
         self._count = count
-        self._cluster = Cluster(address, budget_s=lookup_budget_s, count=count)
+        self._cluster = Cluster(address, budget_s=lookup_budget_s, count=count, observe=observe)
+        self._watch = ServerWatch(address, self._cluster)
         self._small = SmallStateStore(self._cluster)
         self._abilities = Abilities()
         self._run_ends = RunEndCache()
@@ -135,7 +142,7 @@ class ValkeyIndex(PrefixIndex):
             Unauthenticated, PermissionDenied: the cluster rejects the user.
         """
         own = _LoopThread()
-        index = cls(address, own.loop, count, lookup_budget_s, own, _ignore)
+        index = cls(address, own.loop, count, observe_nothing, lookup_budget_s, own, _ignore)
         try:
             own.run(index._start(), PART_S)
         except BaseException:
@@ -149,11 +156,12 @@ class ValkeyIndex(PrefixIndex):
         address: ValkeyAddress,
         *,
         count: Count = count_nothing,
+        observe: Observe = observe_nothing,
         lookup_budget_s: float = LOOKUP_BUDGET_S,
         on_rebuild: Callable[[], None] = _ignore,
     ) -> Self:
         """Open the index on the running event loop. The same errors as ``open``."""
-        index = cls(address, asyncio.get_running_loop(), count, lookup_budget_s, None, on_rebuild)
+        index = cls(address, asyncio.get_running_loop(), count, observe, lookup_budget_s, None, on_rebuild)
         try:
             await index._start()
         except BaseException:
@@ -166,7 +174,7 @@ class ValkeyIndex(PrefixIndex):
         await self._learn_abilities()
         await self._small.load()
         self._stats = await self._read_stats()
-        self._tasks = [asyncio.create_task(self._poll())]
+        self._tasks = [asyncio.create_task(self._poll()), asyncio.create_task(self._watch.run())]
 
     async def _learn_abilities(self) -> None:
         answers = await self._cluster.on_each(pack("INFO", "server"), budget_s=1.0)
@@ -260,6 +268,8 @@ class ValkeyIndex(PrefixIndex):
         for positions in search:
             names_read = [BlockKey(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in positions]
             answers = await self._cluster.run([read_command(key) for key in names_read])
+            self._count(metadata_metrics.LOOKUP_ROUNDS, 1)
+            self._count(metadata_metrics.LOOKUP_COMMANDS, len(names_read))
             for position, answer in zip(positions, answers, strict=True):
                 if isinstance(answer, bytes):
                     record = decode(answer)
@@ -424,6 +434,14 @@ class ValkeyIndex(PrefixIndex):
             self._call(self._small.refresh_beats())
         return dict(self._small.state.beats)
 
+    # ---- servers ----
+    def backend(self) -> IndexBackend:
+        return self._watch.backend()
+
+    async def exchange_servers(self, mine: MetadataServerRecord, ended: Collection[str] = ()) -> list[MetadataServerRecord]:
+        *_, records = await self._cluster.run_until(exchange_commands(mine, ended), time.monotonic() + SERVERS_S, Lane.READS)
+        return decode_records(records)
+
     # ---- the whole ----
     @property
     def revision(self) -> int:
@@ -518,6 +536,7 @@ class ValkeyIndex(PrefixIndex):
             failed = [reply for reply in replies if isinstance(reply, hiredis.ReplyError)]
         if failed:
             full = str(failed[0]).startswith("OOM")
+            self._count(metadata_metrics.INDEX_CHANGES_REFUSED["full" if full else "other"], 1)
             error: KVStoreError = (
                 CapacityExceeded("Valkey is full: raise its maxmemory or add shards", reply=str(failed[0]))
                 if full

@@ -36,6 +36,7 @@ NAMESPACES: Final = SMALL_TAG + b"ns"
 NOTES: Final = SMALL_TAG + b"notes"
 QUIET_NOTES: Final = SMALL_TAG + b"quiet"
 BEATS: Final = SMALL_TAG + b"beats"
+SERVERS: Final = SMALL_TAG + b"servers"
 
 
 def record_name(key: BlockKey) -> bytes:
@@ -43,4 +44,4 @@ def record_name(key: BlockKey) -> bytes:
     return TAGS[key[0] << 4 | key[1] >> 4] + key
 
 
-ALL_SMALL: Final = (META, LIVES, BOOTS, DEAD, NAMESPACES, NOTES, QUIET_NOTES, BEATS)
+ALL_SMALL: Final = (META, LIVES, BOOTS, DEAD, NAMESPACES, NOTES, QUIET_NOTES, BEATS, SERVERS)

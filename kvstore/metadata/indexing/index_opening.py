@@ -38,6 +38,7 @@ async def open_index(config: MetadataConfig, counters: Counters, on_damage: Call
     return await ValkeyIndex.start(
         ValkeyAddress(config.valkey_servers, _credentials(config), _tls(config)),
         count=counters.add,
+        observe=counters.observe,
         lookup_budget_s=config.lookup_shard_ms / 1000,
         on_rebuild=on_damage,
     )
