@@ -32,6 +32,7 @@ from kvstore.metadata.membership.maintenance import Maintenance
 from kvstore.metadata.membership.node_admin import NodeAdmin
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.membership.pause import PauseWatch
+from kvstore.metadata.membership.server_table import ServerTable
 from kvstore.metadata.retention.policies import RetentionPolicies
 from kvstore.metadata.retention.settings_store import SettingsStore
 from kvstore.metadata.scheduling.planner_service import PlannerService
@@ -88,6 +89,7 @@ class MetadataServer:
         self._reads: IndexThread | None = None
         self._maintenance: Maintenance | None = None
         self._health: HealthMonitor | None = None
+        self._servers: ServerTable | None = None
         self._journal: EventJournal | None = None
         self._bound: BoundServer | None = None
         self._service: MetadataService | None = None
@@ -110,19 +112,21 @@ class MetadataServer:
             settings = SettingsStore(config.settings_path)
             parts = self._make_parts(index, settings)
             tls = config.tls.resolve()
-            health = self._health = self._make_health(parts, settings, tls)
+            servers = self._servers = ServerTable(index, self._node_clock, config.node_ttl_ms / 1000, self.counters)
+            health = self._health = self._make_health(parts, settings, tls, servers)
             history = History(functools.partial(read_totals, self.counters, index))
-            self._bound = await self._build_server(parts, health, history, tls)
+            self._bound = await self._build_server(parts, health, history, tls, servers)
             self._maintenance = self._make_maintenance(parts, history)
             self._maintenance.start()
             health.start()
             await self._bound.start()
             if config.metrics_listen is not None:
-                self._metrics = self._serve_metrics(config.metrics_listen, parts, health)
+                self._metrics = self._serve_metrics(config.metrics_listen, parts, health, servers)
         except BaseException:
             await self.stop(0.0)
             raise
         (address,) = self._bound.addresses
+        servers.start(address)
         logger.info("metadata server started: %s (index_epoch=%s)", address, index.epoch.hex())
         parts.journal.record(
             "metadata_started", "", f"The metadata server started at {address} (index epoch {index.epoch.hex()})."
@@ -165,7 +169,9 @@ class MetadataServer:
             digests=IndexDigests(index, reads, self._clock),
         )
 
-    def _make_health(self, parts: MetadataParts, settings: SettingsStore, tls: TlsConfig | None) -> HealthMonitor:
+    def _make_health(
+        self, parts: MetadataParts, settings: SettingsStore, tls: TlsConfig | None, servers: ServerTable
+    ) -> HealthMonitor:
         return HealthMonitor(
             parts.index,
             self._config.index_path,
@@ -176,11 +182,12 @@ class MetadataServer:
             CertificateWatch(tls, "the metadata server"),
             parts.journal,
             self.counters,
+            servers,
             records=self._worker == 0,
         )
 
     async def _build_server(
-        self, parts: MetadataParts, health: HealthMonitor, history: History, tls: TlsConfig | None
+        self, parts: MetadataParts, health: HealthMonitor, history: History, tls: TlsConfig | None, servers: ServerTable
     ) -> BoundServer:
         config = self._config
         service = self._service = MetadataService(parts)
@@ -199,6 +206,7 @@ class MetadataServer:
             health,
             history,
             parts.journal,
+            servers,
         )
         return await build_aio_server(
             [
@@ -233,7 +241,9 @@ class MetadataServer:
             pauses=PauseWatch(ttl_s, parts.nodes.paused) if self._watches_pauses else None,
         )
 
-    def _serve_metrics(self, listen: str, parts: MetadataParts, health: HealthMonitor) -> MetricsServer | None:
+    def _serve_metrics(
+        self, listen: str, parts: MetadataParts, health: HealthMonitor, servers: ServerTable
+    ) -> MetricsServer | None:
         gauges = MetadataGauges(
             asyncio.get_running_loop(),
             parts.index,
@@ -241,6 +251,7 @@ class MetadataServer:
             parts.planner,
             parts.scheduler,
             parts.event_log,
+            servers,
             index_disk=lambda: health.index_disk,
         )
         labels = {"worker": str(self._worker)} if self._config.workers > 1 else None
@@ -295,6 +306,8 @@ class MetadataServer:
             await _bounded("gRPC", self._bound.stop(grace_s), grace_s)
         if self._health is not None:
             await _bounded("the health task", self._health.stop())
+        if self._servers is not None:
+            await _bounded("the table of metadata servers", self._servers.stop())
         if self._journal is not None:
             if self._bound is not None:
                 self._journal.record("metadata_stopped", "", "The metadata server stopped.")
@@ -306,9 +319,9 @@ class MetadataServer:
                 await thread.close()
         if self._index is not None:
             await _bounded("the index", self._index.close_async())
-        self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._index = (
-            self._event_log
-        ) = None
+        self._bound = self._health = self._servers = self._journal = self._maintenance = self._writes = self._reads = (
+            self._index
+        ) = self._event_log = None
 
 
 async def _bounded(what: str, ending: Awaitable[None], grace_s: float = 0.0) -> None:

@@ -46,5 +46,6 @@ METHODS: Final = (
 MOST_NODES: Final = 4_096
 MOST_ENGINES: Final = 4_096
 VOLUME: Final[Labels] = {"volume": Limit(64), "tier": TIERS}
-SHARD: Final[Labels] = {"shard": Limit(64)}
+MOST_SHARDS: Final = 64
+SHARD: Final[Labels] = {"shard": Limit(MOST_SHARDS)}
 """Number of a shard, in the order of the hash slots."""
