@@ -76,7 +76,7 @@ class HeartbeatExchange:
         last, known = self._beats.get(node_id), self._reports.get(node_id)
         counter = counter or (1 if last is None else (last.counter + 1) & _COUNTER_MASK)
         number = counter
-        if known is not None and known.host == host and node_id in self._written and _has_contents_of(known.heartbeat, heartbeat):
+        if known is not None and known.host == host and node_id in self._written and _has_contents_of(heartbeat, known.heartbeat):
             number = known.number
         else:
             self._changed.add(node_id)
@@ -157,7 +157,9 @@ class HeartbeatExchange:
         self._changed.intersection_update(known)
 
 
-def _has_contents_of(last: HeartbeatRequest, heartbeat: HeartbeatRequest) -> bool:
-    """Whether a heartbeat differs from the last one at most in its number. ``last`` gets the number: it is no longer needed."""
-    last.report = heartbeat.report
-    return last == heartbeat
+def _has_contents_of(heartbeat: HeartbeatRequest, last: HeartbeatRequest) -> bool:
+    """Whether a heartbeat differs from the last one at most in its number."""
+    number, heartbeat.report = heartbeat.report, last.report
+    same = heartbeat == last
+    heartbeat.report = number
+    return same

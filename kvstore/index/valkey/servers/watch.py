@@ -16,8 +16,8 @@ from typing import Final
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.index_backend import IndexBackend, IndexServer
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import Cluster
-from kvstore.index.valkey.connection import Connection, Reply, connect, pack
+from kvstore.index.valkey.cluster import ValkeyClient
+from kvstore.index.valkey.connection import Reply, ValkeyConnection, connect, pack
 from kvstore.index.valkey.keys import SLOTS
 from kvstore.index.valkey.servers.info import DESCRIBE, ServerFacts, parse_cluster_shards, servers_of
 from kvstore.index.valkey.topology import EMPTY, NO_SHARD, Topology
@@ -41,10 +41,10 @@ class ServerWatch:
         cluster: its client, which knows the topology and which primaries are away.
     """
 
-    def __init__(self, address: ValkeyAddress, cluster: Cluster) -> None:
+    def __init__(self, address: ValkeyAddress, cluster: ValkeyClient) -> None:
         self._address = address
         self._cluster = cluster
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[str, ValkeyConnection] = {}
         self._away_since_s: dict[str, float] = {}
         self._groups: Sequence[Sequence[str]] = ()
         self._described: dict[str, IndexServer] = {}
