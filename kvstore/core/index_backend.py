@@ -1,4 +1,4 @@
-"""Description of what holds a prefix index that several metadata servers share: the servers of a Valkey Cluster. Pure."""
+"""The servers of a Valkey Cluster that hold a prefix index, and the metadata servers that share it. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class IndexServer:
         keys: keys that it holds.
         used_bytes: memory that it uses.
         limit_bytes: its limit of memory (``maxmemory``); 0: none.
-        eviction_policy: what it does at that limit (``maxmemory-policy``).
+        eviction_policy: its behaviour at that limit (``maxmemory-policy``).
         snapshots: whether it writes snapshots to disk at intervals (``save``).
         append_only: whether it writes an append-only file (``appendonly``).
         node_timeout_ms: silence after which the cluster replaces a primary (``cluster-node-timeout``).
@@ -48,7 +48,7 @@ class IndexServer:
 
 @dataclass(frozen=True, slots=True)
 class IndexBackend:
-    """What holds an index.
+    """The servers that hold an index.
 
     Attributes:
         servers: servers of the cluster, by shard, primaries first; empty: the index is a file of the metadata server's host.
@@ -66,7 +66,7 @@ class IndexBackend:
 
 @dataclass(frozen=True, slots=True)
 class MetadataServerRecord:
-    """What a metadata server writes about itself into a shared index.
+    """Record of a metadata server in a shared index.
 
     Attributes:
         server_id: random, of one run of one process.

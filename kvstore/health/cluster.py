@@ -59,7 +59,7 @@ class ServerReport:
         settings_path: that file.
         quotas: tenants with a quota.
         findings: findings of the process, for example about its certificate.
-        backend: what holds the index.
+        backend: the servers that hold the index.
         metadata_servers: number of metadata servers that serve the index.
     """
 

@@ -108,7 +108,7 @@ SHARD_AWAY: Final = _error(
     "SHARD_AWAY",
     "A shard of the index does not answer",
     "Its records are unknown: some lookups find a few blocks less, and blocks whose records belong there cannot be published."
-    " Nodes repeat their changes. If the shard has a replica, the cluster promotes it by itself.",
+    " Nodes repeat their changes. If the shard has a replica, the cluster promotes the replica within seconds.",
     "If it lasts longer than a few seconds, check the server's process and host, and `CLUSTER NODES` on another server. Without a"
     " replica, start the server again, even without data: nodes send its records again.",
 )
@@ -136,7 +136,7 @@ SHARD_MEMORY_NEARLY_FULL: Final = _warning(
 SHARD_EVICTS_RECORDS: Final = _warning(
     "SHARD_EVICTS_RECORDS",
     "A server of the index may evict records",
-    "At maxmemory the server deletes records by itself, also registrations of nodes and namespaces. Lookups then find fewer"
+    "At maxmemory the server deletes records, also registrations of nodes and namespaces. Lookups then find fewer"
     " blocks than nodes hold.",
     "Set `maxmemory-policy noeviction` on each server, in its file and with CONFIG SET.",
 )

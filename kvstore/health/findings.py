@@ -52,7 +52,7 @@ def from_proto(found: Iterable[common_pb2.Finding]) -> list[HealthFinding]:
 
 
 def overall(found: Sequence[HealthFinding]) -> Overall:
-    """Return the worst severity. What an operator should only know does not count."""
+    """Return the worst severity. Findings of severity info do not count."""
     severities = {one.severity for one in found}
     if Severity.ERROR in severities:
         return "error"

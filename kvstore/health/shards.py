@@ -23,7 +23,7 @@ def shard_findings(backend: IndexBackend, metadata_servers: int) -> Iterator[Hea
     """Yield the findings of an index.
 
     Args:
-        backend: what holds the index; a file of one host has no findings here.
+        backend: the servers that hold the index; for a file of one host there are none.
         metadata_servers: number of metadata servers that serve it.
     """
     if not backend.is_shared:

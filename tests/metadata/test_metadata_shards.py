@@ -1,4 +1,4 @@
-"""Findings about a shared index, shown to appear and to end at real Valkey servers, and the table of metadata servers."""
+"""Findings about a shared index appear and end at real Valkey servers, and the table of metadata servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(find_server() is None, reason="NO VALKEY HERE: T
 
 
 class Asked:
-    """A metadata server, and what an operator sees of it."""
+    """A metadata server as an operator sees it."""
 
     def __init__(self, server: MetadataServer, stub: MetadataAdminStub) -> None:
         self.server = server

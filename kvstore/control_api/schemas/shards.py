@@ -28,7 +28,7 @@ class IndexServerEntry(ResponseModel):
     used_bytes: Bytes | None = Field(description="memory that it uses; null: unknown", examples=[268435456])
     limit_bytes: Bytes | None = Field(description="limit of memory (maxmemory); 0: none; null: unknown", examples=[8589934592])
     eviction_policy: str | None = Field(
-        description="what it does at that limit (maxmemory-policy); null: unknown", examples=["noeviction"]
+        description="behaviour at that limit (maxmemory-policy); null: unknown", examples=["noeviction"]
     )
     snapshots: bool | None = Field(description="it writes snapshots at intervals (save); null: unknown", examples=[False])
     append_only: bool | None = Field(description="it writes an append-only file (appendonly); null: unknown", examples=[False])

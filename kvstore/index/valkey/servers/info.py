@@ -1,4 +1,4 @@
-"""What a Valkey server says about itself and its cluster. Pure: input from servers is checked, and unknown values are None."""
+"""Facts that a Valkey server reports about itself and its cluster. Pure: replies are checked, and unknown values are None."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def parse_cluster_shards(reply: object, asked_host: str) -> list[list[str]]:
     for shard in reply:
         nodes = _fields(shard).get("nodes")
         if not isinstance(nodes, list):
-            raise ValueError("a shard has no list of servers")  # noqa: TRY004
+            raise ValueError("the servers of a shard are missing")  # noqa: TRY004
         groups.append([_address(_fields(node), asked_host) for node in nodes])
     return groups
 
@@ -119,7 +119,7 @@ def _fields(reply: object) -> dict[str, object]:
 def _address(node: Mapping[str, object], asked_host: str) -> str:
     endpoint, port = node.get("endpoint"), node.get("port", node.get("tls-port"))
     if not isinstance(port, int):
-        raise ValueError("a server has no port")  # noqa: TRY004
+        raise ValueError("the port of a server is missing")  # noqa: TRY004
     host = endpoint.decode(errors="replace") if isinstance(endpoint, bytes) else ""
     return f"{host if host and host != '?' else asked_host}:{port}"
 
