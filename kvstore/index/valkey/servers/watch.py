@@ -60,8 +60,12 @@ class ServerWatch:
                 await self.observe()
                 await asyncio.sleep(ROUND_S)
         finally:
-            for connection in self._connections.values():
-                connection.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self._connections.values():
+            connection.close()
 
     async def observe(self) -> None:
         """Ask all servers once."""
