@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from monitored import alerts, scraped, selectors, targets
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1.admin_pb2_grpc import MetadataAdminStub
@@ -60,6 +62,7 @@ async def metadata_server(folder: Path, seeds: tuple[str, ...] = ()) -> AsyncIte
         listen="127.0.0.1:0",
         engine=f"valkey://{','.join(seeds)}" if seeds else "lmdb",
         lookup_shard_ms=1_000,
+        metrics_listen="127.0.0.1:0",
     )
     server = MetadataServer(config)
     async with connect_aio(await server.start(), own_connection=True) as channel:
@@ -191,6 +194,25 @@ async def test_servers_of_other_versions_are_findings(tmp_path: Path) -> None:
     with ValkeyServers(tmp_path / "redis", shards=1, program=find_server("redis-server")) as redis:
         async with metadata_server(tmp_path / "server", redis.seeds) as asked:
             assert "1 of 1 servers" in await asked.until("SHARD_WITHOUT_COMPARE_AND_SET")
+
+
+async def test_row_of_dashboard_has_series_in_a_scrape(asked: Asked, cluster: ValkeyServers) -> None:
+    for server in cluster.servers:
+        server.call("CONFIG", "SET", "maxmemory", 64 << 20)
+    try:
+        rows = [one for row, _, target in targets() if row.startswith("Index in a Valkey") for one in selectors(target["expr"])]
+        rules = [one for rule in alerts() for one in selectors(str(rule["expr"])) if one.name.startswith("kvstore_index_shard")]
+        assert len(rows) > 10
+        assert len(rules) == 4
+
+        async def complete() -> bool:
+            shown = await asyncio.to_thread(scraped, asked.server.metrics_address)
+            return all(any(one.takes(series.name, series.labels) for series in shown) for one in (*rows, *rules))
+
+        await wait_until_async(complete, "every panel and rule has series")
+    finally:
+        for server in cluster.servers:
+            server.call("CONFIG", "SET", "maxmemory", 0)
 
 
 async def test_embedded_index_has_no_shards_and_no_findings(tmp_path: Path) -> None:
