@@ -78,11 +78,11 @@ async def test_maintenance_shares_heartbeats_after_failed_writes(tmp_path: Path,
         write(beats)
 
     monkeypatch.setattr(index, "put_beats", fail_at_first)
-    assert nodes.record_heartbeat(HeartbeatRequest(node_id="n", boot_id=boot_id, report=7))
     tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, sweeps=True, on_tick=[])
     tasks.start()
 
     async def shared() -> bool:
+        assert nodes.record_heartbeat(HeartbeatRequest(node_id="n", boot_id=boot_id, report=7))
         return index.beats() == {"n": Beat(boot_id, 7, 7)}
 
     await wait_until_async(shared)

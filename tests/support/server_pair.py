@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvstore.embedded.cluster import Daemon, DaemonHost, LocalCluster, NodeSpec, free_port
+from kvstore.embedded.cluster import Daemon, DaemonHost, LocalCluster, NodeSpec
+from support.ports import free_ports
 
 
 class ServerPair(LocalCluster):
@@ -18,7 +19,7 @@ class ServerPair(LocalCluster):
 
     def __init__(self, nodes: Sequence[NodeSpec], base_dir: Path) -> None:
         super().__init__(nodes, base_dir, metadata_settings=(("node_ttl", "2500ms"), ("heartbeat_interval", "200ms")))
-        self.ports = {name: free_port() for name in self.NAMES}
+        self.ports = dict(zip(self.NAMES, free_ports(len(self.NAMES)), strict=True))
 
     @property
     def addresses(self) -> dict[str, str]:

@@ -93,12 +93,17 @@ class HeartbeatExchange:
         self._written.update(beats)
         return UnsharedBeats(beats, reports)
 
-    def put_back(self, unshared: UnsharedBeats) -> None:
-        """Writing failed: try again with the next heartbeats."""
-        for node_id in unshared.beats.keys() & self._reports.keys():
+    def write_failed(self, unshared: UnsharedBeats) -> None:
+        """These could not be written. The nodes will send further heartbeats, which are shared with their contents."""
+        for node_id in unshared.beats:
             self._written.pop(node_id, None)
-            self._unshared.setdefault(node_id, unshared.beats[node_id])
-            self._changed.add(node_id)
+
+    def drop_unshared(self) -> None:
+        """This server was paused: shared now, its heartbeats of before would make silent nodes look alive to the others."""
+        for node_id in self._unshared:
+            self._written.pop(node_id, None)
+        self._unshared.clear()
+        self._changed.clear()
 
     def read_others(self) -> dict[NodeId, Beat]:
         """Read the records that other servers wrote.

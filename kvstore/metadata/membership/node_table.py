@@ -303,14 +303,15 @@ class NodeTable:
         """Heartbeats and refusals that arrived here since the last call, to be written for the other servers."""
         return UnsharedChanges(self._exchange.take_unshared(), self._refusals.take_unshared())
 
-    def put_back(self, changes: UnsharedChanges) -> None:
-        """Changes could not be written: the next call of :meth:`take_unshared` returns their heartbeats again."""
-        self._exchange.put_back(changes.beats)
+    def write_failed(self, changes: UnsharedChanges) -> None:
+        """Changes could not be written. Further heartbeats replace them."""
+        self._exchange.write_failed(changes.beats)
 
     # ---- liveness ----
     def paused(self) -> None:
         """This process or its host was stopped until now. Call it before the next :meth:`tick`."""
         self._counters.add(metadata_metrics.PAUSES)
+        self._exchange.drop_unshared()
         self._liveness.paused(self._clock.now_s())
 
     def tick(self) -> None:
