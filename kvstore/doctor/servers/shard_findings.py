@@ -105,7 +105,7 @@ def _of_cluster(backend: IndexBackend) -> Iterator[Finding]:
     primaries = [server for server in backend.servers if server.primary]
     answering = [server for server in backend.servers if server.away_s is None]
     versions = sorted({server.version for server in answering if server.version})
-    shape = f"{len(primaries)} shards, {sum(server.replicas for server in primaries)} replicas"
+    shape = f"shards: {len(primaries)}, replicas that answer: {sum(server.replicas for server in primaries)}"
     differ = len(versions) > 1
     what = f"{shape}, {', '.join(versions) or 'version unknown'}{': versions differ' if differ else ''}"
     yield Finding(AREA, Level.WARNING if differ else Level.OK, what)

@@ -20,8 +20,8 @@ def shard_summary(found: Shards) -> str:
     used = sum(one.used_bytes or 0 for one in primaries)
     return "  ".join(
         [
-            f"{len(primaries)} shards" + (f" ({away} away)" if away else ""),
-            f"{sum(one.replicas for one in primaries)} replicas",
+            f"shards {len(primaries)}" + (f" ({away} away)" if away else ""),
+            f"replicas {sum(one.replicas for one in primaries)}",
             f"memory {output.size(used)}" + (f"/{output.size(sum(limits))}" if all(limits) else ""),
             f"keys {sum(one.keys or 0 for one in primaries):,}",
             *([f"slots without server {found.unserved_slots:,}"] if found.unserved_slots else []),
@@ -54,7 +54,7 @@ def _cells(one: IndexServerEntry) -> list[str]:
         one.address,
         "answers" if one.away_s is None else f"away for {output.duration(one.away_s)}",
         one.version or "version unknown",
-        f"{one.slots:,} slots, {one.replicas} replicas" if one.primary else lag or "lag unknown",
+        f"{one.slots:,} slots, replicas {one.replicas}" if one.primary else lag or "lag unknown",
         used or output.NOTHING,
         one.eviction_policy or output.NOTHING,
         " and ".join(persists) or ("no persistence" if one.snapshots is False else output.NOTHING),
