@@ -66,7 +66,7 @@ def test_slots_without_server_and_versions_are_found() -> None:
 
 
 @pytest.mark.parametrize("problem", SeedProblem)
-def test_seed_problem_is_missing_alone_and_a_warning_beside_others(problem: SeedProblem) -> None:
+def test_seed_problem_beside_usable_seeds_is_a_warning(problem: SeedProblem) -> None:
     bad = SeedAnswer("h:1", problem, "why")
     assert [one.level for one in index_findings(RunningIndex([bad]))] == [Level.MISSING]
     assert [one.level for one in index_findings(RunningIndex([bad, SeedAnswer("h:2")]))] == [Level.WARNING, Level.OK]

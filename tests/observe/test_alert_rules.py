@@ -139,7 +139,7 @@ CASES: dict[str, list[Case]] = {
     "KVStoreIndexShardWithoutReplica": [gauge("kvstore_index_shard_replicas", 0, 1, f'{ON},shard="2"')],
     "KVStoreIndexMemoryFilling": [
         Case({USED: level(95e6), MOST: level(100e6)}, {USED: level(85e6), MOST: level(100e6)}),
-        Case({USED: level(95e6), MOST: level(100e6)}, {USED: level(95e6)}),  # the quiet shard has no limit
+        Case({USED: level(95e6), MOST: level(100e6)}, {USED: level(95e6)}),  # the quiet shard is unlimited
     ],
     "KVStoreIndexChangesRefused": [
         counter("kvstore_index_changes_refused_total", 1, labels=f'{ON},reason="{reason}"') for reason in ("full", "other")

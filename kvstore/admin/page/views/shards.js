@@ -4,7 +4,7 @@ const SHARD_COLUMNS = [["server"], ["shard"], ["state"], ["memory"], ["keys", "n
 const SERVING_COLUMNS = [["metadata server"], ["version"], ["up", "number"]];
 const NEARLY_FULL = 0.9;
 
-/** Whether the index is in a Valkey Cluster. An index that is a file of one host has no servers to show. */
+/** Whether the index is in a Valkey Cluster. With an index that is a file of one host there are none to show. */
 const isShared = () => (known.shards?.servers.length ?? 0) > 0;
 
 function showShards() {
