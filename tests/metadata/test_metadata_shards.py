@@ -188,12 +188,44 @@ async def test_second_metadata_server_ends_the_finding(asked: Asked, cluster: Va
     await asked.until("ONE_METADATA_SERVER")
 
 
-@pytest.mark.skipif(find_server("redis-server") is None, reason="no redis-server here")
-async def test_servers_of_other_versions_are_findings(tmp_path: Path) -> None:
-    """Redis 7.0 lacks the commands of compare-and-set."""
-    with ValkeyServers(tmp_path / "redis", shards=1, program=find_server("redis-server")) as redis:
-        async with metadata_server(tmp_path / "server", redis.seeds) as asked:
-            assert "1 of 1 servers" in await asked.until("SHARD_WITHOUT_COMPARE_AND_SET")
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[ValkeyServers]:
+    """A cluster of one server of Redis 7.0, which lacks the commands of compare-and-set."""
+    program = find_server("redis-server")
+    if program is None:
+        pytest.skip("no redis-server here")
+    with ValkeyServers(tmp_path / "redis", shards=1, program=program) as redis:
+        yield redis
+
+
+async def test_old_servers_are_an_information(tmp_path: Path, redis: ValkeyServers) -> None:
+    async with metadata_server(tmp_path / "server", redis.seeds) as asked:
+        assert "1 of 1 servers" in await asked.until("SHARD_WITHOUT_COMPARE_AND_SET")
+
+
+async def test_server_of_another_version_is_a_finding_until_it_leaves(
+    asked: Asked, cluster: ValkeyServers, redis: ValkeyServers
+) -> None:
+    (other,) = redis.servers
+    other.call("CLUSTER", "FLUSHSLOTS")
+    other_id, first = other.call("CLUSTER", "MYID"), cluster.servers[0]
+    bus = next(node.split(b"@")[1].split(b",")[0].split()[0] for node in _nodes(first) if b"myself" in node)
+    other.call("CLUSTER", "MEET", "127.0.0.1", first.port, int(bus))
+    facts = await asked.until("SHARD_VERSIONS_DIFFER")
+    assert "redis 7." in facts
+    assert "valkey " in facts
+    await asked.until("SHARD_WITHOUT_COMPARE_AND_SET")
+    other.end()
+    for server in cluster.servers:
+        server.call("CLUSTER", "FORGET", other_id)
+    await asked.until("SHARD_VERSIONS_DIFFER", present=False)
+    await asked.until("SHARD_WITHOUT_COMPARE_AND_SET", present=False)
+
+
+def _nodes(server: ValkeyServer) -> list[bytes]:
+    nodes = server.call("CLUSTER", "NODES")
+    assert isinstance(nodes, bytes)
+    return nodes.splitlines()
 
 
 async def test_row_of_dashboard_has_series_in_a_scrape(asked: Asked, cluster: ValkeyServers) -> None:

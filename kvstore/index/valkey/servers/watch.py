@@ -25,7 +25,7 @@ from kvstore.observe.limited_log import LimitedLog
 
 limited = LimitedLog(logging.getLogger(__name__))
 
-ROUND_S: Final = 2.0
+ROUND_S: Final = 3.0
 ANSWER_S: Final = 1.0
 """Time within which a server answers; after it, the server counts as away."""
 _AT_ONCE: Final = 16
