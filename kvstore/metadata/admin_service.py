@@ -189,7 +189,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         )
 
     async def DescribeShards(self, request: pb.DescribeShardsRequest, context: object) -> pb.DescribeShardsResponse:
-        return describe_shards(self._parts.index.backend(), self._parts.servers)
+        return describe_shards(self._parts.index, self._parts.servers)
 
     def _order(self, subject: str, text: str) -> None:
         """Record an operator's order."""

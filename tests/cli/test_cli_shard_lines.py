@@ -27,7 +27,10 @@ def test_lines_name_roles_states_and_settings() -> None:
     )  # fmt: skip
     replica = pb.IndexServer(address="h:2", shard=0, away_ms=3_000, lag_bytes=2_048, snapshots=True)
     unknown = pb.IndexServer(address="h:3")
-    servers = [pb.MetadataServerInfo(address="m:1", version="1", answers_here=True), pb.MetadataServerInfo(address="m:2")]
+    servers = [
+        pb.MetadataServerInfo(address="m:1", version="1", answers_here=True, roles=["plan"]),
+        pb.MetadataServerInfo(address="m:2"),
+    ]
     found = serializers.shards(
         pb.DescribeShardsResponse(servers=[primary, replica, unknown], unserved_slots=7, metadata_servers=servers)
     )
@@ -41,6 +44,7 @@ def test_lines_name_roles_states_and_settings() -> None:
     assert "snapshots" in lines[2]
     assert "no shard" in lines[3]
     assert lines[4] == "metadata servers of this index"
+    assert "roles plan" in lines[5]
     assert "answered this command" in lines[5]
 
 

@@ -420,7 +420,7 @@ class Liar(metadata_pb2_grpc.MetadataServicer, admin_pb2_grpc.MetadataAdminServi
 
     def DescribeShards(self, request: Any, context: Any) -> pb.DescribeShardsResponse:  # noqa: N802
         server = pb.IndexServer(address=HOSTILE, primary=True, version=HOSTILE, eviction_policy=HOSTILE)
-        metadata_server = pb.MetadataServerInfo(server_id=HOSTILE, address=HOSTILE, version=HOSTILE)
+        metadata_server = pb.MetadataServerInfo(server_id=HOSTILE, address=HOSTILE, version=HOSTILE, roles=[HOSTILE])
         return pb.DescribeShardsResponse(servers=[server], metadata_servers=[metadata_server])
 
     def DescribePlanning(self, request: Any, context: Any) -> pb.DescribePlanningResponse:  # noqa: N802

@@ -185,6 +185,7 @@ async def test_second_metadata_server_ends_the_finding(asked: Asked, cluster: Va
         found = (await second.shards()).metadata_servers
         assert len({one.server_id for one in found}) == len({one.address for one in found}) == 2
         assert sum(one.answers_here for one in found) == 1
+        assert sorted(list(one.roles) for one in found) == [[], ["plan", "quota", "sweep"]]
     await asked.until("ONE_METADATA_SERVER")
 
 

@@ -13,12 +13,19 @@ from support.ports import free_ports
 
 
 class ServerPair(LocalCluster):
-    """A local cluster whose nodes know two metadata servers, ``metadata`` and ``metadata-2``."""
+    """A local cluster whose nodes know two metadata servers, ``metadata`` and ``metadata-2``.
+
+    Args:
+        nodes: the nodes.
+        base_dir: folder of all processes.
+        engine: the setting ``metadata.engine`` of both servers.
+    """
 
     NAMES = ("metadata", "metadata-2")
 
-    def __init__(self, nodes: Sequence[NodeSpec], base_dir: Path) -> None:
+    def __init__(self, nodes: Sequence[NodeSpec], base_dir: Path, engine: str = "lmdb") -> None:
         super().__init__(nodes, base_dir, metadata_settings=(("node_ttl", "2500ms"), ("heartbeat_interval", "200ms")))
+        self.engine = engine
         self.ports = dict(zip(self.NAMES, free_ports(len(self.NAMES)), strict=True))
 
     @property
@@ -46,6 +53,7 @@ class ServerPair(LocalCluster):
         """Start a server, or restart it on its port."""
         settings = [
             f"metadata.listen={self.addresses[name]}",
+            f"metadata.engine={self.engine}",
             f"metadata.index_path={self.base_dir / 'index'}",
             "metadata.metrics_listen=none",
             "metadata.node_ttl=2500ms",
@@ -67,7 +75,7 @@ class ServerPair(LocalCluster):
 
 
 @contextmanager
-def server_pair(base_dir: Path, *nodes: NodeSpec) -> Iterator[ServerPair]:
+def server_pair(base_dir: Path, *nodes: NodeSpec, engine: str = "lmdb") -> Iterator[ServerPair]:
     """Two running metadata servers and nodes."""
-    with ServerPair(nodes, base_dir) as pair:
+    with ServerPair(nodes, base_dir, engine) as pair:
         yield pair

@@ -45,6 +45,10 @@ class ServingMetadataServer(ResponseModel):
     version: str = Field(description="version of the program", examples=["0.2.0"])
     started_s: float = Field(description="when it started, Unix time of its host", examples=[1767225600.0])
     answers_here: bool = Field(description="it is the server that was asked", examples=[True])
+    roles: list[str] = Field(
+        description="work that it does for all servers: sweep, quota or plan; empty if the index is not shared",
+        examples=[["plan"]],
+    )
 
 
 class Shards(ResponseModel):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import socket
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -33,7 +31,6 @@ _LEAST_TTL_S: Final = 3 * TICK_S
 _STOP_S: Final = 1.0
 FORGET_S: Final = 60.0
 """Time without a move after which the record of a server is deleted."""
-_EVERY_HOST: Final = ("0.0.0.0", "[::]", "")  # noqa: S104  # addresses that nobody can connect to
 
 
 class SeenServers:
@@ -76,17 +73,18 @@ class ServerTable:
 
     Args:
         index: the index that they share.
+        server_id: id of this server process.
         clock: a monotonic clock of this host.
         ttl_s: time to live of a server.
         counters: counters of this process.
     """
 
-    def __init__(self, index: PrefixIndex, clock: Clock, ttl_s: float, counters: Counters) -> None:
+    def __init__(self, index: PrefixIndex, server_id: str, clock: Clock, ttl_s: float, counters: Counters) -> None:
         self._index = index
         self._clock = clock
         self._counters = counters
         self._seen = SeenServers(max(ttl_s, _LEAST_TTL_S))
-        self._mine = MetadataServerRecord(secrets.token_hex(8), "", kvstore.__version__, time.time())
+        self._mine = MetadataServerRecord(server_id, "", kvstore.__version__, time.time())
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -102,11 +100,9 @@ class ServerTable:
         """Start on the running event loop.
 
         Args:
-            address: the address at which this server is bound.
+            address: the address at which others reach this server.
         """
-        host, _, port = address.rpartition(":")
-        shown = f"{socket.gethostname()}:{port}" if host in _EVERY_HOST else address
-        self._mine = replace(self._mine, address=shown)
+        self._mine = replace(self._mine, address=address)
         self._task = asyncio.create_task(self._run(), name="metadata-servers")
 
     async def stop(self) -> None:

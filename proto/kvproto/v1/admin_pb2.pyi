@@ -142,18 +142,20 @@ class IndexServer(_message.Message):
     def __init__(self, address: _Optional[str] = ..., primary: _Optional[bool] = ..., shard: _Optional[int] = ..., slots: _Optional[int] = ..., replicas: _Optional[int] = ..., lag_bytes: _Optional[int] = ..., away_ms: _Optional[int] = ..., version: _Optional[str] = ..., compare_and_set: _Optional[bool] = ..., keys: _Optional[int] = ..., used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., eviction_policy: _Optional[str] = ..., snapshots: _Optional[bool] = ..., append_only: _Optional[bool] = ..., node_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class MetadataServerInfo(_message.Message):
-    __slots__ = ("server_id", "address", "version", "started_seconds", "answers_here")
+    __slots__ = ("server_id", "address", "version", "started_seconds", "answers_here", "roles")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STARTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_HERE_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     address: str
     version: str
     started_seconds: float
     answers_here: bool
-    def __init__(self, server_id: _Optional[str] = ..., address: _Optional[str] = ..., version: _Optional[str] = ..., started_seconds: _Optional[float] = ..., answers_here: _Optional[bool] = ...) -> None: ...
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, server_id: _Optional[str] = ..., address: _Optional[str] = ..., version: _Optional[str] = ..., started_seconds: _Optional[float] = ..., answers_here: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListClusterEventsRequest(_message.Message):
     __slots__ = ("after_id", "since_ms", "limit")

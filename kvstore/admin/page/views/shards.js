@@ -1,7 +1,7 @@
 // Servers of the Valkey Cluster that holds the index, and the metadata servers that serve it.
 
 const SHARD_COLUMNS = [["server"], ["shard"], ["state"], ["memory"], ["keys", "number"], ["version"]];
-const SERVING_COLUMNS = [["metadata server"], ["version"], ["up", "number"]];
+const SERVING_COLUMNS = [["metadata server"], ["roles"], ["version"], ["up", "number"]];
 const NEARLY_FULL = 0.9;
 
 /** Whether the index is in a Valkey Cluster. With an index that is a file of one host there are none to show. */
@@ -63,6 +63,6 @@ function servingRow(one) {
   const up = Math.max(0, serverNow() - one.started_s);
   return {
     key: one.server_id,
-    cells: [[h("code", {}, one.address), one.answers_here ? second("answers this page") : null], one.version, seconds(up)],
+    cells: [[h("code", {}, one.address), one.answers_here ? second("answers this page") : null], one.roles.join(", ") || "—", one.version, seconds(up)],
   };
 }

@@ -63,4 +63,5 @@ def _cells(one: IndexServerEntry) -> list[str]:
 
 def _server_cells(one: ServingMetadataServer) -> list[str]:
     up_s = max(0.0, time.time() - one.started_s)
-    return [one.address, one.version, f"up {output.duration(up_s)}", "answered this command" if one.answers_here else ""]
+    roles = f"roles {', '.join(one.roles)}" if one.roles else "no roles"
+    return [one.address, one.version, f"up {output.duration(up_s)}", roles, "answered this command" if one.answers_here else ""]
