@@ -24,7 +24,8 @@ def index() -> str:
         " a code and the facts. The web page and `GET /v1/health` show the same findings. Scripts may rely on the codes;"
         " the sentences may change.\n\n"
         "An *error* means that something does not work now. A *warning* means that it will not work soon, or that capacity"
-        " is missing. `kvstore status` exits with 5 if there is any finding, with 1 if the metadata server does not answer,"
+        " is missing. An *info* is something to know, and does not change the health. `kvstore status` exits with 5 if there"
+        " is an error or a warning, with 1 if the metadata server does not answer,"
         " and with 3 if it refuses the token: then the health is not known.\n\n"
         f"| code | severity | meaning |\n|---|---|---|\n{rows}\n"
     )

@@ -16,6 +16,7 @@ from kvstore.control_api.schemas import retention as retention_models
 from kvstore.control_api.schemas import store as models
 from kvstore.control_api.schemas.cluster import Cluster, MetadataServerEntry
 from kvstore.control_api.schemas.health import ClusterEventEntry, ClusterHealth
+from kvstore.control_api.schemas.shards import Shards
 from kvstore.control_api.store_rpc import NodeRpc, StoreRpc
 from kvstore.core.errors import InvalidArgument, NotFound
 from kvstore.core.keys import KeyChain
@@ -85,6 +86,10 @@ class Queries:
             live_plans=server.live_plans,
             path_policy=server.path_policy,
         )
+
+    async def shards(self) -> Shards:
+        """Servers that hold the index, and the metadata servers that serve it."""
+        return serializers.shards(await self._rpc.shards())
 
     async def health(self) -> ClusterHealth:
         """Health of the store and its findings, errors first."""

@@ -9,6 +9,7 @@ from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import common_pb2, metadata_pb2
 from kvstore.control_api.schemas import health as health_models
 from kvstore.control_api.schemas import retention as retention_models
+from kvstore.control_api.schemas import shards as shard_models
 from kvstore.control_api.schemas import store as models
 from kvstore.control_api.schemas.base import ResponseModel
 from kvstore.core.errors import KVStoreError
@@ -407,6 +408,36 @@ def settings(process: str, found: Iterable[pb.SettingInForce]) -> models.Setting
     return models.Settings(
         process=process,
         settings=[_shown(models.Setting, one) for one in found],
+    )
+
+
+# ---- servers of the index ----
+def shards(found: pb.DescribeShardsResponse) -> shard_models.Shards:
+    """Servers that hold the index, and the metadata servers that serve it."""
+    return shard_models.Shards(
+        servers=[_index_server(one) for one in found.servers],
+        unserved_slots=found.unserved_slots,
+        metadata_servers=[
+            _shown(shard_models.ServingMetadataServer, one, started_s=one.started_seconds, roles=list(one.roles))
+            for one in found.metadata_servers
+        ],
+    )
+
+
+_OPTIONAL_FIGURES: Final = (
+    "shard", "lag_bytes", "compare_and_set", "keys", "used_bytes", "limit_bytes", "snapshots", "append_only", "node_timeout_ms",
+)  # fmt: skip
+
+
+def _index_server(one: pb.IndexServer) -> shard_models.IndexServerEntry:
+    optional = {name: getattr(one, name) if one.HasField(name) else None for name in _OPTIONAL_FIGURES}
+    return _shown(
+        shard_models.IndexServerEntry,
+        one,
+        **optional,
+        away_s=one.away_ms / 1000 if one.HasField("away_ms") else None,
+        version=one.version or None,
+        eviction_policy=one.eviction_policy or None,
     )
 
 

@@ -131,6 +131,10 @@ class StoreRpc:
         """State of the metadata server."""
         return await self._ask(self._admin.DescribeServer, pb.DescribeServerRequest())
 
+    async def shards(self) -> pb.DescribeShardsResponse:
+        """Servers that hold a shared index, and the metadata servers that serve it."""
+        return await self._ask(self._admin.DescribeShards, pb.DescribeShardsRequest())
+
     async def namespaces(self, after: bytes, limit: int) -> pb.DescribeNamespacesResponse:
         """A page of namespaces, in order of registration."""
         return await self._ask(self._admin.DescribeNamespaces, pb.DescribeNamespacesRequest(after=after, limit=limit))

@@ -10,7 +10,7 @@ from kvstore.doctor.levels import Finding, Level
 
 MOST_ACTIONS: Final = 3
 _ORDER: Final = (Level.MISSING, Level.WARNING, Level.INFO)
-_AREAS: Final = ("storage", "memory", "TLS", "metadata server", "limits", "node")
+_AREAS: Final = ("storage", "memory", "TLS", "metadata server", "index", "limits", "node")
 """Areas in the order in which a problem there costs data or prevents a start; others follow."""
 
 

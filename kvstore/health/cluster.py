@@ -7,10 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvproto.v1 import common_pb2, metadata_pb2
+from kvstore.core.index_backend import IndexBackend
 from kvstore.health import codes
 from kvstore.health.codes import HealthCode
 from kvstore.health.findings import MAX_FINDINGS, HealthFinding, by_severity, from_proto
 from kvstore.health.node_reachability import Reachability
+from kvstore.health.quantities import duration, size
+from kvstore.health.shards import shard_findings
 
 QUOTA_SHARE: Final = 0.95
 """Share of a quota above which it is nearly used."""
@@ -56,6 +59,8 @@ class ServerReport:
         settings_path: that file.
         quotas: tenants with a quota.
         findings: findings of the process, for example about its certificate.
+        backend: the servers that hold the index.
+        metadata_servers: number of metadata servers that serve the index.
     """
 
     index_failing: str = ""
@@ -66,6 +71,8 @@ class ServerReport:
     settings_path: str = ""
     quotas: Sequence[QuotaUse] = ()
     findings: Sequence[HealthFinding] = ()
+    backend: IndexBackend = field(default_factory=IndexBackend)
+    metadata_servers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,7 @@ def find(report: ClusterReport) -> list[HealthFinding]:
 # ---- metadata server ----
 def _of_server(server: ServerReport) -> Iterator[HealthFinding]:
     if server.index_failing:
-        facts = f"The index has accepted no changes for {_duration(server.index_failing_s)}: {server.index_failing}"
+        facts = f"The index has accepted no changes for {duration(server.index_failing_s)}: {server.index_failing}"
         yield HealthFinding(codes.INDEX_READ_ONLY, "", facts)
     elif server.index_disk is not None and server.index_disk.nearly_full:
         facts = f"{server.index_path} has {size(server.index_disk.free_bytes)} free of {size(server.index_disk.total_bytes)}."
@@ -115,6 +122,7 @@ def _of_server(server: ServerReport) -> Iterator[HealthFinding]:
             facts = f"Tenant {name} holds {size(use.held_bytes)} of {size(use.quota_bytes)} in {use.tier}."
             yield HealthFinding(codes.QUOTA_NEARLY_USED, name, facts)
     yield from server.findings
+    yield from shard_findings(server.backend, server.metadata_servers)
 
 
 # ---- nodes ----
@@ -130,7 +138,7 @@ def _of_node(node: NodeReport) -> Iterator[HealthFinding]:
     offset_s = status.clock_offset_ms / 1000
     if abs(offset_s) > CLOCK_S:
         way = "ahead of" if offset_s > 0 else "behind"
-        facts = f"The clock of node {node_id}'s host is {_duration(abs(offset_s))} {way} that of the metadata server."
+        facts = f"The clock of node {node_id}'s host is {duration(abs(offset_s))} {way} that of the metadata server."
         yield HealthFinding(codes.CLOCK_DIFFERS, node_id, facts)
 
 
@@ -183,22 +191,4 @@ def _not_reporting(node: NodeReport) -> HealthFinding:
         drained = " after it was drained" if status.state == common_pb2.NODE_STATE_DRAINED else ""
         return HealthFinding(codes.NODE_STOPPED, node_id, f"Node {node_id} was stopped{drained}.")
     code, sentence = _SILENT[node.reachability]
-    return HealthFinding(code, node_id, sentence(node_id, address, _duration(status.heartbeat_age_ms / 1000)))
-
-
-# ---- words ----
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7_200:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 3_600:.0f} hours" if seconds < 172_800 else f"{seconds / 86_400:.0f} days"
-
-
-def size(count: float) -> str:
-    """Format a number of bytes."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    return HealthFinding(code, node_id, sentence(node_id, address, duration(status.heartbeat_age_ms / 1000)))

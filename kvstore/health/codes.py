@@ -11,6 +11,8 @@ from typing import Final
 class Severity(Enum):
     """How urgent a finding is."""
 
+    INFO = "info"
+    """Nothing is missing, but an operator should know it. It does not change the health of the store."""
     WARNING = "warning"
     """Everything works, but capacity or redundancy is missing or will be missing soon."""
     ERROR = "error"
@@ -62,6 +64,10 @@ def _warning(name: str, title: str, meaning: str, action: str) -> HealthCode:
     return _codes.setdefault(name, HealthCode(name, Severity.WARNING, title, meaning, action))
 
 
+def _info(name: str, title: str, meaning: str, action: str) -> HealthCode:
+    return _codes.setdefault(name, HealthCode(name, Severity.INFO, title, meaning, action))
+
+
 # ---- metadata server ----
 METADATA_UNREACHABLE: Final = _error(
     "METADATA_UNREACHABLE",
@@ -96,6 +102,70 @@ NO_NODES: Final = _warning(
     "No node has registered",
     "The store holds no blocks: every lookup is a miss.",
     "Start a node on each host with `kvstore node`, and set node.metadata to the address of this metadata server.",
+)
+
+# ---- index in a Valkey Cluster ----
+SHARD_AWAY: Final = _error(
+    "SHARD_AWAY",
+    "A shard of the index does not answer",
+    "Its records are unknown: some lookups find a few blocks less, and blocks whose records belong there cannot be published."
+    " Nodes repeat their changes. If the shard has a replica, the cluster promotes the replica within seconds.",
+    "If it lasts longer than a few seconds, check the server's process and host, and `CLUSTER NODES` on another server. Without a"
+    " replica, start the server again, even without data: nodes send its records again.",
+)
+SHARD_WITHOUT_REPLICA: Final = _warning(
+    "SHARD_WITHOUT_REPLICA",
+    "A shard of the index has no replica",
+    "If its primary ends, the records of the shard are lost, and lookups find fewer blocks until nodes have sent them again. No"
+    " block is lost.",
+    "Start the replica again, or add one: `valkey-cli --cluster add-node NEW:PORT EXISTING:PORT --cluster-slave`.",
+)
+SLOTS_WITHOUT_SERVER: Final = _error(
+    "SLOTS_WITHOUT_SERVER",
+    "A part of the index has no server",
+    "The cluster has no server for some hash slots: a shard was removed, or the cluster was never complete. Blocks whose records"
+    " belong there are not found and cannot be published.",
+    "Assign the slots: `valkey-cli --cluster fix HOST:PORT`.",
+)
+SHARD_MEMORY_NEARLY_FULL: Final = _warning(
+    "SHARD_MEMORY_NEARLY_FULL",
+    "A server of the index has almost no memory left",
+    "At maxmemory the server rejects new records: blocks that belong to its shard are stored, but other hosts do not find them.",
+    "Raise maxmemory (`CONFIG SET maxmemory`) if the host has memory left; otherwise add a shard and move slots to it"
+    " (`valkey-cli --cluster rebalance HOST:PORT --cluster-use-empty-masters`).",
+)
+SHARD_EVICTS_RECORDS: Final = _warning(
+    "SHARD_EVICTS_RECORDS",
+    "A server of the index may evict records",
+    "At maxmemory the server deletes records, also registrations of nodes and namespaces. Lookups then find fewer"
+    " blocks than nodes hold.",
+    "Set `maxmemory-policy noeviction` on each server, in its file and with CONFIG SET.",
+)
+SHARD_PERSISTS: Final = _warning(
+    "SHARD_PERSISTS",
+    "A server of the index writes its data to disk",
+    "Snapshots and rewrites of the append-only file fork the server, which stops it for a moment and can double its memory. The"
+    " index gains little: nodes send its contents again after a loss.",
+    'Switch it off on each server, in its file and with CONFIG SET: `save ""` and `appendonly no`.',
+)
+SHARD_VERSIONS_DIFFER: Final = _warning(
+    "SHARD_VERSIONS_DIFFER",
+    "The servers of the index have different versions",
+    "An upgrade is in progress or was left unfinished. Metadata servers use only the commands that all servers know.",
+    "Finish the upgrade. Then restart the metadata servers one by one, so that they use the commands of the new version.",
+)
+SHARD_WITHOUT_COMPARE_AND_SET: Final = _info(
+    "SHARD_WITHOUT_COMPARE_AND_SET",
+    "The servers of the index are old",
+    "They have no command that replaces a record only if it is unchanged. A script does the same, at a higher cost of CPU.",
+    "Use Valkey 9.0 or later if publishing is limited by the CPU of the servers.",
+)
+ONE_METADATA_SERVER: Final = _info(
+    "ONE_METADATA_SERVER",
+    "Only one metadata server serves a shared index",
+    "If it ends, engines compute their prompts until it runs again.",
+    "Start another metadata server with the same metadata.engine on another host, and name both in the setting `metadata` of"
+    " nodes and clients.",
 )
 
 # ---- nodes that do not report ----

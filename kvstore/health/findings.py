@@ -11,6 +11,7 @@ from kvstore.core.limits import MAX_NAME_BYTES, MAX_REASON
 from kvstore.health.codes import HealthCode, Severity, code_named
 
 Overall = Literal["ok", "warning", "error"]
+_ORDER: Final = (Severity.ERROR, Severity.WARNING, Severity.INFO)
 MAX_FINDINGS: Final = 100
 """Findings of one answer."""
 
@@ -51,12 +52,13 @@ def from_proto(found: Iterable[common_pb2.Finding]) -> list[HealthFinding]:
 
 
 def overall(found: Sequence[HealthFinding]) -> Overall:
-    """Return the worst severity."""
-    if any(one.severity is Severity.ERROR for one in found):
+    """Return the worst severity. Findings of severity info do not count."""
+    severities = {one.severity for one in found}
+    if Severity.ERROR in severities:
         return "error"
-    return "warning" if found else "ok"
+    return "warning" if Severity.WARNING in severities else "ok"
 
 
 def by_severity(found: Iterable[HealthFinding]) -> list[HealthFinding]:
-    """Sort errors before warnings, then by code and subject."""
-    return sorted(found, key=lambda one: (one.severity is not Severity.ERROR, *one.identity))
+    """Sort errors before warnings and these before the rest, then by code and subject."""
+    return sorted(found, key=lambda one: (_ORDER.index(one.severity), *one.identity))

@@ -23,6 +23,7 @@ from enum import StrEnum
 from typing import ClassVar, NamedTuple, NewType, Protocol
 
 from kvstore.core.errors import Unsupported
+from kvstore.core.index_backend import IndexBackend, MetadataServerRecord
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 
 VolumeEpoch = NewType("VolumeEpoch", int)
@@ -383,6 +384,22 @@ class PrefixIndex(ABC):
     @abstractmethod
     def stats(self) -> IndexStats:
         """Size and health of the index, in O(1)."""
+
+    def backend(self) -> IndexBackend:
+        """The servers that hold the index, as last observed. It does not wait."""
+        return IndexBackend()
+
+    async def exchange_servers(self, mine: MetadataServerRecord, ended: Collection[str] = ()) -> list[MetadataServerRecord]:
+        """Store the record of this metadata server, and read those of all that share the index.
+
+        Args:
+            mine: record of this server.
+            ended: ids of servers whose records are deleted before.
+
+        Raises:
+            Unavailable: the index does not answer.
+        """
+        return [] if mine.server_id in ended else [mine]
 
     @abstractmethod
     def close(self) -> None:

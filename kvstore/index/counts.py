@@ -9,11 +9,12 @@ from kvstore.index.contract import VolumeEpoch
 from kvstore.index.record import BatchEdit
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
-from kvstore.observe.metrics import Event
+from kvstore.observe.metrics import Event, TimedEvent
 
 limited = LimitedLog(logging.getLogger(__name__))
 
 Count = Callable[[Event, int], None]
+Observe = Callable[[TimedEvent, float], None]
 
 _CONFLICTS = "ignored keys that the index holds at another depth (volume_epoch=%d, keys=%d)"
 _FOREIGN = "ignored keys that the index holds for another namespace: no lookup finds them (volume_epoch=%d, keys=%d)"
@@ -23,6 +24,10 @@ _REPLACED = "replaced records of another depth: the published parents are in the
 
 def count_nothing(_event: Event, _amount: int) -> None:
     """Count nothing."""
+
+
+def observe_nothing(_event: TimedEvent, _seconds: float) -> None:
+    """Observe nothing."""
 
 
 def report_ignored(edit: BatchEdit, volume_epoch: VolumeEpoch, count: Count) -> None:

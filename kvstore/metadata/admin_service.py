@@ -21,10 +21,12 @@ from kvstore.dualpath.planner import DECISIONS_KEPT
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.cluster.event_journal import EventJournal
 from kvstore.metadata.cluster.health_monitor import HealthMonitor
+from kvstore.metadata.cluster.shards import describe_shards
 from kvstore.metadata.indexing.explain import describe_blocks
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.membership.server_table import ServerTable
 from kvstore.metadata.retention.policies import (
     RetentionPolicies,
     format_quota,
@@ -64,6 +66,7 @@ class MetadataAdminParts:
         health: findings about the whole store.
         history: figures of the last hour.
         journal: cluster events; receives operators' orders.
+        servers: the metadata servers that serve the index.
     """
 
     index: PrefixIndex
@@ -80,6 +83,7 @@ class MetadataAdminParts:
     health: HealthMonitor
     history: History
     journal: EventJournal
+    servers: ServerTable
 
 
 class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
@@ -181,6 +185,9 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         return pb.ListClusterEventsResponse(
             events=[pb.ClusterEvent(**asdict(one)) for one in found[:limit]], more=len(found) > limit
         )
+
+    async def DescribeShards(self, request: pb.DescribeShardsRequest, context: object) -> pb.DescribeShardsResponse:
+        return describe_shards(self._parts.index, self._parts.servers)
 
     def _order(self, subject: str, text: str) -> None:
         """Record an operator's order."""

@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 import kvstore
+from kvstore.core.index_backend import IndexBackend
 from kvstore.health.cluster import FileSystem
 from kvstore.index.contract import PrefixIndex, ServerRole
 from kvstore.metadata.events.contract import EventSource
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.membership.server_table import ServerTable
 from kvstore.metadata.roles.roles import Roles
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import SchedulerService
 from kvstore.observe.exposition import Sample
 from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
+from kvstore.observe.metric_definitions.label_values import MOST_SHARDS
 
 _ANSWER_S: Final = 2.0
 
@@ -34,6 +37,7 @@ class MetadataGauges:
         scheduler: request scheduling; None: not in this process.
         events: block events; None: not in this process.
         event_log: log of this process; None: it has none.
+        servers: the metadata servers that serve the index.
         index_disk: space on the file system of the index; None: unknown.
     """
 
@@ -47,6 +51,7 @@ class MetadataGauges:
         scheduler: SchedulerService | None,
         events: EventSource | None,
         event_log: BlockEventLog | None,
+        servers: ServerTable,
         index_disk: Callable[[], FileSystem | None],
     ) -> None:
         self._loop = loop
@@ -57,6 +62,7 @@ class MetadataGauges:
         self._scheduler = scheduler
         self._events = events
         self._event_log = event_log
+        self._servers = servers
         self._index_disk = index_disk
 
     def __call__(self) -> list[Sample]:
@@ -74,6 +80,8 @@ class MetadataGauges:
         if (disk := self._index_disk()) is not None:
             yield Sample(metadata_metrics.INDEX_DISK_BYTES, disk.total_bytes)
             yield Sample(metadata_metrics.INDEX_DISK_FREE_BYTES, disk.free_bytes)
+        yield from _of_shards(self._index.backend())
+        yield Sample(metadata_metrics.METADATA_SERVERS, len(self._servers.servers()))
         statuses = self._nodes.statuses()
         alive = sum(status.alive for status in statuses)
         yield Sample(metadata_metrics.NODES, alive, {"state": "alive"})
@@ -100,3 +108,22 @@ class MetadataGauges:
             yield Sample(metadata_metrics.SCHEDULER_BYTES, found["metadata_scheduler_bytes"])
             for role in ("prefill", "decode"):
                 yield Sample(metadata_metrics.SCHEDULER_WAITING, found[f"metadata_scheduler_waiting_{role}"], {"role": role})
+
+
+def _of_shards(backend: IndexBackend) -> Iterator[Sample]:
+    if not backend.is_shared:
+        return
+    yield Sample(metadata_metrics.UNSERVED_SLOTS, backend.unserved_slots)
+    for server in backend.servers:
+        if not server.primary or server.shard is None or server.shard >= MOST_SHARDS:
+            continue
+        labels = {"shard": str(server.shard)}
+        yield Sample(metadata_metrics.SHARD_UP, server.away_s is None, labels)
+        yield Sample(metadata_metrics.SHARD_REPLICAS, server.replicas, labels)
+        for metric, value in (
+            (metadata_metrics.SHARD_KEYS, server.keys),
+            (metadata_metrics.SHARD_MEMORY_BYTES, server.used_bytes),
+            (metadata_metrics.SHARD_MEMORY_LIMIT_BYTES, server.limit_bytes or None),
+        ):
+            if value is not None and server.away_s is None:
+                yield Sample(metric, value, labels)

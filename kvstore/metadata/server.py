@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -37,6 +38,7 @@ from kvstore.metadata.membership.maintenance import Maintenance
 from kvstore.metadata.membership.node_admin import NodeAdmin
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.membership.pause import PauseWatch
+from kvstore.metadata.membership.server_table import ServerTable
 from kvstore.metadata.retention.policies import RetentionPolicies
 from kvstore.metadata.retention.settings_store import SettingsStore
 from kvstore.metadata.roles.lease import LeaseChange
@@ -99,6 +101,7 @@ class MetadataServer:
         self._reads: IndexThread | None = None
         self._maintenance: Maintenance | None = None
         self._health: HealthMonitor | None = None
+        self._servers: ServerTable | None = None
         self._journal: EventJournal | None = None
         self._bound: BoundServer | None = None
         self._service: MetadataService | None = None
@@ -127,21 +130,25 @@ class MetadataServer:
             path_policy = PathPolicyOrder(settings, parts.planner, config.path_policy)
             path_policy.follow()
             tls = config.tls.resolve()
-            health = self._health = self._make_health(parts, settings, tls)
+            servers = self._servers = self._make_server_table(index)
+            health = self._health = self._make_health(parts, settings, tls, servers)
             history = History(functools.partial(read_totals, self.counters, index))
-            self._bound = await self._build_server(parts, path_policy, health, history, tls)
+            self._bound = await self._build_server(parts, path_policy, health, history, tls, servers)
+            shown = self._bound.addresses[0]
             if self._leased is not None:
-                await self._leased.start(await self._advertised(self._bound.addresses[0]))
+                shown = await self._advertised(shown)
+                await self._leased.start(shown)
             self._maintenance = self._make_maintenance(parts, path_policy, history)
             self._maintenance.start()
             health.start()
             await self._bound.start()
             if config.metrics_listen is not None:
-                self._metrics = self._serve_metrics(config.metrics_listen, parts, health)
+                self._metrics = self._serve_metrics(config.metrics_listen, parts, health, servers)
         except BaseException:
             await self.stop(0.0)
             raise
         (address,) = self._bound.addresses
+        servers.start(shown)
         logger.info("metadata server started: %s (index_epoch=%s)", address, index.epoch.hex())
         parts.journal.record(
             "metadata_started", "", f"The metadata server started at {address} (index epoch {index.epoch.hex()})."
@@ -209,7 +216,13 @@ class MetadataServer:
 
         return LeasedRoles(index, self._node_clock, self.counters, begin_or_end)
 
-    def _make_health(self, parts: MetadataParts, settings: SettingsStore, tls: TlsConfig | None) -> HealthMonitor:
+    def _make_server_table(self, index: PrefixIndex) -> ServerTable:
+        server_id = secrets.token_hex(8) if self._leased is None else self._leased.server_id
+        return ServerTable(index, server_id, self._node_clock, self._config.node_ttl_ms / 1000, self.counters)
+
+    def _make_health(
+        self, parts: MetadataParts, settings: SettingsStore, tls: TlsConfig | None, servers: ServerTable
+    ) -> HealthMonitor:
         return HealthMonitor(
             parts.index,
             self._config.index_path,
@@ -220,6 +233,7 @@ class MetadataServer:
             CertificateWatch(tls, "the metadata server"),
             parts.journal,
             self.counters,
+            servers,
             records=self._worker == 0,
         )
 
@@ -230,6 +244,7 @@ class MetadataServer:
         health: HealthMonitor,
         history: History,
         tls: TlsConfig | None,
+        servers: ServerTable,
     ) -> BoundServer:
         config = self._config
         service = self._service = MetadataService(parts)
@@ -248,6 +263,7 @@ class MetadataServer:
             health,
             history,
             parts.journal,
+            servers,
         )
         admin = MetadataAdminServicer(admin_parts)
         register: list[Callable[[grpc.aio.Server], None]] = [
@@ -302,7 +318,9 @@ class MetadataServer:
             pauses=PauseWatch(ttl_s, parts.nodes.paused) if self._watches_pauses else None,
         )
 
-    def _serve_metrics(self, listen: str, parts: MetadataParts, health: HealthMonitor) -> MetricsServer | None:
+    def _serve_metrics(
+        self, listen: str, parts: MetadataParts, health: HealthMonitor, servers: ServerTable
+    ) -> MetricsServer | None:
         gauges = MetadataGauges(
             asyncio.get_running_loop(),
             parts.index,
@@ -312,6 +330,7 @@ class MetadataServer:
             parts.scheduler,
             parts.events,
             parts.event_log,
+            servers,
             index_disk=lambda: health.index_disk,
         )
         labels = {"worker": str(self._worker)} if self._config.workers > 1 else None
@@ -375,6 +394,8 @@ class MetadataServer:
             await _bounded("the connection to the planning server", self._owner_calls.close())
         if self._health is not None:
             await _bounded("the health task", self._health.stop())
+        if self._servers is not None:
+            await _bounded("the table of metadata servers", self._servers.stop())
         if self._journal is not None:
             if self._bound is not None:
                 self._journal.record("metadata_stopped", "", "The metadata server stopped.")
@@ -388,9 +409,9 @@ class MetadataServer:
                 await thread.close()
         if self._index is not None:
             await _bounded("the index", self._index.close_async())
-        self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._settings = (
-            self._index
-        ) = self._event_log = self._events = self._leased = self._owner_calls = None
+        self._bound = self._health = self._servers = self._journal = self._maintenance = self._writes = self._reads = (
+            self._settings
+        ) = self._index = self._event_log = self._events = self._leased = self._owner_calls = None
 
 
 async def _bounded(what: str, ending: Awaitable[None], grace_s: float = 0.0) -> None:

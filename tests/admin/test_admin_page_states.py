@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from page_browser import opened, said, show_all_nodes, show_node
 from page_store import SPEC, Working, browsing, working
 
+from kvproto.v1 import admin_pb2 as pb
 from kvstore.control_api import serializers
 from kvstore.health import codes
 from kvstore.health.findings import HealthFinding
@@ -135,6 +137,73 @@ def test_page_of_a_large_store_does_not_overflow(browser: Any, store: Working, w
         assert page.evaluate("document.documentElement.scrollWidth") == width
         show_node(page, "rack-1-host-17")
         assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def shards_of(servers: int, away: int = 0) -> Any:
+    """The response for an index on so many servers, primaries with one replica each, of which the first ones are away."""
+    shards = max(1, servers // 2)
+    found = [
+        pb.IndexServer(
+            address=f"valkey-{number}.cache.example.org:6379",
+            primary=number < shards,
+            shard=number % shards,
+            slots=16_384 // shards if number < shards else 0,
+            replicas=int(servers > 1 and number < shards),
+            lag_bytes=None if number < shards else 2_048,
+            away_ms=7_000 if number < away else None,
+            version="valkey 9.1.2",
+            keys=1_234_567,
+            used_bytes=7 << 30,
+            limit_bytes=(8 << 30) if servers > 1 else 0,
+            eviction_policy="allkeys-lru" if number == 1 else "noeviction",
+            snapshots=number == 1,
+        )
+        for number in range(servers)
+    ]
+    serving = [
+        pb.MetadataServerInfo(
+            server_id=f"{number}", address=f"metadata-{number}.cache.example.org:7400", version="0.2.0", answers_here=not number
+        )
+        for number in range(2)
+    ]
+    message = pb.DescribeShardsResponse(servers=sorted(found, key=lambda one: one.shard), metadata_servers=serving)
+    return lambda _: serializers.shards(message).model_dump(mode="json")
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(("servers", "away"), [(1, 0), (6, 0), (6, 1)])
+def test_page_shows_servers_of_a_shared_index(
+    browser: Any, store: Working, tmp_path: Path, width: int, servers: int, away: int
+) -> None:
+    script = {"/v1/index/shards": shards_of(servers, away)}
+    with opened(browser, store.http.address, script=script, viewport={"width": width, "height": 900}) as page:
+        said(page, "#shards", "valkey-0.cache.example.org:6379")
+        table = page.get_by_role("table", name="servers of the index")
+        assert table.locator("tbody tr").count() == servers
+        assert table.locator(".badge.bad").all_inner_texts() == ["away for 7.00 s"] * away
+        assert table.locator(".warn").all_inner_texts() == ["evicts: allkeys-lru, writes snapshots"] * (servers > 1)
+        said(page, "#shards", "answers this page")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        page.locator("#shards-section").screenshot(path=tmp_path / f"shards-{servers}-{away}-{width}.png")
+        show_node(page, "host-1")
+        assert not page.locator("#shards-section").is_visible()
+
+
+def test_page_of_an_index_in_a_file_shows_no_shards(browser: Any, store: Working) -> None:
+    with opened(browser, store.http.address) as page:
+        said(page, "#problems", "No problems")
+        assert store.http.get("/v1/index/shards")["servers"] == []
+        assert not page.locator("#shards-section").is_visible()
+
+
+def test_page_shows_an_information_beside_good_health(browser: Any, store: Working) -> None:
+    def alone(found: Any) -> Any:
+        finding = HealthFinding(codes.ONE_METADATA_SERVER, "", "Only this metadata server serves the index.")
+        return {**found, "health": "ok", "findings": [serializers.finding(finding).model_dump()]}
+
+    with opened(browser, store.http.address, script={"/v1/cluster": alone}) as page:
+        said(page, "#problems li.info", "ONE_METADATA_SERVER")
+        said(page, "#problems .well", "No problems")
 
 
 def test_page_shows_the_load_latency_of_each_node(browser: Any, store: Working) -> None:

@@ -418,6 +418,11 @@ class Liar(metadata_pb2_grpc.MetadataServicer, admin_pb2_grpc.MetadataAdminServi
     def DescribeServer(self, request: Any, context: Any) -> pb.DescribeServerResponse:  # noqa: N802
         return pb.DescribeServerResponse(version=HOSTILE, index_epoch=bytes(16), path_policy=HOSTILE)
 
+    def DescribeShards(self, request: Any, context: Any) -> pb.DescribeShardsResponse:  # noqa: N802
+        server = pb.IndexServer(address=HOSTILE, primary=True, version=HOSTILE, eviction_policy=HOSTILE)
+        metadata_server = pb.MetadataServerInfo(server_id=HOSTILE, address=HOSTILE, version=HOSTILE, roles=[HOSTILE])
+        return pb.DescribeShardsResponse(servers=[server], metadata_servers=[metadata_server])
+
     def DescribePlanning(self, request: Any, context: Any) -> pb.DescribePlanningResponse:  # noqa: N802
         live = pb.LivePlan(policy=HOSTILE, prefill_node=HOSTILE, decode_node=HOSTILE)
         decision = pb.PlanDecision(policy=HOSTILE, excluded=[HOSTILE])
@@ -449,6 +454,7 @@ def test_names_with_control_sequences_are_escaped(liar: str) -> None:
     told = 0
     for command in (
         "status",
+        "status --detail",
         "nodes",
         "volumes",
         "namespaces",

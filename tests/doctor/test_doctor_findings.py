@@ -14,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.config.sources import load_config
-from kvstore.doctor.daemon_findings import (
+from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedVolume
+from kvstore.doctor.findings import findings, healthy
+from kvstore.doctor.levels import Finding, Level, show_size
+from kvstore.doctor.servers.daemon_findings import (
     Answer,
     RunningMetadata,
     RunningNode,
@@ -22,9 +25,6 @@ from kvstore.doctor.daemon_findings import (
     node_findings,
     nodes_findings,
 )
-from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedVolume
-from kvstore.doctor.findings import findings, healthy
-from kvstore.doctor.levels import Finding, Level, show_size
 
 GIB = 1 << 30
 LAPTOP: dict[str, dict[str, Any]] = {

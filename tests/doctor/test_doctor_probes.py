@@ -23,7 +23,7 @@ from kvstore.doctor.collect import collect, run_probe
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, WantedVolume
 from kvstore.doctor.findings import findings
 from kvstore.doctor.levels import Level
-from kvstore.doctor.local_nodes import sockets_in
+from kvstore.doctor.servers.local_nodes import sockets_in
 from kvstore.tiers.nvme.slab import NvmeSlab
 
 SMALL = Wanted(dram_bytes=1 << 20)

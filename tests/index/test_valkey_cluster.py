@@ -86,7 +86,7 @@ async def test_primary_killed_others_answer_and_replica_takes_over(
     assert set(replies) == {b"1"}, "the replica had all of it"
     assert cluster.topology.shards[cluster.topology.of_slot[RANGE_SLOTS[0]]].primary != victim.address
     assert counters.snapshot()[metadata_metrics.TOPOLOGY_CHANGES] >= 1
-    assert cluster.away() == []
+    assert cluster.away_since_s() == {}
 
 
 async def test_primary_stopped_costs_one_budget(servers: ValkeyServers, counters: Counters) -> None:
@@ -98,13 +98,13 @@ async def test_primary_stopped_costs_one_budget(servers: ValkeyServers, counters
         victim.kill(signal.SIGSTOP)
         answers = await cluster.run(gets())
         assert UNANSWERED in answers
-        assert victim.address in cluster.away()
+        assert victim.address in cluster.away_since_s()
         waits = counters.snapshot()[metadata_metrics.SHARDS_AWAY]
         for _ in range(20):
             await cluster.run(gets()[:1])
         assert counters.snapshot()[metadata_metrics.SHARDS_AWAY] - waits <= 1, "batches do not wait for it again"
         victim.kill(signal.SIGCONT)
-        await eventually(lambda: cluster.away() == [])
+        await eventually(lambda: cluster.away_since_s() == {})
         assert UNANSWERED not in await cluster.run(gets(), budget_s=5.0)
     finally:
         victim.kill(signal.SIGCONT)

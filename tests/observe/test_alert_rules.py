@@ -76,6 +76,7 @@ def churn(blocks: int, used: int) -> dict[str, str]:
     }
 
 
+USED, MOST = (f'kvstore_index_shard_memory_{name}{{{ON},shard="2"}}' for name in ("bytes", "limit_bytes"))
 MISSED = "kvstore_node_load_missed_blocks_total"
 HITS, KEYS = "kvstore_metadata_lookup_hit_blocks_total", "kvstore_metadata_lookup_keys_total"
 CASES: dict[str, list[Case]] = {
@@ -134,6 +135,15 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "KVStoreIndexDiskFilling": disk("kvstore_index_disk"),
+    "KVStoreIndexShardAway": [gauge("kvstore_index_shard_up", 0, 1, f'{ON},shard="2"')],
+    "KVStoreIndexShardWithoutReplica": [gauge("kvstore_index_shard_replicas", 0, 1, f'{ON},shard="2"')],
+    "KVStoreIndexMemoryFilling": [
+        Case({USED: level(95e6), MOST: level(100e6)}, {USED: level(85e6), MOST: level(100e6)}),
+        Case({USED: level(95e6), MOST: level(100e6)}, {USED: level(95e6)}),  # the quiet shard is unlimited
+    ],
+    "KVStoreIndexChangesRefused": [
+        counter("kvstore_index_changes_refused_total", 1, labels=f'{ON},reason="{reason}"') for reason in ("full", "other")
+    ],
     "KVStorePublishFailing": [gauge("kvstore_node_publish_failing_seconds", 60, 10)],
     "KVStoreOrdersUnreadable": [counter("kvstore_metadata_orders_unreadable_total", 1)],
     "KVStoreHitRatioCollapse": [

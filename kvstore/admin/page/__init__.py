@@ -22,8 +22,8 @@ HEALTH_PAGES: Final = {f"/{code.docs}": code.page for code in CODES.values()}
 """Path -> text of the documentation of each health code, to which findings link. Published documentation does not exist yet."""
 _SCRIPTS: Final = (
     "base/dom.js", "base/figures.js", "base/charts.js", "base/server.js", "base/history.js", "actions/dialogs.js",
-    "views/namespaces.js", "views/nodes.js", "views/health.js", "views/node.js", "views/history.js", "views/loads.js",
-    "views/tenants.js", "views/explorer.js", "actions/checks.js", "actions/orders.js", "main.js",
+    "views/namespaces.js", "views/nodes.js", "views/shards.js", "views/health.js", "views/node.js", "views/history.js",
+    "views/loads.js", "views/tenants.js", "views/explorer.js", "actions/checks.js", "actions/orders.js", "main.js",
 )  # fmt: skip
 """Script files in load order: each uses declarations of the previous ones. They run as one script."""
 

@@ -67,7 +67,7 @@ async function lookAndDraw() {
 }
 
 function draw() {
-  const views = [showHealth, showNodes, showCharts, showTimeline, showSlow, showNamespaces, showTenants, showDecisions];
+  const views = [showHealth, showNodes, showShards, showCharts, showTimeline, showSlow, showNamespaces, showTenants, showDecisions];
   for (const view of views) view();
   document.querySelectorAll("#whole button, #quotas button").forEach(guard);
 }

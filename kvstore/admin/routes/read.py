@@ -19,6 +19,7 @@ from kvstore.control_api.schemas import store as models
 from kvstore.control_api.schemas.cluster import Cluster
 from kvstore.control_api.schemas.health import ClusterEventEntry, ClusterHealth
 from kvstore.control_api.schemas.history import FiguresOfLastHour
+from kvstore.control_api.schemas.shards import Shards
 from kvstore.control_api.schemas.store import HEX_ID
 from kvstore.control_api.store_rpc import StoreRpc
 from kvstore.control_api.volume_checks import RunningChecks, VolumeCheck
@@ -83,6 +84,7 @@ class Reads:
         add("GET", "/cluster", self.cluster, "cluster", "Summary of the store")
         add("GET", "/health", self.health, "cluster", "Findings with codes and actions")
         add("GET", "/index", self.index, "cluster", "The prefix index", TAGGED)
+        add("GET", "/index/shards", self.shards, "cluster", "Servers that hold the index, and metadata servers")
         add("GET", "/config", self.config, "cluster", "Effective configuration")
         add("GET", "/cluster-events", self.cluster_events, "cluster", "Events of the last 24 hours")
         add("GET", "/history", self.history, "cluster", "Figures of the last hour", MISSING)
@@ -135,6 +137,13 @@ class Reads:
         epoch = server.index_epoch.hex()
         response.headers["etag"] = tag_of(epoch)
         return models.Index(epoch=epoch, blocks=server.blocks, bytes=server.index_bytes)
+
+    async def shards(self) -> Shards:
+        """Servers of the Valkey Cluster with roles, memory and settings, as a metadata server observed them some seconds ago.
+
+        With an index that is a file of the metadata server's host, the list of servers is empty.
+        """
+        return await self._queries.shards()
 
     async def config(self) -> models.Configuration:
         """Every setting of the metadata server and of this server, with its source."""

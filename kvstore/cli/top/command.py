@@ -56,7 +56,8 @@ def top(config: Config, *, interval: float, once: bool, sort: str) -> CommandOut
     Loads are those of engines at their nodes. Hits are lookups at the metadata server (at one worker if there are several). Bytes
     loaded are split by source (DRAM, NVMe volumes, other nodes). The data plane column counts bytes between nodes and engines;
     links are whole NICs, in+out. p50 and p99 are upper bounds of histogram buckets. A state with ! means that the node did not
-    answer. JSON: seconds, cluster, lookups_per_s, hit_ratio, loads by reach, nodes.
+    answer. If the index is in Valkey, a line shows its shards. JSON: seconds, cluster, index, lookups_per_s, hit_ratio, loads by
+    reach, nodes.
 
     Keys: q quits; n, l, b, t, d and u sort by name, loads, bytes, time, DRAM and queue.
 
@@ -99,13 +100,18 @@ async def look(config: Config, store: StoreConnection) -> Look:
     from kvstore.control_api import serializers
 
     questions = store.queries
-    cluster, counters, nodes, statuses = await asyncio.gather(
-        questions.cluster(config.client.metadata), store.rpc.counters(), questions.nodes(), store.rpc.nodes()
+    cluster, shards, counters, nodes, statuses = await asyncio.gather(
+        questions.cluster(config.client.metadata),
+        questions.shards(),
+        store.rpc.counters(),
+        questions.nodes(),
+        store.rpc.nodes(),
     )
     found = await questions.activities(list(statuses.values()))
     return Look(
         at_s=time.monotonic(),
         cluster=cluster,
+        shards=shards,
         counters=counters,
         nodes=nodes,
         volumes=[serializers.volume(status, info, None) for status in statuses.values() for info in status.node.volumes],

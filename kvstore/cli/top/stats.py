@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from kvstore.cli.commands.store.shard_lines import shard_summary
 from kvstore.cli.support import output
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 if TYPE_CHECKING:
     from kvstore.control_api.schemas.cluster import Cluster
+    from kvstore.control_api.schemas.shards import Shards
     from kvstore.control_api.schemas.store import Activity, LoadTimes, Node, Unreached, Volume
 
 REACHES: Final = ("dram", "nvme", "peer", "none")
@@ -26,6 +28,7 @@ class Look:
     at_s: float
     """Monotonic time of the sample in seconds."""
     cluster: Cluster
+    shards: Shards
     counters: Mapping[str, int]
     """Counters of the metadata server."""
     nodes: Sequence[Node]
@@ -89,6 +92,7 @@ class Figures:
 
     seconds: float
     cluster: Cluster
+    shards: Shards
     lookups_per_s: float
     hit_ratio: float | None
     times: Mapping[str, Times]
@@ -129,6 +133,7 @@ def figures(before: Look, after: Look) -> Figures:
     return Figures(
         seconds=seconds,
         cluster=after.cluster,
+        shards=after.shards,
         lookups_per_s=_grown(after.counters, before.counters, metadata_metrics.LOOKUPS) / seconds,
         hit_ratio=_grown(after.counters, before.counters, metadata_metrics.LOOKUP_HIT_BLOCKS) / asked if asked else None,
         times=times,
@@ -142,6 +147,7 @@ def as_data(found: Figures) -> dict[str, object]:
     return {
         "seconds": found.seconds,
         "cluster": found.cluster.model_dump(mode="json"),
+        "index": found.shards.model_dump(mode="json"),
         "lookups_per_s": found.lookups_per_s,
         "hit_ratio": found.hit_ratio,
         "loads": {reach: _times_data(times, found.seconds) for reach, times in found.times.items()},
@@ -186,6 +192,7 @@ def summary(found: Figures) -> list[str]:
         f"  nodes {cluster.nodes_alive} alive {cluster.nodes_silent} silent{refused}  plans {cluster.live_plans}"
         f"  policy {cluster.path_policy}",
         f"lookups  {found.lookups_per_s:.1f}/s  hit {hit}",
+        *([f"index    {shard_summary(found.shards)}"] if found.shards.servers else []),
         f"loads    {all_times.loads / found.seconds:.1f}/s  p50 {_bound(all_times, 0.5)}  p99 {_bound(all_times, 0.99)}  "
         + "  ".join(
             f"{reach} {times.loads / found.seconds:.1f}/s {_bound(times, 0.99)}"

@@ -13,7 +13,9 @@ class FindingDetail(ResponseModel):
     """A present problem, or a warning before one."""
 
     code: str = Field(description="health code, which scripts may rely on", examples=["NODE_DOWN"])
-    severity: Literal["warning", "error"] = Field(description="error: something does not work now", examples=["error"])
+    severity: Literal["info", "warning", "error"] = Field(
+        description="error: something does not work now; info: it does not change the health", examples=["error"]
+    )
     subject: str | None = Field(
         description="node, volume or tenant that it is about; null: the metadata server", examples=["host-2"]
     )

@@ -28,7 +28,7 @@ from typing import Final, TypeAlias, cast
 import hiredis
 
 from kvstore.core.errors import KVStoreError, Unavailable, Unsupported
-from kvstore.index.counts import Count
+from kvstore.index.counts import Count, Observe, observe_nothing
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.connection import Reply, ValkeyConnection, connect, pack, refusal
 from kvstore.index.valkey.topology import EMPTY, NO_SHARD, Topology, parse_cluster_slots
@@ -76,6 +76,12 @@ class Lane(IntEnum):
     READS = 0
     WRITES = 1
     EVENTS = 2
+
+
+_BATCH_SECONDS: Final = {
+    Lane.READS: metadata_metrics.INDEX_BATCH_SECONDS["reads"],
+    Lane.WRITES: metadata_metrics.INDEX_BATCH_SECONDS["writes"],
+}
 
 
 class ShardPrimary:
@@ -148,6 +154,7 @@ class ValkeyClient:
         count: counts events.
         on_moved: called with the slots that may have other contents: their primary changed, or was connected again. Batches that
             run later find these contents.
+        observe: receives the durations of batches.
     """
 
     def __init__(
@@ -156,11 +163,13 @@ class ValkeyClient:
         *,
         budget_s: float,
         count: Count,
+        observe: Observe = observe_nothing,
         on_moved: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self._address = address
         self.budget_s = budget_s
         self._count = count
+        self._observe = observe
         self._on_moved = on_moved
         self.topology: Topology = EMPTY
         self._shards: dict[str, ShardPrimary] = {}
@@ -207,6 +216,7 @@ class ValkeyClient:
             lane: connections to use.
             follow: follow redirections; else redirected commands are not answered.
         """
+        began_s = time.monotonic()
         answers: list[Answer] = [UNANSWERED] * len(commands)
         of_slot, positions_of = self.topology.of_slot, defaultdict[int, list[int]](list)
         for position, (slot, _) in enumerate(commands):
@@ -223,6 +233,7 @@ class ValkeyClient:
         unanswered = answers.count(UNANSWERED)
         if unanswered:
             self._count(metadata_metrics.SHARD_UNANSWERED, unanswered)
+        self._observe(_BATCH_SECONDS[lane], time.monotonic() - began_s)
         return answers
 
     async def run_until(self, commands: Sequence[Command], deadline_s: float, lane: Lane = Lane.WRITES) -> list[Reply]:
@@ -293,7 +304,11 @@ class ValkeyClient:
 
     def away(self) -> list[str]:
         """Addresses of the primaries that are away."""
-        return [shard.address for shard in self._by_number if not shard.up]
+        return list(self.away_since_s())
+
+    def away_since_s(self) -> dict[str, float]:
+        """Since when each primary that is away has been so (``time.monotonic``), by address."""
+        return {shard.address: shard.away_since_s for shard in self._by_number if not shard.up}
 
     async def _exchange(
         self, sends: Sequence[tuple[ShardPrimary, Sequence[int], bytes]], answers: list[Answer], budget_s: float, lane: Lane

@@ -146,16 +146,17 @@ async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | 
         async with asyncio.timeout(timeout_s):
             await asyncio.get_running_loop().create_connection(lambda: connection, host.strip("[]"), int(port), ssl=tls)
             first = _hello(credentials)
-            *_, answer = await connection.ask(first + pack("PING"), 2 if first else 1)
+            answers = await connection.ask(first + pack("PING"), 2 if first else 1)
     except (OSError, TimeoutError) as error:
         connection.close()
         raise Unavailable("no Valkey server answers", address=address, cause=type(error).__name__) from error
     except BaseException:  # cancelled: no caller will close the connection
         connection.close()
         raise
-    if isinstance(answer, hiredis.ReplyError):
-        connection.close()
-        raise refusal(answer, address) or Unavailable("Valkey is not ready", address=address, reply=str(answer))
+    for answer in answers:  # a server that rejects the password may still accept the default user
+        if isinstance(answer, hiredis.ReplyError):
+            connection.close()
+            raise refusal(answer, address) or Unavailable("Valkey is not ready", address=address, reply=str(answer))
     return connection
 
 

@@ -31,6 +31,7 @@ import hiredis
 from kvstore.core import limits
 from kvstore.core.checksum import key_range
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
+from kvstore.core.index_backend import IndexBackend, MetadataServerRecord
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.checks import check_batch, check_keys, check_namespace, check_packed_keys, check_ranges, check_volume
 from kvstore.index.contract import (
@@ -48,7 +49,7 @@ from kvstore.index.contract import (
     VolumeEpoch,
     VolumeEpochInfo,
 )
-from kvstore.index.counts import Count, count_nothing, report_ignored
+from kvstore.index.counts import Count, Observe, count_nothing, observe_nothing, report_ignored
 from kvstore.index.prefix import PrefixSearch
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
@@ -68,6 +69,8 @@ from kvstore.index.valkey.records import (
     read_command,
     took_effect,
 )
+from kvstore.index.valkey.servers.metadata_servers import decode_records, exchange_commands
+from kvstore.index.valkey.servers.watch import ServerWatch
 from kvstore.index.valkey.shared_value import SharedValue
 from kvstore.index.valkey.small_state import POLL_S, REPLICATION_MS, SmallState, SmallStateStore
 from kvstore.observe.failure_tracker import FailureTracker
@@ -83,6 +86,8 @@ LOOKUP_BUDGET_S: Final = 0.02
 PART_S: Final = 10.0
 """Deadline of ``_PART`` commands of a publish or a long read."""
 SYNC_MARGIN_S: Final = 5.0
+SERVERS_S: Final = 1.0
+"""Deadline of an exchange of the metadata servers' records."""
 MAX_RACES: Final = 5
 """Attempts to replace records that other servers change at the same time. Then anti-entropy repairs what is left."""
 _PART: Final = 2_048
@@ -113,6 +118,7 @@ class ValkeyIndex(PrefixIndex):
         address: ValkeyAddress,
         loop: asyncio.AbstractEventLoop,
         count: Count,
+        observe: Observe,
         lookup_budget_s: float,
         own: _LoopThread | None,
         on_rebuild: Callable[[], None],
@@ -121,7 +127,8 @@ class ValkeyIndex(PrefixIndex):
         self._own = own
         self._on_rebuild = on_rebuild
         self._count = count
-        self._cluster = ValkeyClient(address, budget_s=lookup_budget_s, count=count, on_moved=self._moved)
+        self._cluster = ValkeyClient(address, budget_s=lookup_budget_s, count=count, observe=observe, on_moved=self._moved)
+        self._watch = ServerWatch(address, self._cluster)
         self._small = SmallStateStore(self._cluster, count)
         self._audit = RangeAudit(self._cluster, self._small, count)
         self.feed = BlockFeed(self._cluster)
@@ -148,7 +155,7 @@ class ValkeyIndex(PrefixIndex):
             Unauthenticated, PermissionDenied: the cluster rejects the user.
         """
         own = _LoopThread()
-        index = cls(address, own.loop, count, lookup_budget_s, own, _ignore)
+        index = cls(address, own.loop, count, observe_nothing, lookup_budget_s, own, _ignore)
         try:
             own.run(index._start(), PART_S)
         except BaseException:
@@ -162,11 +169,12 @@ class ValkeyIndex(PrefixIndex):
         address: ValkeyAddress,
         *,
         count: Count = count_nothing,
+        observe: Observe = observe_nothing,
         lookup_budget_s: float = LOOKUP_BUDGET_S,
         on_rebuild: Callable[[], None] = _ignore,
     ) -> Self:
         """Open the index on the running event loop. The same errors as ``open``."""
-        index = cls(address, asyncio.get_running_loop(), count, lookup_budget_s, None, on_rebuild)
+        index = cls(address, asyncio.get_running_loop(), count, observe, lookup_budget_s, None, on_rebuild)
         try:
             await index._start()
         except BaseException:
@@ -185,6 +193,7 @@ class ValkeyIndex(PrefixIndex):
         self._tasks = [
             asyncio.create_task(self._poll(), name="index-poll"),
             asyncio.create_task(self._audit.run(), name="index-audit"),
+            asyncio.create_task(self._watch.run(), name="index-watch-servers"),
         ]
 
     async def _learn_abilities(self) -> None:
@@ -306,6 +315,8 @@ class ValkeyIndex(PrefixIndex):
         for positions in search:
             names_read = [BlockKey(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in positions]
             answers = await self._cluster.run([read_command(key) for key in names_read])
+            self._count(metadata_metrics.LOOKUP_ROUNDS, 1)
+            self._count(metadata_metrics.LOOKUP_COMMANDS, len(names_read))
             for position, key, answer in zip(positions, names_read, answers, strict=True):
                 held: Replicas = {}
                 if isinstance(answer, bytes):
@@ -506,6 +517,14 @@ class ValkeyIndex(PrefixIndex):
             raise Unavailable("Valkey does not answer: heartbeats of other servers are unknown")
         return dict(self._small.state.beats)
 
+    # ---- servers ----
+    def backend(self) -> IndexBackend:
+        return self._watch.backend()
+
+    async def exchange_servers(self, mine: MetadataServerRecord, ended: Collection[str] = ()) -> list[MetadataServerRecord]:
+        *_, records = await self._cluster.run_until(exchange_commands(mine, ended), time.monotonic() + SERVERS_S, Lane.READS)
+        return decode_records(records)
+
     # ---- leases of roles ----
     def take_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder, ttl_s: float) -> dict[ServerRole, LeaseHolder]:
         check_holder(holder)
@@ -646,6 +665,7 @@ class ValkeyIndex(PrefixIndex):
             failed = [reply for reply in replies if isinstance(reply, hiredis.ReplyError)]
         if failed:
             full = str(failed[0]).startswith("OOM")
+            self._count(metadata_metrics.INDEX_CHANGES_REFUSED["full" if full else "other"], 1)
             error: KVStoreError = (
                 CapacityExceeded("Valkey is full: raise its maxmemory or add shards", reply=str(failed[0]))
                 if full

@@ -39,6 +39,7 @@ NAMESPACES: Final = SMALL_TAG + b"ns"
 NOTES: Final = SMALL_TAG + b"notes"
 QUIET_NOTES: Final = SMALL_TAG + b"quiet"
 BEATS: Final = SMALL_TAG + b"beats"
+SERVERS: Final = SMALL_TAG + b"servers"
 LEASES: Final = {role: SMALL_TAG + b"lease:" + role.encode() for role in ServerRole}
 """Each expires with its lease. A new index epoch leaves them as they are."""
 SETTINGS: Final = SMALL_TAG + b"settings"
@@ -58,4 +59,4 @@ def record_name(key: BlockKey) -> bytes:
     return TAGS[key[0] << 4 | key[1] >> 4] + key
 
 
-ALL_SMALL: Final = (META, LIVES, BOOTS, DEAD, NAMESPACES, NOTES, QUIET_NOTES, BEATS)
+ALL_SMALL: Final = (META, LIVES, BOOTS, DEAD, NAMESPACES, NOTES, QUIET_NOTES, BEATS, SERVERS)

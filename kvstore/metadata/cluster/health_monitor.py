@@ -18,6 +18,7 @@ from kvstore.metadata.cluster.event_journal import EventJournal
 from kvstore.metadata.cluster.event_sources import FindingEvents, NodeEvents
 from kvstore.metadata.cluster.node_probes import NodeProbes
 from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.membership.server_table import ServerTable
 from kvstore.metadata.retention.policies import RetentionPolicies
 from kvstore.metadata.retention.settings_store import SettingsStore
 from kvstore.observe.counters import Counters
@@ -42,6 +43,7 @@ class HealthMonitor:
         certificate: expiry of this server's certificate.
         journal: receives events of nodes and findings.
         counters: counters of this process.
+        servers: the metadata servers that serve the index.
         records: whether this process records them; one of several workers does.
     """
 
@@ -56,6 +58,7 @@ class HealthMonitor:
         certificate: CertificateWatch,
         journal: EventJournal,
         counters: Counters,
+        servers: ServerTable,
         *,
         records: bool = True,
     ) -> None:
@@ -68,6 +71,7 @@ class HealthMonitor:
         self._certificate = certificate
         self._journal = journal
         self._counters = counters
+        self._servers = servers
         self._log = LimitedLog(logger, counters=counters)
         self._events = (FindingEvents(journal), NodeEvents(journal)) if records else None
         self._disk: FileSystem | None = None
@@ -133,6 +137,8 @@ class HealthMonitor:
             settings_path=str(self._settings.path),
             quotas=self._quotas() if readable else (),
             findings=list(self._certificate.findings()),
+            backend=self._index.backend(),
+            metadata_servers=len(self._servers.servers()),
         )
 
     def _quotas(self) -> list[QuotaUse]:

@@ -41,11 +41,21 @@ async def open_index(config: MetadataConfig, counters: Counters, on_damage: Call
             "metadata.engine = valkey://... requires the package hiredis; pip install 'kvstore-dualpath[valkey]'"
         ) from error
     return await ValkeyIndex.start(
-        ValkeyAddress(config.valkey_servers, _credentials(config), _tls(config)),
+        valkey_address(config),
         count=counters.add,
+        observe=counters.observe,
         lookup_budget_s=config.lookup_shard_ms / 1000,
         on_rebuild=on_damage,
     )
+
+
+def valkey_address(config: MetadataConfig) -> ValkeyAddress:
+    """The Valkey Cluster that the configuration names, with credentials and TLS.
+
+    Raises:
+        InvalidArgument: a file of the configuration cannot be read.
+    """
+    return ValkeyAddress(config.valkey_servers, _credentials(config), _tls(config))
 
 
 def open_settings(config: MetadataConfig, index: PrefixIndex, counters: Counters) -> SettingsStore:

@@ -9,9 +9,9 @@ from kvstore.core.clock import Clock
 from kvstore.core.limits import MAX_NODE_FINDINGS, MAX_REASON
 from kvstore.core.types import NodeId, VolumeId
 from kvstore.health import codes
-from kvstore.health.cluster import size
 from kvstore.health.findings import HealthFinding, by_severity
 from kvstore.health.host_reports import CertificateWatch
+from kvstore.health.quantities import size
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.slow_sources import SlowSources
 from kvstore.node.state.change_log import ReplicaChangeLog

@@ -40,9 +40,12 @@ METHODS: Final = (
     "DescribeServer", "DescribeNamespaces", "DescribeBlocks", "DescribePlanning", "SetPathPolicy", "RebuildIndex",
     "DescribeTenants", "ListNamespaceRules", "SetTenantQuota", "SetNamespaceRule",
     "DescribeNode", "DescribeUsage", "ListSlowLoads", "EvictBlocks", "InvalidateNamespace", "SetTrafficCap", "CompareIndex",
-    "CheckVolume", "DescribeCheck", "CancelCheck", "DescribeHistory", "ListClusterEvents",
+    "CheckVolume", "DescribeCheck", "CancelCheck", "DescribeHistory", "ListClusterEvents", "DescribeShards",
 )  # fmt: skip
 """Timed methods. ``Publish`` and ``WatchBlocks`` are streams that stay open as long as a node or a subscriber runs."""
 MOST_NODES: Final = 4_096
 MOST_ENGINES: Final = 4_096
 VOLUME: Final[Labels] = {"volume": Limit(64), "tier": TIERS}
+MOST_SHARDS: Final = 64
+SHARD: Final[Labels] = {"shard": Limit(MOST_SHARDS)}
+"""Number of a shard, in the order of the hash slots."""

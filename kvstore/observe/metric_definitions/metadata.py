@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvstore.observe.metric_definitions.label_values import MOST_NODES
+from kvstore.observe.metric_definitions.label_values import MOST_NODES, SHARD
 from kvstore.observe.metrics import Limit, MetricGroup
 
 group = MetricGroup("Metadata server")
@@ -201,4 +201,33 @@ RANGES_LOST: Final = group.counter(
 INDEX_FULL: Final = group.counter("index_full_total", "changes rejected because a shard of the index has no memory left")
 LOOKUPS_WITH_UNKNOWN: Final = group.counter(
     "metadata_lookups_with_unknown_records_total", "lookups that may be too short because an index shard did not answer"
+)
+LOOKUP_ROUNDS: Final = group.counter(
+    "index_lookup_rounds_total",
+    "batches of commands that lookups sent to the shards of the index; divide by metadata_lookups_total",
+)
+LOOKUP_COMMANDS: Final = group.counter("index_lookup_commands_total", "commands in these batches: records that lookups read")
+INDEX_BATCH_SECONDS: Final = group.histogram_family(
+    "index_batch_seconds",
+    "time from sending a batch of commands to the shards of the index until the last reply",
+    {"lane": ("reads", "writes")},
+    "index_batch_{lane}_seconds",
+)
+INDEX_CHANGES_REFUSED: Final = group.counter_family(
+    "index_changes_refused_total",
+    "batches of changes that a shard of the index rejected: at its limit of memory (full), or for another reason",
+    {"reason": ("full", "other")},
+    "index_changes_refused_{reason}_total",
+)
+SHARD_UP: Final = group.gauge("index_shard_up", "1 while the primary of a shard of the index answers, else 0", SHARD)
+SHARD_REPLICAS: Final = group.gauge("index_shard_replicas", "replicas of a shard of the index that answer", SHARD)
+SHARD_KEYS: Final = group.gauge("index_shard_keys", "keys of a shard of the index", SHARD)
+SHARD_MEMORY_BYTES: Final = group.gauge("index_shard_memory_bytes", "memory that the primary of a shard uses", SHARD)
+SHARD_MEMORY_LIMIT_BYTES: Final = group.gauge(
+    "index_shard_memory_limit_bytes", "limit of that memory (maxmemory); absent if there is none", SHARD
+)
+UNSERVED_SLOTS: Final = group.gauge("index_unserved_slots", "hash slots of the index that no server serves")
+METADATA_SERVERS: Final = group.gauge("metadata_servers", "metadata servers that serve this index")
+SERVER_TABLE_FAILURES: Final = group.counter(
+    "metadata_server_table_failures_total", "failed rounds of telling other metadata servers that this one runs"
 )

@@ -115,6 +115,7 @@ _METADATA_ADMIN: Final = {
     "DescribeNamespaces": Permission.LOOK,
     "DescribeBlocks": Permission.LOOK,
     "DescribePlanning": Permission.LOOK,
+    "DescribeShards": Permission.LOOK,
     "DescribeTenants": Permission.LOOK,
     "ListClusterEvents": Permission.LOOK,
     "ListNamespaceRules": Permission.LOOK,

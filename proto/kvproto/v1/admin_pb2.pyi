@@ -91,6 +91,72 @@ class DescribeServerResponse(_message.Message):
     nodes_refused: int
     def __init__(self, version: _Optional[str] = ..., index_epoch: _Optional[bytes] = ..., blocks: _Optional[int] = ..., index_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., nodes_alive: _Optional[int] = ..., nodes_silent: _Optional[int] = ..., live_plans: _Optional[int] = ..., workers: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., path_policy: _Optional[str] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., nodes_refused: _Optional[int] = ...) -> None: ...
 
+class DescribeShardsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeShardsResponse(_message.Message):
+    __slots__ = ("servers", "unserved_slots", "metadata_servers")
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    UNSERVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    servers: _containers.RepeatedCompositeFieldContainer[IndexServer]
+    unserved_slots: int
+    metadata_servers: _containers.RepeatedCompositeFieldContainer[MetadataServerInfo]
+    def __init__(self, servers: _Optional[_Iterable[_Union[IndexServer, _Mapping]]] = ..., unserved_slots: _Optional[int] = ..., metadata_servers: _Optional[_Iterable[_Union[MetadataServerInfo, _Mapping]]] = ...) -> None: ...
+
+class IndexServer(_message.Message):
+    __slots__ = ("address", "primary", "shard", "slots", "replicas", "lag_bytes", "away_ms", "version", "compare_and_set", "keys", "used_bytes", "limit_bytes", "eviction_policy", "snapshots", "append_only", "node_timeout_ms")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PRIMARY_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    LAG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AWAY_MS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    COMPARE_AND_SET_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    APPEND_ONLY_FIELD_NUMBER: _ClassVar[int]
+    NODE_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    primary: bool
+    shard: int
+    slots: int
+    replicas: int
+    lag_bytes: int
+    away_ms: int
+    version: str
+    compare_and_set: bool
+    keys: int
+    used_bytes: int
+    limit_bytes: int
+    eviction_policy: str
+    snapshots: bool
+    append_only: bool
+    node_timeout_ms: int
+    def __init__(self, address: _Optional[str] = ..., primary: _Optional[bool] = ..., shard: _Optional[int] = ..., slots: _Optional[int] = ..., replicas: _Optional[int] = ..., lag_bytes: _Optional[int] = ..., away_ms: _Optional[int] = ..., version: _Optional[str] = ..., compare_and_set: _Optional[bool] = ..., keys: _Optional[int] = ..., used_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., eviction_policy: _Optional[str] = ..., snapshots: _Optional[bool] = ..., append_only: _Optional[bool] = ..., node_timeout_ms: _Optional[int] = ...) -> None: ...
+
+class MetadataServerInfo(_message.Message):
+    __slots__ = ("server_id", "address", "version", "started_seconds", "answers_here", "roles")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STARTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_HERE_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    address: str
+    version: str
+    started_seconds: float
+    answers_here: bool
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, server_id: _Optional[str] = ..., address: _Optional[str] = ..., version: _Optional[str] = ..., started_seconds: _Optional[float] = ..., answers_here: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class ListClusterEventsRequest(_message.Message):
     __slots__ = ("after_id", "since_ms", "limit")
     AFTER_ID_FIELD_NUMBER: _ClassVar[int]

@@ -95,6 +95,11 @@ class MetadataAdminStub:
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.ListClusterEventsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__pb2.ListClusterEventsResponse.FromString,
                 _registered_method=True)
+        self.DescribeShards = channel.unary_unary(
+                '/kvstore.v1.MetadataAdmin/DescribeShards',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.DescribeShardsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.DescribeShardsResponse.FromString,
+                _registered_method=True)
 
 
 class MetadataAdminServicer:
@@ -185,6 +190,14 @@ class MetadataAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeShards(self, request, context):
+        """Describes the servers that hold a shared index, as this process observed them some seconds ago, and the metadata servers that
+        serve it. No call to them is made.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MetadataAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -247,6 +260,11 @@ def add_MetadataAdminServicer_to_server(servicer, server):
                     servicer.ListClusterEvents,
                     request_deserializer=kvstore_dot_v1_dot_admin__pb2.ListClusterEventsRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__pb2.ListClusterEventsResponse.SerializeToString,
+            ),
+            'DescribeShards': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeShards,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.DescribeShardsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.DescribeShardsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -574,6 +592,33 @@ class MetadataAdmin:
             '/kvstore.v1.MetadataAdmin/ListClusterEvents',
             kvstore_dot_v1_dot_admin__pb2.ListClusterEventsRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__pb2.ListClusterEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeShards(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.MetadataAdmin/DescribeShards',
+            kvstore_dot_v1_dot_admin__pb2.DescribeShardsRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.DescribeShardsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,6 +79,7 @@ const failed = {};
 
 const QUESTIONS = {
   cluster: "/v1/cluster",
+  shards: "/v1/index/shards",
   overview: "/v1/overview?loads=50",
   namespaces: "/v1/namespaces?limit=500",
   decisions: "/v1/decisions?limit=10",

@@ -21,13 +21,11 @@ function showHealth() {
   const found = cluster.findings;
   const well = `No problems: ${many(cluster.nodes_alive, "node answers", "nodes answer")}, and all volumes accept blocks.`;
   const start = "No node has registered yet. Start one on each host with `kvstore node`; it appears here within seconds.";
+  const isWell = cluster.health === "ok";
   show(
     $("problems"),
-    found.length
-      ? h("ul", { class: "problems" }, found.map(findingItem))
-      : failed.cluster
-        ? quiet("Not known now.")
-        : h("p", { class: "well" }, cluster.nodes_alive ? well : start),
+    isWell ? (failed.cluster ? quiet("Not known now.") : h("p", { class: "well" }, cluster.nodes_alive ? well : start)) : null,
+    found.length ? h("ul", { class: "problems" }, found.map(findingItem)) : null,
     stale("cluster"),
   );
   showTiles(cluster);

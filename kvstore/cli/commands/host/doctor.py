@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import click
 
+from kvstore.cli.commands.host.index_probe import running_index
 from kvstore.cli.support import param_types
 from kvstore.cli.support.build_config import token
 from kvstore.cli.support.config_options import cluster_option, configuration, setting_option, with_quiet_config
@@ -26,11 +27,12 @@ from kvstore.config.model import Config
 from kvstore.config.node import NodeSection
 from kvstore.config.sources import Provenance, leaves
 from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
-from kvstore.doctor.daemon_findings import Answer, RunningMetadata, RunningNode, metadata_findings, nodes_findings
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, WantedVolume
 from kvstore.doctor.findings import findings, healthy
 from kvstore.doctor.levels import Finding, Level
-from kvstore.doctor.local_nodes import sockets_in
+from kvstore.doctor.servers.daemon_findings import Answer, RunningMetadata, RunningNode, metadata_findings, nodes_findings
+from kvstore.doctor.servers.local_nodes import sockets_in
+from kvstore.doctor.servers.shard_findings import index_findings
 from kvstore.doctor.verdict import verdict
 from kvstore.process.host_defaults import NodeDefaults
 from kvstore.process.memory_sizing import USUAL_BLOCK_BYTES
@@ -61,14 +63,15 @@ def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
     """Check this host: hardware, drivers, configuration and running daemons. Nothing is changed.
 
     It looks at the GPU and its driver, GPUDirect Storage, the volumes of the configuration, memory, limits, networks, RDMA,
-    certificates, the clock, at the metadata server that the configuration names, and at the nodes that run here. Nodes are found
-    by their unix sockets, so they are found without a metadata server. The last lines are a verdict and the three actions
-    that help most.
+    certificates, the clock, at the metadata server that the configuration names, at the Valkey Cluster of metadata.engine, and
+    at the nodes that run here. Nodes are found by their unix sockets, so they are found without a metadata server. The last
+    lines are a verdict and the three actions that help most.
 
     Examples:
       kvstore doctor
       kvstore doctor --config /etc/kvstore/kvstore.toml
       kvstore doctor --cluster prod
+      kvstore doctor --set metadata.engine=valkey://10.0.0.11:6379,10.0.0.12:6379
       kvstore doctor --nvme /mnt/nvme0/kvstore:1TiB --set node.gds=required
       kvstore doctor -o json | jq '.findings[] | select(.level != "ok")'
 
@@ -82,12 +85,14 @@ def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
     servers, known = metadata_servers(config, provenance)
     folders = socket_folders(config)
     nodes, closed = running_nodes(config, known, folders)
+    index = running_index(config, provenance)
     sections = dict(collect(wanted).sections)
     sections["running"] = Section({"volumes": sorted({volume for node in nodes for volume in node.volumes})})
     facts = Facts(sections)
     found = [
         *findings(facts, wanted),
         *metadata_findings(servers),
+        *index_findings(index),
         *nodes_findings(nodes, list(map(str, folders)), list(map(str, closed)), gds_required=wanted.gds == "required"),
     ]
     warnings, missing = (sum(finding.level is level for finding in found) for level in (Level.WARNING, Level.MISSING))
@@ -97,6 +102,7 @@ def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
     document |= {"verdict": summary.line, "actions": list(summary.actions)}
     document |= {"findings": [asdict(finding) for finding in found], "facts": section_facts}
     document |= {"metadata_servers": [asdict(server) for server in servers], "nodes": [asdict(node) for node in nodes]}
+    document |= {"index": asdict(index)}
 
     def show() -> None:
         (_print_table if sys.stdout.isatty() else _print_lines)(found)

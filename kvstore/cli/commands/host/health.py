@@ -16,7 +16,7 @@ from kvstore.cli.support.result import CommandOutput, line, watches
 from kvstore.config.model import Config
 from kvstore.config.node import NodeConfig
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unavailable
-from kvstore.doctor.local_nodes import sockets_in
+from kvstore.doctor.servers.local_nodes import sockets_in
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.diagnosis import Target

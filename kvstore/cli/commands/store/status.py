@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from kvstore.cli.commands.store.shard_lines import shard_lines
 from kvstore.cli.support import output
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.result import CommandOutput
@@ -14,13 +15,16 @@ from kvstore.cli.support.store_client import EXIT_REFUSED, StoreConnection, ask,
 from kvstore.config.model import Config
 from kvstore.health.codes import METADATA_UNREACHABLE
 
+if TYPE_CHECKING:
+    from kvstore.control_api.schemas.shards import Shards
+
 EXIT_DEGRADED: Final = 5
-"""Exit code: the store answers, and at least one finding is present."""
+"""Exit code: the store answers, and at least one error or warning is present."""
 _HEALTH_WORDS: Final = {"ok": "HEALTH_OK", "warning": "HEALTH_WARN", "error": "HEALTH_ERR"}
 
 
 @click.command(cls=Command)
-@click.option("--detail", is_flag=True, help="Print what each finding means and what to do.")
+@click.option("--detail", is_flag=True, help="Print what each finding means and what to do, and the servers of a shared index.")
 @store_query
 def status(config: Config, *, detail: bool) -> CommandOutput:
     """Show health, nodes, volumes and usage as the metadata server knows them.
@@ -29,11 +33,12 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
     and the facts. Exit code 5: the store answers, and something is wrong or will be soon.
 
     JSON: health (ok, warning, error), findings (code, severity, subject, facts, title, meaning, action, docs), metadata (the
-    setting), metadata_servers, each with address, state (usable, on_trial, away) and used; blocks and index_bytes of the index,
-    counters of the metadata server by name; namespaces, each with id, model, block_tokens, block_bytes; nodes, each with id,
-    alive, state (active, draining, drained, drain_blocked), stopped, refused (null, or why its calls are refused),
-    heartbeat_age_ms, roles, control_address, data_address, mounts, drain (null: it is not to drain) and volumes, each with id,
-    tier, capacity_bytes, used_bytes, blocks and read_only (null, or the reason).
+    setting), metadata_servers, each with address, state (usable, on_trial, away) and used; index (servers that hold a shared
+    index, and the metadata servers that serve it, as in GET /v1/index/shards); blocks and index_bytes of the index, counters of
+    the metadata server by name; namespaces, each with id, model, block_tokens, block_bytes; nodes, each with id, alive, state
+    (active, draining, drained, drain_blocked), stopped, refused (null, or why its calls are refused), heartbeat_age_ms, roles,
+    control_address, data_address, mounts, drain (null: it is not to drain) and volumes, each with id, tier, capacity_bytes,
+    used_bytes, blocks and read_only (null, or the reason).
 
     Examples:
       kvstore status
@@ -42,7 +47,7 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
       kvstore status --watch 5
     """
     try:
-        found = ask(config, lambda store: fetch_status(config, store))
+        found, shards = ask(config, lambda store: fetch_status(config, store))
     except click.ClickException as error:
         if error.exit_code != EXIT_REFUSED and click.get_current_context().params["output_format"] == "table":
             output.line(f"{_HEALTH_WORDS['error']}  {METADATA_UNREACHABLE.name}")
@@ -51,12 +56,15 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
     def show() -> None:
         _print_health(found, detail=detail)
         _print(found)
+        if detail:
+            for line in shard_lines(shards):
+                output.line(line)
 
     return CommandOutput(found, show, 0 if found["health"] == "ok" else EXIT_DEGRADED)
 
 
-async def fetch_status(config: Config, store: StoreConnection) -> dict[str, Any]:
-    """Query the metadata server.
+async def fetch_status(config: Config, store: StoreConnection) -> tuple[dict[str, Any], Shards]:
+    """Query the metadata server. Returns the document, and its part about the servers of the index.
 
     Raises:
         KVStoreError: it does not answer.
@@ -67,12 +75,13 @@ async def fetch_status(config: Config, store: StoreConnection) -> dict[str, Any]
     from kvstore.health.findings import from_proto
 
     server, nodes, counters = await asyncio.gather(store.rpc.server(), store.rpc.nodes(), store.rpc.counters())
-    servers = await store.rpc.metadata_servers()
+    servers, shards = await asyncio.gather(store.rpc.metadata_servers(), store.queries.shards())
     namespaces = [one async for one in store.queries.namespaces()]
-    return {
+    document = {
         **serializers.health(from_proto(server.findings)).model_dump(),
         "metadata": config.client.metadata,
         "metadata_servers": [{"address": one.address, "state": one.condition, "used": one.used} for one in servers],
+        "index": shards.model_dump(mode="json"),
         "blocks": server.blocks,
         "index_bytes": server.index_bytes,
         "counters": dict(sorted(counters.items())),
@@ -111,6 +120,7 @@ async def fetch_status(config: Config, store: StoreConnection) -> dict[str, Any]
             for known in nodes.values()
         ],
     }
+    return document, shards
 
 
 def _drain(known: Any) -> dict[str, Any] | None:  # noqa: ANN401  # a NodeStatus
@@ -131,8 +141,8 @@ def _usage(usages: Any, volume_id: str) -> dict[str, Any]:  # noqa: ANN401  # a 
 def _print_health(found: dict[str, Any], *, detail: bool) -> None:
     """Print the health line and a line per finding."""
     counts = [
-        f"{number} {severity}{'s' if number != 1 else ''}"
-        for severity in ("error", "warning")
+        f"{number} {severity}{'s' if number != 1 and severity != 'info' else ''}"
+        for severity in ("error", "warning", "info")
         if (number := sum(one["severity"] == severity for one in found["findings"]))
     ]
     output.line("  ".join([_HEALTH_WORDS[found["health"]], ", ".join(counts)]).rstrip())

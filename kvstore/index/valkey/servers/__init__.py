@@ -1,0 +1,1 @@
+"""Observation of the servers of a cluster."""

@@ -1,0 +1,128 @@
+"""Findings on the Valkey Cluster of ``metadata.engine``: from described clusters, and from real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.core.index_backend import IndexBackend, IndexServer
+from kvstore.doctor.levels import Level
+from kvstore.doctor.servers.shard_findings import RunningIndex, SeedAnswer, SeedProblem, index_findings
+from kvstore.embedded.cluster import free_port
+from kvstore.embedded.valkey import ValkeyServers, find_server
+
+WELL = IndexServer(
+    address="h:1", primary=True, shard=0, slots=16_384, replicas=1, version="valkey 9.1.2", compare_and_set=True, keys=1,
+    used_bytes=100, limit_bytes=1_000, eviction_policy="noeviction", snapshots=False, append_only=False, node_timeout_ms=1_000,
+)  # fmt: skip
+
+
+def judged(*servers: IndexServer, unserved_slots: int = 0) -> list[tuple[Level, str]]:
+    index = RunningIndex([SeedAnswer("h:1")], IndexBackend(servers, unserved_slots))
+    return [(one.level, one.what) for one in index_findings(index) if one.level is not Level.OK]
+
+
+def test_index_in_a_file_gives_no_findings() -> None:
+    assert list(index_findings(RunningIndex())) == []
+
+
+def test_healthy_cluster_gives_only_ok() -> None:
+    assert judged(WELL) == []
+
+
+@pytest.mark.parametrize(
+    ("server", "level", "words"),
+    [
+        (replace(WELL, replicas=0), Level.WARNING, "primary without a replica"),
+        (replace(WELL, away_s=5.0), Level.WARNING, "no answer"),
+        (replace(WELL, node_timeout_ms=15_000), Level.WARNING, "cluster-node-timeout above 2000 ms"),
+        (replace(WELL, eviction_policy="allkeys-lru"), Level.WARNING, "noeviction is required"),
+        (replace(WELL, append_only=True), Level.WARNING, "written to disk"),
+        (replace(WELL, snapshots=True), Level.WARNING, "written to disk"),
+        (replace(WELL, used_bytes=950), Level.WARNING, "950 B of 0.977 KiB"),
+        (replace(WELL, compare_and_set=False), Level.INFO, "no compare-and-set"),
+        (replace(WELL, limit_bytes=0), Level.INFO, "no server has a maxmemory"),
+        (replace(WELL, snapshots=None), Level.INFO, "may not run CONFIG GET"),
+    ],
+)
+def test_cluster_with_one_fault_gives_one_finding(server: IndexServer, level: Level, words: str) -> None:
+    found = judged(server)
+    assert [one for one, _ in found] == [level]
+    assert words in found[0][1]
+
+
+def test_slots_without_server_and_versions_are_found() -> None:
+    found = judged(WELL, replace(WELL, address="h:2", shard=1, version="valkey 8.1.0"), unserved_slots=3)
+    assert [level for level, _ in found] == [Level.WARNING, Level.MISSING]
+    assert "valkey 8.1.0, valkey 9.1.2: versions differ" in found[0][1]
+    assert "3 hash slots" in found[1][1]
+
+
+@pytest.mark.parametrize("problem", SeedProblem)
+def test_seed_problem_beside_usable_seeds_is_a_warning(problem: SeedProblem) -> None:
+    bad = SeedAnswer("h:1", problem, "why")
+    assert [one.level for one in index_findings(RunningIndex([bad]))] == [Level.MISSING]
+    assert [one.level for one in index_findings(RunningIndex([bad, SeedAnswer("h:2")]))] == [Level.WARNING, Level.OK]
+
+
+# ---- real servers ----
+def doctor(folder: Path, *settings: str) -> list[dict[str, Any]]:
+    """Findings of the command about the index."""
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "kvstore.cli", "doctor", "--dram", "16MiB", "-o", "json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, cwd=folder)
+    return [one for one in json.loads(done.stdout)["findings"] if one["area"] == "index"]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if find_server() is None:
+        pytest.skip("NO VALKEY HERE: THE DOCTOR IS NOT TESTED WITH A CLUSTER")
+    with ValkeyServers(tmp_path_factory.mktemp("valkey"), shards=1, replicas=1) as made:
+        yield made
+
+
+def test_doctor_reports_a_real_cluster(servers: ValkeyServers, tmp_path: Path) -> None:
+    silent = f"127.0.0.1:{free_port()}"
+    found = doctor(tmp_path, f"metadata.engine=valkey://{servers.seeds[0]},{silent}")
+    levels = {one["what"]: one["level"] for one in found}
+    assert levels[f"{servers.seeds[0]} (metadata.engine) answers"] == "ok"
+    refused = f"{silent} (metadata.engine) does not answer: connection refused; the other servers of the setting are used"
+    assert levels[refused] == "warning"
+    assert any(what.startswith("shards: 1, replicas that answer: 1, ") and level == "ok" for what, level in levels.items())
+
+
+def test_doctor_reports_a_rejected_password(servers: ValkeyServers, tmp_path: Path) -> None:
+    server = servers.servers[0]
+    server.call("ACL", "SETUSER", "limited", "on", ">right", "+ping")
+    for password, words in (("wrong", "rejects the user or the password"), ("right", "does not permit its commands")):
+        (tmp_path / "password").write_text(password)
+        (found,) = doctor(
+            tmp_path,
+            f"metadata.engine=valkey://{server.address}",
+            "metadata.engine_user=limited",
+            f"metadata.engine_password_file={tmp_path / 'password'}",
+        )
+        assert found["level"] == "missing"
+        assert words in found["what"]
+
+
+def test_doctor_reports_a_server_without_tls(servers: ValkeyServers, tmp_path: Path) -> None:
+    (found,) = doctor(tmp_path, f"metadata.engine=valkeys://{servers.seeds[0]}")
+    assert (found["level"], "does not speak TLS" in found["what"]) == ("missing", True), found
+
+
+async def test_doctor_reports_a_server_that_closes_connections(tmp_path: Path) -> None:
+    """A TLS port closes a connection that does not begin with a handshake."""
+    listening = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with listening:
+        port = listening.sockets[0].getsockname()[1]
+        (found,) = await asyncio.to_thread(doctor, tmp_path, f"metadata.engine=valkey://127.0.0.1:{port}")
+    assert "may require TLS" in found["what"]
