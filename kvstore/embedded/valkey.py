@@ -112,10 +112,11 @@ class ValkeyServers:
             )
         self._program = found
         self._folder = folder
+        self._shards = shards
         self.servers: list[ValkeyServer] = []
         try:
             self.servers = [self._start() for _ in range(shards * (1 + replicas))]
-            self._form(shards)
+            self._form()
         except BaseException:
             self.close()
             raise
@@ -132,8 +133,24 @@ class ValkeyServers:
         """Value of ``metadata.engine`` for this cluster."""
         return f"valkey://{','.join(self.seeds)}"
 
+    @property
+    def whole(self) -> bool:
+        """Whether all servers run, every shard has a primary, and all replicas have its contents."""
+        try:
+            return all(self._is_ready(server) for server in self.servers)
+        except OSError:
+            return False
+
+    def is_replaced(self, server: ValkeyServer) -> bool:
+        """Whether no other server sends clients to this one: its replica has replaced it, or it is a replica itself."""
+        answers = [self._primary_ports(other) for other in self.servers if other is not server]
+        return any(answers) and all(server.port not in ports for ports in answers)
+
     def restart(self, server: ValkeyServer) -> None:
-        """Start an ended server again, empty, at its port and with its identity in the cluster."""
+        """Start an ended server again, empty, at its port and with its identity in the cluster.
+
+        A primary must not be back before it ``is_replaced``: its replica would copy the empty primary.
+        """
         server.end()
         server.process = self._spawn(server.port, self._folder / str(server.port))
 
@@ -172,7 +189,8 @@ class ValkeyServers:
         with (folder / "log").open("ab") as log:
             return start([str(self._program), *words], stdout=log, stderr=log, cwd=folder)
 
-    def _form(self, shards: int) -> None:
+    def _form(self) -> None:
+        shards = self._shards
         for server in self.servers:
             self._wait(lambda server=server: server.call("PING") == b"PONG", "start")  # type: ignore[misc]
         first = self.servers[0]
@@ -186,18 +204,28 @@ class ValkeyServers:
         for number, server in enumerate(self.servers[shards:]):
             primary = self.servers[number % shards].call("CLUSTER", "MYID")
             self._wait(lambda server=server, primary=primary: server.call("CLUSTER", "REPLICATE", primary) == b"OK", "replicate")  # type: ignore[misc]
-        self._wait(lambda: all(self._is_ready(server, shards) for server in self.servers), "become ready")
+        self._wait(lambda: self.whole, "become ready")
+
+    @staticmethod
+    def _primary_ports(server: ValkeyServer) -> set[int]:
+        """Ports of the primaries, by one server's topology; empty: it does not answer."""
+        try:
+            slots = server.call("CLUSTER", "SLOTS")
+        except OSError:
+            return set()
+        return {entry[2][1] for entry in slots} if isinstance(slots, list) else set()
 
     def _knows_all(self, server: ValkeyServer) -> bool:
         nodes = server.call("CLUSTER", "NODES")
         return isinstance(nodes, bytes) and len(nodes.splitlines()) == len(self.servers) and b"handshake" not in nodes
 
-    def _is_ready(self, server: ValkeyServer, shards: int) -> bool:
+    def _is_ready(self, server: ValkeyServer) -> bool:
         slots, info = server.call("CLUSTER", "SLOTS"), server.call("INFO", "replication")
         if not isinstance(slots, list) or not isinstance(info, bytes):
             return False
         linked = b"role:master" in info or b"master_link_status:up" in info
-        return linked and len(slots) == shards and all(len(entry) == 2 + len(self.servers) // shards for entry in slots)
+        of_each = len(self.servers) // self._shards
+        return linked and len(slots) == self._shards and all(len(entry) == 2 + of_each for entry in slots)
 
     @staticmethod
     def _wait(check: Callable[[], bool], what: str) -> None:
