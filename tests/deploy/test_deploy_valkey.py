@@ -140,11 +140,10 @@ def test_chart_servers_share_the_index() -> None:
     assert term["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= labels.items()
     (budget,) = (one for one in documents if one["kind"] == "PodDisruptionBudget")
     assert budget["spec"]["maxUnavailable"] == 1
-    (service,) = (
-        one["metadata"]["name"] for one in documents if one["kind"] == "Service" and one["spec"].get("clusterIP") == "None"
-    )
+    services = {one["metadata"]["name"]: one["spec"].get("clusterIP") for one in documents if one["kind"] == "Service"}
+    assert services["kv-kvstore-metadata-servers"] == "None"
     (node,) = (one for one in pods(documents) if one["kind"] == "DaemonSet")
-    assert chart_daemon(node).config.node.metadata == f"{service}.store.svc:7400"
+    assert chart_daemon(node).config.node.metadata == "kv-kvstore-metadata-servers.store.svc:7400"
 
 
 @needs_helm
