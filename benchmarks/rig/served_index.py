@@ -20,6 +20,7 @@ from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
 from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.indexing.index_mutations import register_node
 from kvstore.rpc.client import call, connect
@@ -40,9 +41,8 @@ TTL_S = 3_600
 """Grace period after a start. It must cover the whole run, because no node sends heartbeats."""
 
 
-def fill(path: Path, blocks: int, seed: int) -> list[bytes]:
-    """Create an index of ``blocks`` blocks and return a sample of its chains, packed."""
-    index = LmdbIndex.open(path)
+def fill(index: PrefixIndex, blocks: int, seed: int) -> list[bytes]:
+    """Fill an empty index with ``blocks`` blocks and return a sample of its chains, packed."""
     tiers = {VolumeId("host-1/dram"): Tier.DRAM, VolumeId("host-1/nvme0"): Tier.NVME}
     boot_id = BootId(secrets.token_bytes(16))
     volumes = [VolumeInfo(volume_id=name, tier=tier_to_proto(tier), capacity_bytes=1 << 40) for name, tier in tiers.items()]
@@ -67,16 +67,32 @@ def fill(path: Path, blocks: int, seed: int) -> list[bytes]:
         index.publish(dram, [BlockRun(NAMESPACE, None, 0, keys[:DRAM_SHARE])], [])
         if number in kept:
             sample.append(packed)
-    index.close()
     return sample
 
 
-class Served:
-    """An index, the real server process that serves it, and a client that looks up its chains in rotation."""
+def _open_valkey(servers: tuple[str, ...]) -> PrefixIndex:
+    from kvstore.index.valkey.address import ValkeyAddress
+    from kvstore.index.valkey.index import ValkeyIndex
 
-    def __init__(self, path: Path, blocks: int, seed: int) -> None:
+    return ValkeyIndex.open(ValkeyAddress(servers), lookup_budget_s=1.0)
+
+
+class Served:
+    """An index and the real server process that serves it.
+
+    Args:
+        path: folder of the index.
+        blocks: size of the index.
+        seed: keys of the chains.
+        valkey: servers of an empty Valkey Cluster that hold the index; empty: LMDB in the folder.
+    """
+
+    def __init__(self, path: Path, blocks: int, seed: int, valkey: tuple[str, ...] = ()) -> None:
         self.path, self.blocks = path, blocks
-        self.chains = fill(path, blocks, seed)
+        self._engine = f"valkey://{','.join(valkey)}" if valkey else "lmdb"
+        index = _open_valkey(valkey) if valkey else LmdbIndex.open(path)
+        self.chains = fill(index, blocks, seed)
+        index.close()
         self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
         self.start()
@@ -84,7 +100,9 @@ class Served:
     def start(self) -> None:
         """Start the server and wait until it is ready."""
         ready = self.path.with_suffix(".ready")
-        self._process = start_metadata_server(ready, index_path=self.path, node_ttl=f"{TTL_S}s")
+        self._process = start_metadata_server(
+            ready, index_path=self.path, engine=self._engine, node_ttl=f"{TTL_S}s", metrics_listen="none"
+        )
         self.address = json.loads(ready.read_text(encoding="utf-8"))["address"]
 
     @property

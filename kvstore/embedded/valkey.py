@@ -99,7 +99,7 @@ class ValkeyServers:
         program: server program; None: ``find_server``.
 
     Raises:
-        Unsupported: there is no server program.
+        Unsupported: no server program was found.
         Unavailable: the servers do not form a cluster in time.
     """
 

@@ -1,4 +1,4 @@
-"""What every index counts and logs in the same words."""
+"""Counters and log lines that all indexes share."""
 
 from __future__ import annotations
 

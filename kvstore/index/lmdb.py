@@ -60,8 +60,10 @@ from kvstore.index.small_records import (
     check_notes,
     decode_beat,
     decode_note,
+    decode_volume_epoch,
     encode_beat,
     encode_note,
+    encode_volume_epoch,
     note_key,
     note_key_prefix,
 )
@@ -177,12 +179,8 @@ class LmdbIndex(PrefixIndex):
             if known is not None:
                 return known
             volume_epoch = self._next(txn, b"next_life")
-            fields = (volume_id.encode(), node_id.encode(), bytes([tier]), bytes(boot_id))
-            txn.put(
-                _U32.pack(volume_epoch),
-                b"".join(struct.pack("<I", len(field)) + field for field in fields),
-                db=self._volume_epochs_db,
-            )
+            info = VolumeEpochInfo(VolumeEpoch(volume_epoch), volume_id, node_id, tier, boot_id)
+            txn.put(_U32.pack(volume_epoch), encode_volume_epoch(info), db=self._volume_epochs_db)
             self._announce(txn)
             return VolumeEpoch(volume_epoch)
 
@@ -565,7 +563,7 @@ class LmdbIndex(PrefixIndex):
         if known.revision == revision:
             return known
         with txn.cursor(db=self._volume_epochs_db) as cursor:
-            volume_epochs = [_volume_epoch_info(VolumeEpoch(_U32.unpack(key)[0]), value) for key, value in cursor]
+            volume_epochs = [decode_volume_epoch(VolumeEpoch(_U32.unpack(key)[0]), value) for key, value in cursor]
         by_boot = {(info.volume_id, info.boot_id): info.volume_epoch for info in volume_epochs}
         self._known = _OpenVolumeEpochs(revision, {info.volume_epoch: info for info in volume_epochs}, by_boot)
         return self._known
@@ -691,14 +689,3 @@ def _defect_unless_empty(env: lmdb.Environment) -> str:
         txn.put(b"epoch", secrets.token_bytes(KEY_BYTES))
         txn.put(b"format", _FORMAT)
     return ""
-
-
-def _volume_epoch_info(volume_epoch: VolumeEpoch, value: bytes) -> VolumeEpochInfo:
-    fields: list[bytes] = []
-    at = 0
-    while at < len(value):
-        size = struct.unpack_from("<I", value, at)[0]
-        fields.append(value[at + 4 : at + 4 + size])
-        at += 4 + size
-    volume_id, node_id, tier, boot_id = fields
-    return VolumeEpochInfo(volume_epoch, VolumeId(volume_id.decode()), NodeId(node_id.decode()), Tier(tier[0]), BootId(boot_id))

@@ -36,7 +36,7 @@ class RunEndCache:
 
         Args:
             head: first key of the chain.
-            ends: guesses of the caller, who knows its chain better: they come first.
+            ends: guesses of the caller, for its own chain: they come first.
         """
         known = self._ends.get(head, ())
         return tuple(dict.fromkeys((*ends, *known)))[: limits.MAX_LOOKUP_ENDS] if ends else known

@@ -1,9 +1,9 @@
-"""Encodings of notes and heartbeats in the LMDB index, and the checks of their sizes.
+"""Encodings of volume epochs, notes and heartbeats in an index, and the checks of their sizes.
 
-A note is stored under its name, so that all names with a common prefix are neighbours. LMDB limits keys to 511 bytes: a longer
-name is cut, and a digest of the whole name follows. The value repeats the whole name.
+In LMDB, a note is stored under its name, so that all names with a common prefix are neighbours. LMDB limits keys to 511 bytes:
+a longer name is cut, and a digest of the whole name follows. The value repeats the whole name.
 
-A heartbeat is stored under a digest of its node's id.
+In LMDB, a heartbeat is stored under a digest of its node's id.
 """
 
 from __future__ import annotations
@@ -15,13 +15,33 @@ from typing import Final
 
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.types import KEY_BYTES, BootId, NodeId
-from kvstore.index.contract import Beat
+from kvstore.core.types import KEY_BYTES, BootId, NodeId, Tier, VolumeId
+from kvstore.index.contract import Beat, VolumeEpoch, VolumeEpochInfo
 
 _DIGEST_BYTES: Final = 32
 _NAME_IN_KEY: Final = 511 - _DIGEST_BYTES
 _BEAT: Final = struct.Struct("<16sQQ")
+_SIZE: Final = struct.Struct("<I")
 _MAX_NUMBER: Final = (1 << 64) - 1
+
+
+# ---- volume epochs ----
+def encode_volume_epoch(info: VolumeEpochInfo) -> bytes:
+    """Encode a volume epoch, without its number."""
+    fields = (info.volume_id.encode(), info.node_id.encode(), bytes([info.tier]), bytes(info.boot_id))
+    return b"".join(_SIZE.pack(len(field)) + field for field in fields)
+
+
+def decode_volume_epoch(volume_epoch: VolumeEpoch, value: bytes) -> VolumeEpochInfo:
+    """Decode a volume epoch."""
+    fields: list[bytes] = []
+    at = 0
+    while at < len(value):
+        (size,) = _SIZE.unpack_from(value, at)
+        fields.append(value[at + _SIZE.size : at + _SIZE.size + size])
+        at += _SIZE.size + size
+    volume_id, node_id, tier, boot_id = fields
+    return VolumeEpochInfo(volume_epoch, VolumeId(volume_id.decode()), NodeId(node_id.decode()), Tier(tier[0]), BootId(boot_id))
 
 
 # ---- notes ----

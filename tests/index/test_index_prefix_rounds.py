@@ -223,7 +223,7 @@ def test_rounds_of_long_runs_end_hits_before_a_gap(runs: list[Run], ends: list[i
     assert {at for run in hit.runs for at in range(run.start, run.start + run.count)} == set(range(hit.blocks))
 
 
-def test_rounds_gaps_in_several_intervals_end_the_hit_at_the_lowest() -> None:
+def test_rounds_of_several_gaps_end_the_hit_at_the_lowest() -> None:
     index = Index.of(LENGTH, [(0, 190, ONE), (200, 590, TWO), (600, 990, THREE), (1_000, 1_500, ONE)])
     hit = index.search((150, 500, 900, 1_400))
     assert hit == PrefixHit(190, (ReplicaRun(0, 190, ONE),))

@@ -13,7 +13,7 @@ import pytest
 from kvstore.core.errors import Unauthenticated, Unavailable, Unsupported
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers
 from kvstore.index.valkey.address import Credentials, ValkeyAddress
-from kvstore.index.valkey.cluster import UNANSWERED, Cluster, Command, Lane
+from kvstore.index.valkey.cluster import UNANSWERED, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
 from kvstore.observe.counters import Counters
@@ -34,8 +34,8 @@ def counters() -> Counters:
 
 
 @pytest.fixture
-async def cluster(servers: ValkeyServers, counters: Counters) -> AsyncIterator[Cluster]:
-    cluster = Cluster(ValkeyAddress(servers.seeds), budget_s=2.0, count=counters.add)
+async def cluster(servers: ValkeyServers, counters: Counters) -> AsyncIterator[ValkeyClient]:
+    cluster = ValkeyClient(ValkeyAddress(servers.seeds), budget_s=2.0, count=counters.add)
     await cluster.start()
     yield cluster
     await cluster.close()
@@ -56,12 +56,12 @@ async def eventually(check: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def primary_of_first_range(cluster: Cluster, servers: ValkeyServers) -> ValkeyServer:
+def primary_of_first_range(cluster: ValkeyClient, servers: ValkeyServers) -> ValkeyServer:
     address = cluster.topology.shards[cluster.topology.of_slot[RANGE_SLOTS[0]]].primary
     return next(server for server in servers.servers if server.address == address)
 
 
-async def test_batch_reaches_all_shards_in_order(cluster: Cluster) -> None:
+async def test_batch_reaches_all_shards_in_order(cluster: ValkeyClient) -> None:
     assert set(await cluster.run(sets(b"1"))) == {b"OK"}
     tag = TAGS[7]
     counting = [(RANGE_SLOTS[7], pack("APPEND", tag, str(number))) for number in range(5)]
@@ -71,7 +71,7 @@ async def test_batch_reaches_all_shards_in_order(cluster: Cluster) -> None:
 
 
 async def test_primary_killed_others_answer_and_replica_takes_over(
-    cluster: Cluster, servers: ValkeyServers, counters: Counters
+    cluster: ValkeyClient, servers: ValkeyServers, counters: Counters
 ) -> None:
     await cluster.run(sets(b"1"))
     await cluster.run([(cluster_slot, pack("WAIT", 1, 1_000)) for cluster_slot in (0, 6_000, 12_000)], lane=Lane.WRITES)
@@ -90,7 +90,7 @@ async def test_primary_killed_others_answer_and_replica_takes_over(
 
 
 async def test_primary_stopped_costs_one_budget(servers: ValkeyServers, counters: Counters) -> None:
-    cluster = Cluster(ValkeyAddress(servers.seeds), budget_s=0.2, count=counters.add)
+    cluster = ValkeyClient(ValkeyAddress(servers.seeds), budget_s=0.2, count=counters.add)
     await cluster.start()
     try:
         await cluster.run_until(sets(b"1"), time.monotonic() + HEAL_S)
@@ -111,7 +111,7 @@ async def test_primary_stopped_costs_one_budget(servers: ValkeyServers, counters
         await cluster.close()
 
 
-async def test_slot_moved_is_followed(cluster: Cluster, servers: ValkeyServers, counters: Counters) -> None:
+async def test_slot_moved_is_followed(cluster: ValkeyClient, servers: ValkeyServers, counters: Counters) -> None:
     slot, tag = RANGE_SLOTS[0], TAGS[0]
     await cluster.run(sets(b"1"))
     source = primary_of_first_range(cluster, servers)
@@ -129,7 +129,7 @@ async def test_slot_moved_is_followed(cluster: Cluster, servers: ValkeyServers, 
     assert counters.snapshot()[metadata_metrics.SHARD_REDIRECTIONS] >= 2
 
 
-async def test_shard_without_servers_stays_unanswered(cluster: Cluster, servers: ValkeyServers) -> None:
+async def test_shard_without_servers_stays_unanswered(cluster: ValkeyClient, servers: ValkeyServers) -> None:
     await cluster.run(sets(b"1"))
     victim = primary_of_first_range(cluster, servers)
     shard = cluster.topology.shards[cluster.topology.of_slot[RANGE_SLOTS[0]]]
@@ -150,10 +150,10 @@ async def test_cluster_requires_the_password(servers: ValkeyServers, counters: C
         server.call("CONFIG", "SET", "requirepass", "right")
     for credentials in (Credentials(), Credentials(password="wrong")):
         with pytest.raises(Unauthenticated, match="rejects the user or the password"):
-            await Cluster(ValkeyAddress(servers.seeds, credentials), budget_s=1.0, count=counters.add).start()
+            await ValkeyClient(ValkeyAddress(servers.seeds, credentials), budget_s=1.0, count=counters.add).start()
     right = Credentials(password="right")
     assert "right" not in repr(right)
-    cluster = Cluster(ValkeyAddress(servers.seeds, right), budget_s=1.0, count=counters.add)
+    cluster = ValkeyClient(ValkeyAddress(servers.seeds, right), budget_s=1.0, count=counters.add)
     await cluster.start()
     assert set(await cluster.run(sets(b"1"), budget_s=5.0)) == {b"OK"}
     await cluster.close()
@@ -186,11 +186,11 @@ async def test_server_outside_of_a_cluster_is_refused(counters: Counters) -> Non
 
     async with serving(answer) as address:
         with pytest.raises(Unsupported, match="--cluster-enabled yes"):
-            await Cluster(ValkeyAddress((address,)), budget_s=1.0, count=counters.add).start()
+            await ValkeyClient(ValkeyAddress((address,)), budget_s=1.0, count=counters.add).start()
 
 
 @pytest.mark.parametrize("garbage", [b"\x00\x01\x02", b"$99999999999999999999\r\n", b"*-5\r\n?"])
 async def test_garbage_from_a_server_is_unavailable(garbage: bytes, counters: Counters) -> None:
     async with serving(lambda _: garbage) as address:
         with pytest.raises(Unavailable):
-            await Cluster(ValkeyAddress((address,)), budget_s=1.0, count=counters.add).start()
+            await ValkeyClient(ValkeyAddress((address,)), budget_s=1.0, count=counters.add).start()

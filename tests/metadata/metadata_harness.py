@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,10 @@ import grpc.aio
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvproto.v1.common_pb2 import BlockRun, NodeInfo, Tier, VolumeInfo
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import ManualClock
 from kvstore.metadata.server import MetadataServer
-from kvstore.rpc.client import call_aio
+from kvstore.rpc.client import call_aio, connect_aio
 from kvstore.rpc.errors import from_rpc_error
 
 NAMESPACE = b"namespace-of-16b"
@@ -147,6 +148,20 @@ class Running:
 
     def peer(self, node_id: str = "host-1") -> Peer:
         return Peer(self.channel, node_id)
+
+
+@asynccontextmanager
+async def serve(index_path: Path) -> AsyncIterator[Running]:
+    """Serve an index with a new clock."""
+    clock = ManualClock()
+    config = MetadataConfig(
+        index_path=index_path, listen="127.0.0.1:0", index_size_bytes=64 << 20, heartbeat_interval_ms=20, node_ttl_ms=100
+    )
+    server = MetadataServer(config, clock=clock)
+    address = await server.start()
+    async with connect_aio(address) as channel:
+        yield Running(server, clock, channel, address)
+    await server.stop(0.0)
 
 
 SCRIPT = """

@@ -59,12 +59,12 @@ class Server:
 
     def tick(self) -> None:
         """The exchange of one tick, as by maintenance."""
+        changes = self.table.take_unshared()
         try:
-            self.table.take_unshared().write(cast("PrefixIndex", self.index))
+            changes.write(cast("PrefixIndex", self.index))
         except Unavailable:
-            pass
-        finally:
-            self.table.tick()
+            self.table.write_failed(changes)
+        self.table.tick()
 
 
 def beat(node_id: str, number: int, **contents: Any) -> pb.HeartbeatRequest:
@@ -315,21 +315,31 @@ def test_exchange_many_reports_are_read_at_once(index: LmdbIndex) -> None:
     assert (two.index.reads.count("notes"), two.index.reads.count("note")) == (1, 0)
 
 
-def test_exchange_failed_write_is_repeated(index: LmdbIndex) -> None:
+def test_exchange_contents_of_failed_write_are_written_later(index: LmdbIndex) -> None:
     one, two = Server(index), Server(index)
-    one.table.record_heartbeat(beat("a", 1, usages=[pb.VolumeUsage(used_bytes=1)]))
-    one.table.put_back(one.table.take_unshared())
-    one.tick()
+    usages = [pb.VolumeUsage(used_bytes=1)]
+    for number in range(1, 4):
+        one.table.record_heartbeat(beat("a", number, usages=usages))
+        changes = one.table.take_unshared()
+        if number == 1:
+            one.table.write_failed(changes)
+        else:
+            changes.write(index)
+        assert list(changes.beats.reports) == (["a"] if number < 3 else [])
+        one.table.tick()
     two.tick()
     assert two.table.status(NodeId("a")).usages[0].used_bytes == 1
-    one.table.record_heartbeat(beat("a", 2, usages=[pb.VolumeUsage(used_bytes=2)]))
-    failed = one.table.take_unshared()
-    one.table.record_heartbeat(beat("a", 3, usages=[pb.VolumeUsage(used_bytes=2)]))
-    one.table.put_back(failed)
-    one.tick()
+
+
+def test_exchange_heartbeats_from_before_a_pause_are_dropped(index: LmdbIndex) -> None:
+    one, two = Server(index), Server(index)
+    one.table.record_heartbeat(beat("a", 1, usages=[pb.VolumeUsage(used_bytes=1)]))
+    two.table.record_heartbeat(beat("a", 2, usages=[pb.VolumeUsage(used_bytes=2)]))
     two.tick()
-    assert index.beats()[NodeId("a")].counter == 3
-    assert two.table.status(NodeId("a")).usages[0].used_bytes == 2
+    one.table.paused()
+    one.tick()
+    assert index.beats()[NodeId("a")] == Beat(BOOT, 2, 2)
+    assert one.table.status(NodeId("a")).usages[0].used_bytes == 2
 
 
 def test_exchange_late_heartbeat_of_forgotten_node_is_removed(index: LmdbIndex) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from metadata_harness import Peer, Running, run_of
+from metadata_harness import run_of, serve
 
 from kvstore.index import lmdb
 from kvstore.index.record import decode
-from kvstore.index.run_end_cache import RunEndCache
 from support.chains import chain
 
 LENGTH = 1_600
+KEYS = chain("a", LENGTH)
 WRONG = {
     "far too short": [1, 2, 3],
     "one less and one more": [1_199, 1_201, 1_499, 1_501],
@@ -38,49 +39,45 @@ def records_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
         yield read
 
 
-async def publish(running: Running) -> tuple[Peer, list[bytes]]:
-    """Publish a chain whose first 1,200 blocks are in DRAM and whose first 1,500 are on NVMe."""
-    peer, keys = running.peer(), chain("a", LENGTH)
-    await peer.register()
-    await peer.publish(peer.dram, run_of(keys, 0, 1_200))
-    await peer.publish(peer.nvme, run_of(keys, 0, 1_500))
-    restart(running)
-    return peer, list(keys)
+@pytest.fixture
+async def index_path(tmp_path: Path) -> Path:
+    """Make an index of a chain whose first 1,200 blocks are in DRAM and whose first 1,500 are on NVMe."""
+    async with serve(tmp_path / "index") as running:
+        peer = running.peer()
+        await peer.register()
+        await peer.publish(peer.dram, run_of(KEYS, 0, 1_200))
+        await peer.publish(peer.nvme, run_of(KEYS, 0, 1_500))
+    return tmp_path / "index"
 
 
-def restart(running: Running) -> None:
-    """Make the server forget what it learned about ends, as a restart does."""
-    index = running.server._index
-    assert isinstance(index, lmdb.LmdbIndex)
-    index._run_ends = RunEndCache()
-
-
-async def test_lookup_with_ends_reads_few_records_after_a_restart(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer, keys = await publish(running)
-    with records_read(monkeypatch) as searched:
-        expected = await peer.lookup(keys)
-    restart(running)
-    with records_read(monkeypatch) as read:
-        assert await peer.lookup(keys, ends=[1_200, 1_500]) == expected
+async def test_lookup_with_ends_reads_few_records_after_a_start(index_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve(index_path) as running:
+        with records_read(monkeypatch) as searched:
+            expected = await running.peer().lookup(KEYS)
+    async with serve(index_path) as running:
+        with records_read(monkeypatch) as read:
+            assert await running.peer().lookup(KEYS, ends=[1_200, 1_500]) == expected
     assert expected.hit_blocks == 1_500
-    assert len(read) <= 4, "the head and both sides of both ends, without the absent ones"
+    assert len(read) == 4, "the head, and on both sides of both ends, except for the absent record"
     assert len(searched) > 10
 
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("case", WRONG)
 async def test_lookup_with_wrong_ends_has_the_same_answer(
-    running: Running, monkeypatch: pytest.MonkeyPatch, case: str, known: bool
+    index_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, known: bool
 ) -> None:
-    peer, keys = await publish(running)
-    expected = await peer.lookup(keys)
-    if not known:
-        restart(running)
-    with records_read(monkeypatch) as read:
-        for length in (LENGTH, 1_300, 7):
-            answer = await peer.lookup(keys[:length], ends=WRONG[case])
-            assert answer.hit_blocks == min(length, 1_500)
-            if length == LENGTH:
-                assert answer == expected
-    assert len(read) <= 3 * (2 * len(WRONG[case]) + 30)
-    assert (await peer.lookup(chain("b", 10), ends=WRONG[case])).hit_blocks == 0
+    async with serve(index_path) as running:
+        expected = await running.peer().lookup(KEYS)
+        assert expected.hit_blocks == 1_500
+    async with serve(index_path) as running:
+        peer = running.peer()
+        if known:
+            await peer.lookup(KEYS)
+        with records_read(monkeypatch) as read:
+            for length in (LENGTH, 1_300, 7):
+                answer = await peer.lookup(KEYS[:length], ends=WRONG[case])
+                assert answer.hit_blocks == min(length, 1_500)
+                assert length < LENGTH or answer == expected
+        assert len(read) <= 3 * (2 * len(WRONG[case]) + 30)
+        assert (await peer.lookup(chain("b", 10), ends=WRONG[case])).hit_blocks == 0

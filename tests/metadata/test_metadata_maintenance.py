@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
+from kvproto.v1.common_pb2 import NodeInfo
+from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded
+from kvstore.core.types import BootId, NodeId
+from kvstore.index.contract import Beat
 from kvstore.index.lmdb import LmdbIndex
+from kvstore.metadata.indexing.index_mutations import register_node
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership import maintenance as upkeep
 from kvstore.metadata.membership.maintenance import Maintenance
@@ -56,3 +61,32 @@ async def test_maintenance_disk_full_logs_rarely_without_traceback(
 async def test_maintenance_continues_after_a_bug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     await run_maintenance(tmp_path, bug, "metadata_background_bugs_total")
     assert "node watch failed" in caplog.text
+
+
+async def test_maintenance_shares_heartbeats_after_failed_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It also removes heartbeats of forgotten nodes, which a server wrote late."""
+    index, thread, counters = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test"), Counters()
+    boot_id = BootId(b"b" * 16)
+    register_node(index, NodeInfo(node_id="n", boot_id=boot_id))
+    index.put_beats({NodeId("forgotten"): Beat(boot_id, 1, 1)})
+    nodes = NodeTable(index, MonotonicClock(), 60.0, counters)
+    write, failures = index.put_beats, iter(range(3))
+
+    def fail_at_first(beats: Mapping[NodeId, Beat | None]) -> None:
+        if next(failures, None) is not None:
+            raise CapacityExceeded("no space on disk")
+        write(beats)
+
+    monkeypatch.setattr(index, "put_beats", fail_at_first)
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, sweeps=True, on_tick=[])
+    tasks.start()
+
+    async def shared() -> bool:
+        assert nodes.record_heartbeat(HeartbeatRequest(node_id="n", boot_id=boot_id, report=7))
+        return index.beats() == {"n": Beat(boot_id, 7, 7)}
+
+    await wait_until_async(shared)
+    assert counters.snapshot()["metadata_maintenance_failures_total"] == 3
+    await tasks.stop()
+    await thread.close()
+    index.close()

@@ -14,6 +14,7 @@ from kvproto.v1.common_pb2 import DrainOrder, DrainProgress, Tier
 from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unavailable, Unsupported
+from kvstore.metadata.membership import node_admin
 from kvstore.metadata.membership.node_admin import MAX_LOCATED
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
@@ -184,6 +185,27 @@ async def test_remove_live_node_requires_force(running: Running) -> None:
     assert (await status(peer)).state == ACTIVE, "the order went with the node"
     await leave(peer)
     assert await remove(peer), "one that has ended is as good as dead"
+
+
+async def test_remove_keeps_the_last_removals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_admin, "KEEP_REMOVED", 3)
+    config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=64 << 20)
+    server = MetadataServer(config)
+    async with connect_aio(await server.start()) as channel:
+        peers = [Peer(channel, name) for name in "abcde"]
+        for peer in peers:
+            await peer.register()
+        for peer in [*peers[:3], peers[0], *peers[3:]]:
+            if not await remove(peer, force=True):
+                peer.reboot()  # another boot of this node may register, and is removed, too
+                await peer.register()
+                assert await remove(peer, force=True)
+        for peer in peers[1:3]:
+            await peer.register()
+        for peer in (peers[0], *peers[3:]):
+            with pytest.raises(Conflict, match="was removed"):
+                await peer.register()
+    await server.stop(0.0)
 
 
 async def test_remove_silent_node_can_register_again(running: Running) -> None:

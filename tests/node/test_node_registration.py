@@ -97,6 +97,47 @@ class RestartedServer(RefusingServer):
         return metadata_pb2.HeartbeatResponse(register_again=True)
 
 
+class CountingServer(RestartedServer):
+    """A metadata server that keeps the numbers of heartbeats and knows the node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+
+    def Heartbeat(  # noqa: N802
+        self,
+        request: metadata_pb2.HeartbeatRequest,
+        context: grpc.ServicerContext,
+    ) -> metadata_pb2.HeartbeatResponse:
+        self.numbers.append(request.report)
+        return metadata_pb2.HeartbeatResponse()
+
+
+def test_heartbeats_are_numbered_without_quotas() -> None:
+    servicer, counters = CountingServer(), Counters()
+    server = grpc.server(ThreadPoolExecutor(8))
+    metadata_pb2_grpc.add_MetadataServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    dram = SimpleNamespace(volume_id="n/dram", usage=lambda: SimpleNamespace(used_bytes=0, blocks=0))
+    publisher = IndexPublisher(
+        f"127.0.0.1:{port}",
+        common_pb2.NodeInfo(node_id="n", boot_id=secrets.token_bytes(16)),
+        cast("BlockTable", SimpleNamespace(dram=dram, node_volumes=[])),
+        ReplicaChangeLog([], counters, MonotonicClock()),
+        counters,
+        tls=None,
+        anti_entropy_interval_s=60.0,
+    )
+    publisher.start()
+    try:
+        wait_until(lambda: len(servicer.numbers) >= 3)
+    finally:
+        publisher.stop(PATIENCE_S)
+        server.stop(None).wait()
+    assert servicer.numbers == list(range(1, len(servicer.numbers) + 1))
+
+
 def test_registration_refused_later_is_not_connected() -> None:
     servicer, counters = RestartedServer(), Counters()
     server = grpc.server(ThreadPoolExecutor(8))

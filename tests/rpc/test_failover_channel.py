@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from kvstore.rpc.failover.aio_channel import AioFailoverChannel
 from kvstore.rpc.failover.channel import FailoverChannel
 from kvstore.rpc.failover.connect import connect_metadata, connect_metadata_aio
 from kvstore.rpc.failover.rpc_rules import RULES, Repetition, rule_of
-from kvstore.rpc.failover.selection import CallPlacement
+from kvstore.rpc.failover.selection import CallPlacement, ranked
 from kvstore.rpc.failover.servers import MetadataServers
 from support.wait import wait_until
 
@@ -351,6 +352,43 @@ def test_tls_of_named_server_expects_the_name(tmp_path: Path) -> None:
     assert named is not None
     assert (named.ca, named.server_name) == (tls.ca, "metadata.test")
     servers.close()
+
+
+# ---- a server that answers nothing
+@pytest.fixture
+def silent_address() -> Iterator[str]:
+    """Address of a listener that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def caller_of(first: str, second: str) -> str:
+    """Name of a caller that prefers the first of two servers."""
+    return next(name for name in map(str, range(1_000)) if ranked([first, second], name)[0] == first)
+
+
+def test_call_long_hung_server_is_cut_and_repeated(silent_address: str) -> None:
+    server = ScriptedServer()
+    caller = caller_of(silent_address, server.address)
+    with connect_metadata(f"{silent_address},{server.address}", caller=caller) as channel:
+        began_s = time.monotonic()
+        assert lookup_by_name(channel, 60.0) == server.address
+        assert time.monotonic() - began_s < 60.0 / 4  # half of the time would pass without the verdict
+    server.stop()
+
+
+def test_aio_call_long_hung_server_is_cut_and_repeated(silent_address: str) -> None:
+    async def run() -> None:
+        server = ScriptedServer()
+        caller = caller_of(silent_address, server.address)
+        async with connect_metadata_aio(f"{silent_address},{server.address}", caller=caller) as channel:
+            assert isinstance(channel, AioFailoverChannel)
+            began_s = time.monotonic()
+            assert await call_over(channel, LOOKUP, 60.0) == server.address
+            assert time.monotonic() - began_s < 60.0 / 4
+        await asyncio.to_thread(server.stop)
+
+    asyncio.run(run())
 
 
 # ---- asyncio

@@ -1,4 +1,4 @@
-"""Where a Valkey Cluster is, and how to enter it."""
+"""Address of a Valkey Cluster, with user, password and TLS."""
 
 from __future__ import annotations
 

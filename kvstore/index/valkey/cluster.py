@@ -14,17 +14,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum, IntEnum
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 import hiredis
 
 from kvstore.core.errors import KVStoreError, Unavailable, Unsupported
 from kvstore.index.counts import Count
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.connection import Connection, Reply, connect, pack, refusal
+from kvstore.index.valkey.connection import Reply, ValkeyConnection, connect, pack, refusal
 from kvstore.index.valkey.topology import EMPTY, NO_SHARD, Topology, parse_cluster_slots
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -69,16 +70,16 @@ class Lane(IntEnum):
     WRITES = 1
 
 
-class Shard:
+class ShardPrimary:
     """The primary of one shard as this process sees it."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.up = False
         self.away_since_s = time.monotonic()
-        self.connections: list[Connection | None] = [None, None]
+        self.connections: list[ValkeyConnection | None] = [None, None]
 
-    def connection(self, lane: Lane) -> Connection | None:
+    def connection(self, lane: Lane) -> ValkeyConnection | None:
         """The open connection of a lane; None: there is none."""
         found = self.connections[lane]
         return found if found is not None and found.is_open else None
@@ -96,10 +97,10 @@ class _Batch:
 
     def __init__(self, answers: list[Answer]) -> None:
         self.answers = answers
-        self.pending: set[Shard] = set()
+        self.pending: set[ShardPrimary] = set()
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def received(self, shard: Shard, positions: Sequence[int], replies: list[Reply] | None) -> None:
+    def received(self, shard: ShardPrimary, positions: Sequence[int], replies: list[Reply] | None) -> None:
         """Take the replies of one shard; None: its connection was lost."""
         if self.finished.done():
             return
@@ -116,7 +117,7 @@ class _Batch:
             self.finished.set_result(None)
 
 
-class Cluster:
+class ValkeyClient:
     """A client of one cluster. All methods belong to one event loop.
 
     Args:
@@ -139,8 +140,8 @@ class Cluster:
         self._count = count
         self._on_moved = on_moved
         self.topology: Topology = EMPTY
-        self._shards: dict[str, Shard] = {}
-        self._by_number: list[Shard] = []
+        self._shards: dict[str, ShardPrimary] = {}
+        self._by_number: list[ShardPrimary] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._probed: set[str] = set()
         self._refresh = asyncio.Event()
@@ -179,9 +180,9 @@ class Cluster:
             lane: connections to use.
         """
         answers: list[Answer] = [UNANSWERED] * len(commands)
-        of_slot, positions_of = self.topology.of_slot, dict[int, list[int]]()
+        of_slot, positions_of = self.topology.of_slot, defaultdict[int, list[int]](list)
         for position, (slot, _) in enumerate(commands):
-            positions_of.setdefault(of_slot[slot], []).append(position)
+            positions_of[of_slot[slot]].append(position)
         sends = [
             (self._by_number[number], positions, b"".join([commands[position][1] for position in positions]))
             for number, positions in positions_of.items()
@@ -201,23 +202,18 @@ class Cluster:
         Raises:
             Unavailable: a shard does not answer until the deadline (``time.monotonic``).
         """
-        replies: dict[int, Reply] = {}
-        left = list(range(len(commands)))
-        while True:
+        answers = await self.run(commands, budget_s=min(max(deadline_s - time.monotonic(), 0.001), TRY_S), lane=lane)
+        while left := [position for position, answer in enumerate(answers) if answer is UNANSWERED]:
             left_s = deadline_s - time.monotonic()
-            answers = await self.run(
-                [commands[position] for position in left], budget_s=min(max(left_s, 0.001), TRY_S), lane=lane
-            )
-            pairs = zip(left, answers, strict=True)
-            replies.update({position: answer for position, answer in pairs if not isinstance(answer, Unanswered)})
-            left = [position for position in left if position not in replies]
-            if not left:
-                return [replies[position] for position in range(len(commands))]
-            if deadline_s - time.monotonic() <= RETRY_S:
+            if left_s <= RETRY_S:
                 away = sorted({self._name_of(commands[position][0]) for position in left})
                 raise Unavailable("Valkey does not answer", shards=", ".join(away))
             self._refresh.set()
             await asyncio.sleep(RETRY_S)
+            again = await self.run([commands[position] for position in left], budget_s=min(left_s, TRY_S), lane=lane)
+            for position, answer in zip(left, again, strict=True):
+                answers[position] = answer
+        return cast("list[Reply]", answers)
 
     async def on_each(self, packed: bytes, *, budget_s: float | None = None) -> dict[str, Answer]:
         """Run one command on each primary. Returns the answers by address."""
@@ -231,7 +227,7 @@ class Cluster:
         return [shard.address for shard in self._by_number if not shard.up]
 
     async def _exchange(
-        self, sends: Sequence[tuple[Shard, Sequence[int], bytes]], answers: list[Answer], budget_s: float, lane: Lane
+        self, sends: Sequence[tuple[ShardPrimary, Sequence[int], bytes]], answers: list[Answer], budget_s: float, lane: Lane
     ) -> None:
         batch = _Batch(answers)
         for shard, positions, packed in sends:
@@ -297,10 +293,10 @@ class Cluster:
         return f"slot {slot}" if number == NO_SHARD else self._by_number[number].address
 
     # ---- shards
-    def _shard(self, address: str) -> Shard:
-        return self._shards.setdefault(address, Shard(address))
+    def _shard(self, address: str) -> ShardPrimary:
+        return self._shards.setdefault(address, ShardPrimary(address))
 
-    async def _connect(self, shard: Shard, lane: Lane) -> Connection:
+    async def _connect(self, shard: ShardPrimary, lane: Lane) -> ValkeyConnection:
         opened = await connect(shard.address, self._address.credentials, self._address.tls, CONNECT_S)
         if self._closed:
             opened.close()
@@ -308,7 +304,7 @@ class Cluster:
         shard.connections[lane] = opened
         return opened
 
-    async def _try_connect(self, shard: Shard) -> bool:
+    async def _try_connect(self, shard: ShardPrimary) -> bool:
         """Connect all lanes that are not connected, and mark the shard as up. Returns whether it is."""
         try:
             for lane in Lane:
@@ -320,7 +316,7 @@ class Cluster:
         shard.up = True
         return True
 
-    def _mark_away(self, shard: Shard, why: str) -> None:
+    def _mark_away(self, shard: ShardPrimary, why: str) -> None:
         if shard.up:
             shard.up = False
             shard.away_since_s = time.monotonic()
@@ -328,7 +324,7 @@ class Cluster:
             limited.warning("index shard away: %s (%s)", shard.address, why)
         self._probe_if_away(shard)
 
-    def _probe_if_away(self, shard: Shard) -> None:
+    def _probe_if_away(self, shard: ShardPrimary) -> None:
         """Probe a shard until it answers in time. One probe per shard runs at a time."""
         if shard.up and all(shard.connection(lane) for lane in Lane):
             return
@@ -341,7 +337,7 @@ class Cluster:
             self._probed.add(shard.address)
             self._spawn(self._probe(shard))
 
-    async def _probe(self, shard: Shard) -> None:
+    async def _probe(self, shard: ShardPrimary) -> None:
         try:
             good = 0
             while good < GOOD_PROBES:
@@ -356,8 +352,8 @@ class Cluster:
         if not shard.up:
             self._probe_if_away(shard)
 
-    async def _answers_in_time(self, shard: Shard) -> bool:
-        """Whether a ping comes back within the budget. A late answer is waited for, so that probes do not pile up."""
+    async def _answers_in_time(self, shard: ShardPrimary) -> bool:
+        """Whether a ping is answered within the budget. A late answer is waited for, so that probes do not pile up."""
         try:
             connection = shard.connection(Lane.READS) or await self._connect(shard, Lane.READS)
             began_s = time.monotonic()

@@ -37,7 +37,7 @@ Done: TypeAlias = "Callable[[list[Reply] | None], None]"
 """Receives the replies to one request; None: the connection was lost before."""
 
 
-class Connection(asyncio.Protocol):
+class ValkeyConnection(asyncio.Protocol):
     """A connection of one event loop. Make it with ``connect``."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
             self._waiting.popleft()[2](None)
 
 
-async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | None, timeout_s: float) -> Connection:
+async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | None, timeout_s: float) -> ValkeyConnection:
     """Open a connection and authenticate.
 
     Args:
@@ -139,7 +139,7 @@ async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | 
         PermissionDenied: the user may not use the cluster's commands.
     """
     host, _, port = address.rpartition(":")
-    connection = Connection()
+    connection = ValkeyConnection()
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.get_running_loop().create_connection(lambda: connection, host.strip("[]"), int(port), ssl=tls)

@@ -1,15 +1,15 @@
 """The prefix index in Valkey Cluster (or Redis Cluster), for any number of metadata servers.
 
-* **Records** lie at one key per block, spread over 4,096 ranges (``keys``). A lookup reads a few of them in one round trip to all
+* **Records** have one key per block, spread over 4,096 ranges (``keys``). A lookup reads a few of them in one round trip to all
   shards; a shard that does not answer makes its records *unknown*, and the search goes around them (``kvstore.index.prefix``).
 * **Publishing** reads the records of a batch, edits them in memory, and replaces each by compare-and-set. Records that another
-  server changed meanwhile are read and edited again. So a batch is atomic per key, not as a whole; a node repeats what was not
+  server changed after that are read and edited again. So a batch is atomic per key, not as a whole; a node repeats what was not
   acknowledged, and repeating changes nothing.
-* **The rest** is small and lies in one hash slot (``small_state``), with a copy in each server.
+* **The rest** is small and has one hash slot (``small_state``), with a copy in each server.
 
-Threads: the client of the cluster lives on one event loop: the caller's, or a thread of its own. Methods may be called from any
-other thread and wait there for fresh answers. On the event loop itself, ``lookup_async`` and methods that read the small state
-answer at once, the latter from the copy (heartbeats: at most 0.4 s old); all others raise ``Internal``.
+Threads: the client of the cluster lives on one event loop: the caller's, or a private one in a thread. Methods may be called
+from any other thread and wait there for fresh answers. On the event loop itself, ``lookup_async`` and methods that read the
+small state answer at once, the latter from the copy (heartbeats: at most 0.4 s old); all others raise ``Internal``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_notes
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import Cluster, Command, Lane
+from kvstore.index.valkey.cluster import Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
 from kvstore.index.valkey.records import (
@@ -79,7 +79,7 @@ SYNC_MARGIN_S: Final = 5.0
 MAX_RACES: Final = 5
 """Attempts to replace records that other servers change at the same time. Then anti-entropy repairs what is left."""
 REPLICATION_MS: Final = 100
-"""Time that a publish waits for the replicas. What they lack then can be lost with the primary; anti-entropy finds it."""
+"""Time that a publish waits for the replicas. Records that they lack can be lost with the primary; anti-entropy finds them."""
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
 _KEYS_PER_RANGE: Final = 1 << 24
@@ -112,7 +112,7 @@ class ValkeyIndex(PrefixIndex):
         self._own = own
         self._on_rebuild = on_rebuild
         self._count = count
-        self._cluster = Cluster(address, budget_s=lookup_budget_s, count=count)
+        self._cluster = ValkeyClient(address, budget_s=lookup_budget_s, count=count)
         self._small = SmallStateStore(self._cluster)
         self._abilities = Abilities()
         self._run_ends = RunEndCache()
@@ -127,7 +127,7 @@ class ValkeyIndex(PrefixIndex):
 
     @classmethod
     def open(cls, address: ValkeyAddress, *, count: Count = count_nothing, lookup_budget_s: float = LOOKUP_BUDGET_S) -> Self:
-        """Open the index with an event loop of its own, in a thread.
+        """Open the index with a private event loop, in a thread.
 
         Raises:
             Unavailable: the cluster does not answer.
@@ -373,7 +373,7 @@ class ValkeyIndex(PrefixIndex):
         return max(1, min(_RANGES_AT_ONCE, records * limits.DIGEST_RANGES // (self._stats.blocks + 1)))
 
     def _sweep_records(self, records: Sequence[tuple[bytes, bytes]], state: SmallState) -> None:
-        """Remove the replicas of closed volume epochs. A record that changes meanwhile is left: its writer removes them, too."""
+        """Remove the replicas of closed volume epochs. A record that changes at the same time is left to its writer."""
         changes: list[Command] = []
         for key, value in records:
             record = decode(value)
@@ -569,7 +569,7 @@ class ValkeyIndex(PrefixIndex):
 
 
 class _LoopThread:
-    """An event loop in a thread of its own."""
+    """A private event loop in a thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

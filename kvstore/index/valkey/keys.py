@@ -1,7 +1,7 @@
 """Names of the keys in Valkey, and their hash slots. Pure.
 
 A block's record is stored at ``{hhh}`` + the 16 bytes of its key, where ``hhh`` is the block's range (the first 12 bits of the
-key) in hex. The hash slot of a key in braces is that of the braces' content, so one range lies in one slot, and so on one
+key) in hex. The hash slot of a key in braces is that of the braces' content, so one range is in one slot, and so on one
 shard. A marker at ``{hhh}`` says in which index epoch the range was complete. Small state has the tag ``{kv}``.
 """
 
@@ -11,7 +11,7 @@ from binascii import crc_hqx
 from typing import Final
 
 from kvstore.core import limits
-from kvstore.core.types import BlockKey
+from kvstore.core.types import KEY_BYTES, BlockKey
 
 SLOTS: Final = 16_384
 
@@ -27,6 +27,8 @@ RANGE_SLOTS: Final = tuple(slot_of_tag(tag[1:-1]) for tag in TAGS)
 SMALL_TAG: Final = b"{kv}"
 SMALL_SLOT: Final = slot_of_tag(b"kv")
 TAG_BYTES: Final = len(TAGS[0])
+NAME_BYTES: Final = TAG_BYTES + KEY_BYTES
+"""Length of the name of a record."""
 
 META: Final = SMALL_TAG + b"meta"
 LIVES: Final = SMALL_TAG + b"lives"

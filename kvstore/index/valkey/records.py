@@ -1,7 +1,7 @@
 """Commands that read and change records, with compare-and-set. Pure, but for the scripts' text.
 
-A record is replaced only if it still is what was read: ``SET … IFEQ`` (Valkey 8.1), ``DELIFEQ`` (Valkey 9.0). Older servers and
-Redis run a script that does the same.
+A record is replaced only if it has not changed since it was read: ``SET … IFEQ`` (Valkey 8.1), ``DELIFEQ`` (Valkey 9.0). Older
+servers and Redis run a script that does the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from kvstore.core.types import BlockKey
 from kvstore.index.valkey.cluster import Command
 from kvstore.index.valkey.connection import pack
-from kvstore.index.valkey.keys import RANGE_SLOTS, record_name
+from kvstore.index.valkey.keys import NAME_BYTES, RANGE_SLOTS, TAGS, record_name
 
 CAS_SCRIPT: Final = """
 local now = redis.call('GET', KEYS[1])
@@ -26,18 +26,21 @@ return 1
 """
 """Replace ARGV[1] by ARGV[2]; empty: absent."""
 _CAS_NAME: Final = hashlib.sha1(CAS_SCRIPT.encode(), usedforsecurity=False).hexdigest()
+# all names of records have the same length, and encoding these two commands costs as much as anything else of a publish
+_GET: Final = b"*2\r\n$3\r\nGET\r\n$%d\r\n" % NAME_BYTES
+_SET_NX: Final = b"*4\r\n$3\r\nSET\r\n$%d\r\n" % NAME_BYTES
 _VERSION: Final = re.compile(r"^(valkey|redis)_version:(\d+)\.(\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What the servers of a cluster can do; the least of all servers counts."""
+    """Abilities that all servers of a cluster have."""
 
     compare_and_set: bool = False
     compare_and_delete: bool = False
 
     def both(self, other: Abilities) -> Abilities:
-        """What both can do."""
+        """The abilities that both have."""
         return Abilities(self.compare_and_set and other.compare_and_set, self.compare_and_delete and other.compare_and_delete)
 
 
@@ -55,7 +58,8 @@ def slot_of(key: BlockKey) -> int:
 
 def read_command(key: BlockKey) -> Command:
     """Read a record."""
-    return slot_of(key), pack("GET", record_name(key))
+    at = key[0] << 4 | key[1] >> 4
+    return RANGE_SLOTS[at], b"%b%b%b\r\n" % (_GET, TAGS[at], key)
 
 
 def change_command(key: BlockKey, before: bytes | None, after: bytes | None, abilities: Abilities) -> Command:
@@ -64,7 +68,7 @@ def change_command(key: BlockKey, before: bytes | None, after: bytes | None, abi
     if after is None and before is not None and abilities.compare_and_delete:
         words: tuple[bytes | str | int, ...] = ("DELIFEQ", name, before)
     elif after is not None and before is None:
-        words = ("SET", name, after, "NX")
+        return slot_of(key), b"%b%b\r\n$%d\r\n%b\r\n$2\r\nNX\r\n" % (_SET_NX, name, len(after), after)
     elif after is not None and before is not None and abilities.compare_and_set:
         words = ("SET", name, after, "IFEQ", before)
     else:

@@ -1,8 +1,8 @@
 """The small state of the index in Valkey: epoch, volume epochs, namespaces and notes, and a copy of it in this process.
 
-All of it lies in one hash slot, so a script changes it atomically. Every announced change raises ``revision`` and the version of
+All of it is in one hash slot, so a script changes it atomically. Every announced change raises ``revision`` and the version of
 its table. A process reads these numbers ten times per second and after its own changes, and then the tables that changed. So its
-copy is at most ``POLL_S`` older than what other servers changed.
+copy is at most ``POLL_S`` older than the changes of other servers.
 
 If Valkey lost the small state, the first server that notices creates it with another epoch. Numbers of volume epochs and
 namespaces then start at a random number: records of the old epoch, on shards that lost nothing, do not name the new ones.
@@ -26,9 +26,9 @@ from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Beat, VolumeEpoch, VolumeEpochInfo
-from kvstore.index.small_records import decode_beat, encode_beat
+from kvstore.index.small_records import decode_beat, decode_volume_epoch, encode_beat, encode_volume_epoch
 from kvstore.index.valkey import keys as names
-from kvstore.index.valkey.cluster import Cluster, Lane
+from kvstore.index.valkey.cluster import Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 
 FORMAT: Final = b"kvstore-valkey/1"
@@ -38,7 +38,7 @@ CALL_S: Final = 5.0
 _META_FIELDS: Final = ("format", "epoch", "revision", "lives", "namespaces", "notes")
 _U32: Final = struct.Struct("<I")
 _PART: Final = 1_000
-"""Notes or heartbeats per script: Lua unpacks them on a stack of limited size, and no other command runs meanwhile."""
+"""Notes or heartbeats per script: Lua unpacks them on a stack of limited size, and no other command runs while a script does."""
 T = TypeVar("T")
 _EPOCH_CHANGED: Final = "EPOCHCHANGED"
 
@@ -146,7 +146,7 @@ return redis.call('HLEN', KEYS[2])
 
 
 @dataclass(frozen=True, slots=True)
-class Namespace:
+class NamespaceEntry:
     """A namespace: its number, and its spec (None: blocks arrived before the spec)."""
 
     ordinal: int
@@ -162,11 +162,11 @@ class SmallState:
     tables: tuple[int, int, int] = (-1, -1, -1)
     """Versions of the tables of volume epochs, namespaces and notes."""
     volume_epochs: Mapping[VolumeEpoch, VolumeEpochInfo] = field(default_factory=dict)
-    namespaces: Mapping[NamespaceId, Namespace] = field(default_factory=dict)
+    namespaces: Mapping[NamespaceId, NamespaceEntry] = field(default_factory=dict)
     notes: Mapping[str, bytes] = field(default_factory=dict)
     """Announced notes."""
     quiet_notes: Mapping[str, bytes] = field(default_factory=dict)
-    """The others, if somebody asked for one lately."""
+    """The others, if one was read lately."""
     beats: Mapping[NodeId, Beat] = field(default_factory=dict)
     dead: int = 0
 
@@ -178,7 +178,7 @@ class SmallState:
 class SmallStateStore:
     """Reads and changes the small state. All methods belong to the cluster's event loop; ``state`` may be read anywhere."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ValkeyClient) -> None:
         self._cluster = cluster
         self._reading = asyncio.Lock()  # else a slow read would replace the result of a later one
         self.state = SmallState()
@@ -240,7 +240,7 @@ class SmallStateStore:
         )
         rows = iter(tables_read)
         if stale[0]:
-            infos = [decode_volume_epoch(int(number), value) for number, value in _pairs(next(rows))]
+            infos = [decode_volume_epoch(VolumeEpoch(int(number)), value) for number, value in _pairs(next(rows))]
             state = replace(state, volume_epochs=MappingProxyType({info.volume_epoch: info for info in infos}))
         if stale[1]:
             found_namespaces = {NamespaceId(key): decode_namespace(value) for key, value in _pairs(next(rows))}
@@ -362,26 +362,6 @@ def _boot_name(info: VolumeEpochInfo) -> bytes:
     return info.boot_id + info.volume_id.encode()
 
 
-def encode_volume_epoch(info: VolumeEpochInfo) -> bytes:
-    """Encode a volume epoch, without its number."""
-    fields = (info.volume_id.encode(), info.node_id.encode(), bytes([info.tier]), bytes(info.boot_id))
-    return b"".join(_U32.pack(len(one)) + one for one in fields)
-
-
-def decode_volume_epoch(number: int, value: bytes) -> VolumeEpochInfo:
-    """Decode a volume epoch."""
-    fields: list[bytes] = []
-    at = 0
-    while at < len(value):
-        (size,) = _U32.unpack_from(value, at)
-        fields.append(value[at + 4 : at + 4 + size])
-        at += 4 + size
-    volume_id, node_id, tier, boot_id = fields
-    return VolumeEpochInfo(
-        VolumeEpoch(number), VolumeId(volume_id.decode()), NodeId(node_id.decode()), Tier(tier[0]), BootId(boot_id)
-    )
-
-
-def decode_namespace(value: bytes) -> Namespace:
+def decode_namespace(value: bytes) -> NamespaceEntry:
     """Decode a namespace."""
-    return Namespace(_U32.unpack_from(value)[0], value[5:] if value[4] else None)
+    return NamespaceEntry(_U32.unpack_from(value)[0], value[5:] if value[4] else None)

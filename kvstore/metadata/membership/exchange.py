@@ -76,7 +76,7 @@ class HeartbeatExchange:
         last, known = self._beats.get(node_id), self._reports.get(node_id)
         counter = counter or (1 if last is None else (last.counter + 1) & _COUNTER_MASK)
         number = counter
-        if known is not None and known.host == host and node_id in self._written and _has_contents_of(known.heartbeat, heartbeat):
+        if known is not None and known.host == host and node_id in self._written and _has_contents_of(heartbeat, known.heartbeat):
             number = known.number
         else:
             self._changed.add(node_id)
@@ -93,12 +93,17 @@ class HeartbeatExchange:
         self._written.update(beats)
         return UnsharedBeats(beats, reports)
 
-    def put_back(self, unshared: UnsharedBeats) -> None:
-        """Writing failed: try again with the next heartbeats."""
-        for node_id in unshared.beats.keys() & self._reports.keys():
+    def write_failed(self, unshared: UnsharedBeats) -> None:
+        """These could not be written. The nodes will send further heartbeats, which are shared with their contents."""
+        for node_id in unshared.beats:
             self._written.pop(node_id, None)
-            self._unshared.setdefault(node_id, unshared.beats[node_id])
-            self._changed.add(node_id)
+
+    def drop_unshared(self) -> None:
+        """This server was paused: shared now, its heartbeats of before would make silent nodes look alive to the others."""
+        for node_id in self._unshared:
+            self._written.pop(node_id, None)
+        self._unshared.clear()
+        self._changed.clear()
 
     def read_others(self) -> dict[NodeId, Beat]:
         """Read the records that other servers wrote.
@@ -157,7 +162,9 @@ class HeartbeatExchange:
         self._changed.intersection_update(known)
 
 
-def _has_contents_of(last: HeartbeatRequest, heartbeat: HeartbeatRequest) -> bool:
-    """Whether a heartbeat differs from the last one at most in its number. ``last`` gets the number: it is no longer needed."""
-    last.report = heartbeat.report
-    return last == heartbeat
+def _has_contents_of(heartbeat: HeartbeatRequest, last: HeartbeatRequest) -> bool:
+    """Whether a heartbeat differs from the last one at most in its number."""
+    number, heartbeat.report = heartbeat.report, last.report
+    same = heartbeat == last
+    heartbeat.report = number
+    return same

@@ -120,7 +120,7 @@ class Maintenance:
             try:
                 await self._thread.run(changes.write, self._index)
             except KVStoreError:
-                self._nodes.put_back(changes)
+                self._nodes.write_failed(changes)
                 raise
 
     async def _sweep(self) -> None:

@@ -246,6 +246,7 @@ class NodeTable:
     # ---- heartbeats ----
     def record_registration(self, node_id: NodeId, boot_id: BootId, host: str = "") -> None:
         """A boot has registered, perhaps again: it is alive. Its last report stays valid."""
+        self.view()
         heartbeat = self._last_heartbeats.get(node_id)
         if heartbeat is None or heartbeat.boot_id != boot_id:
             heartbeat = HeartbeatRequest(node_id=node_id, boot_id=boot_id)
@@ -261,15 +262,16 @@ class NodeTable:
         Returns:
             False if this boot is not registered.
         """
+        known = self.view().nodes
         if heartbeat.unix_ms:
-            if heartbeat.node_id in self.view().nodes:
+            if heartbeat.node_id in known:
                 self._clock_offsets_ms[NodeId(heartbeat.node_id)] = heartbeat.unix_ms - round(self._wall_s() * 1000)
             heartbeat.unix_ms = 0  # the other contents seldom change, and only changes are shared with other servers
         return self._record(heartbeat, host, counter=heartbeat.report)
 
     def _record(self, heartbeat: HeartbeatRequest, host: str, *, counter: int) -> bool:
         node_id, boot_id = NodeId(heartbeat.node_id), BootId(heartbeat.boot_id)
-        record = self.view().nodes.get(node_id)
+        record = self._view.nodes.get(node_id)
         if record is not None:
             self._last_heartbeats[node_id] = heartbeat
         if record is None or BootId(record.boot_id) != boot_id:
@@ -288,11 +290,12 @@ class NodeTable:
         record = self._view.nodes.get(node_id)
         if record is None or not call.host:
             return
-        report = self._report_of(node_id)
         addresses = (record.control_address, record.data_address, record.storage_address)
         hosts = {address.rpartition(":")[0].strip("[]") for address in addresses}
-        if call.host not in hosts and (report is None or call.host != report.host):
-            return
+        if call.host not in hosts:
+            report = self._report_of(node_id)
+            if report is None or report.host != call.host:
+                return
         if self._refusals.record(node_id, call.why, self._clock.now_s()):
             logger.warning("rejected a node's call: %s (reason=%s, host=%s)", node_id, call.why, call.host)
 
@@ -300,14 +303,15 @@ class NodeTable:
         """Heartbeats and refusals that arrived here since the last call, to be written for the other servers."""
         return UnsharedChanges(self._exchange.take_unshared(), self._refusals.take_unshared())
 
-    def put_back(self, changes: UnsharedChanges) -> None:
-        """Changes could not be written: the next call of :meth:`take_unshared` returns their heartbeats again."""
-        self._exchange.put_back(changes.beats)
+    def write_failed(self, changes: UnsharedChanges) -> None:
+        """Changes could not be written. Further heartbeats replace them."""
+        self._exchange.write_failed(changes.beats)
 
     # ---- liveness ----
     def paused(self) -> None:
         """This process or its host was stopped until now. Call it before the next :meth:`tick`."""
         self._counters.add(metadata_metrics.PAUSES)
+        self._exchange.drop_unshared()
         self._liveness.paused(self._clock.now_s())
 
     def tick(self) -> None:

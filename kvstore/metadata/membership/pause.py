@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore.core.clock import BootTimeClock, Clock
+from kvstore.observe.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)
 
 _PAUSES_PER_TTL: Final = 4
 _CHECKS_PER_PAUSE: Final = 4
@@ -47,5 +49,5 @@ class PauseWatch:
         now_s = self._clock.now_s()
         paused_s, self._checked_s = now_s - self._checked_s, now_s
         if paused_s > self._shortest_s:
-            logger.warning("server paused: silent nodes get another time to live (paused_for_s=%.1f)", paused_s)
+            limited.warning("server paused: silent nodes get another time to live (paused_for_s=%.1f)", paused_s)
             self._on_pause()

@@ -145,17 +145,18 @@ class _Unary(_Method):
             method, server = self._on(attempts.address)
             sent = False
             try:
+                server.check()
+                sent = True
                 if attempts.long:
                     answer = self._cancellable(method, server, request, attempts.timeout_s, metadata, more)
                 else:
                     with server.waiting(_nothing):
-                        sent = True
                         answer = method(request, timeout=attempts.timeout_s, metadata=metadata, **more)
             except grpc.RpcError as error:
                 if not attempts.failed(error):
                     raise
             except Unavailable as hung:
-                if not attempts.hung(sent=sent or attempts.long):
+                if not attempts.hung(sent=sent):
                     raise attempts.hung_error(hung) from hung
             else:
                 attempts.answered()
@@ -165,8 +166,7 @@ class _Unary(_Method):
     def _cancellable(
         method: Given, server: WatchedServer, request: Given, timeout_s: float | None, metadata: Given, more: dict[str, Given]
     ) -> Given:
-        """Call a method on a server; raises ``Unavailable`` if the server is or becomes hung."""
-        server.check()
+        """Call a method on a server; raises ``Unavailable`` if the server becomes hung."""
         future = method.future(request, timeout=timeout_s, metadata=metadata, **more)
         with server.waiting(future.cancel):
             return future.result()
