@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,7 +32,8 @@ from docs_site.markdown import Fence, fences
 
 from kvstore.embedded.children import die_with_parent
 from kvstore.embedded.temp_dirs import TempDir
-from support.ports import free_ports
+from kvstore.embedded.valkey import find_server
+from support.ports import BELOW_EPHEMERAL, free_ports
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 TERMINAL: Final = "In a separate terminal"
@@ -50,6 +53,7 @@ _DEFAULTS: Final = {
     "KVSTORE_ADMIN__LISTEN": 7470,
 }
 """Settings with a port in the default."""
+_VALKEY_PORTS: Final = range(7500, 7600)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,25 @@ class Stop:
 
     command: str
     line: int
+
+
+def _bus_port_is_free(port: int) -> bool:
+    """Whether a Valkey server at this port can open the port for other servers, and no outgoing connection takes it meanwhile."""
+    bus_port = port + 10_000
+    if bus_port > BELOW_EPHEMERAL.stop:
+        return False
+    try:
+        socket.create_server(("127.0.0.1", bus_port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def valkey_programs() -> dict[str, Path]:
+    """Valkey's programs, or those of Redis, by the names that pages use."""
+    client = shutil.which("valkey-cli") or shutil.which("redis-cli")
+    found = {"valkey-server": find_server(), "valkey-cli": Path(client) if client else None}
+    return {name: path for name, path in found.items() if path is not None}
 
 
 def steps(page: Path) -> list[Fence | Stop]:
@@ -109,7 +132,8 @@ class Session:
         python, kvstore = (sys.executable, f"{sys.executable} -m kvstore.cli")
         if installed is not None:
             python, kvstore = (str(installed / "python"), str(installed / "kvstore"))
-        for name, call in (("python", python), ("kvstore", kvstore)):
+        calls = {"python": python, "kvstore": kvstore, **{name: str(path) for name, path in valkey_programs().items()}}
+        for name, call in calls.items():
             (programs / name).write_text(f'#!/bin/sh\nexec {call} "$@"\n')
             (programs / name).chmod(0o755)
         self._environment = {
@@ -151,11 +175,14 @@ class Session:
 
     def _here(self, text: str) -> str:
         """Replace the ports of a text by those of this session."""
-        return re.sub(r"(?<=:)(7\d{3}|8000)\b", lambda found: str(self._port(int(found[0]))), text)
+        return re.sub(r"(?:(?<=:)|(?<=--port ))(7\d{3}|8000)\b", lambda found: str(self._port(int(found[0]))), text)
 
     def _port(self, named: int) -> int:
         if named not in self._ports:
-            (self._ports[named],) = free_ports(1)
+            (port,) = free_ports(1)
+            while named in _VALKEY_PORTS and not _bus_port_is_free(port):
+                (port,) = free_ports(1)
+            self._ports[named] = port
         return self._ports[named]
 
     def _bash(self, text: str, *, refused: bool) -> None:
