@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from deployed import (
     CHART,
     COMPOSE,
     HELM,
+    REPOSITORY,
     SYSTEMD,
     Daemon,
     chart_daemon,
@@ -24,10 +29,14 @@ from deployed import (
     problems,
     rendered,
 )
+from page_session import valkey_programs
 
+from kvclient import CacheSpec, KVClient
 from kvstore.embedded.children import start
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.embedded.ports import free_port
 from kvstore.embedded.valkey import ValkeyServer, find_server
+from support.ports import free_valkey_ports
 from support.wait import wait_until
 
 VALKEY_FILE = COMPOSE.with_name("valkey.yaml")
@@ -194,11 +203,77 @@ def test_systemd_server_configuration_is_accepted(tmp_path: Path) -> None:
     """Except TLS, which a server may be built without."""
     text = (CONFIGURATION / "valkey.conf").read_text()
     users = (CONFIGURATION / "users.acl").read_text()
+    write_configuration(tmp_path)
     (tmp_path / "users.acl").write_text(users.replace("user default off", "user default on nopass ~* &* +@all"))
-    kept = [line for line in text.splitlines() if not line.startswith(("tls-", "port ", "bind ", "#"))]
-    (tmp_path / "valkey.conf").write_text("\n".join(kept).replace("/etc/valkey/users.acl", str(tmp_path / "users.acl")))
     settings = answered([str(tmp_path / "valkey.conf")], tmp_path)
     assert (settings["cluster-node-timeout"], settings["cluster-require-full-coverage"]) == ("2000", "no")
     assert (settings["maxmemory-policy"], settings["appendonly"], settings["save"]) == ("noeviction", "no", "")
     (password,) = re.findall(r"user replica on >(\S+)", users)
     assert f"masterauth {password}" in text
+
+
+def write_configuration(folder: Path) -> None:
+    """Write the files of deploy/systemd/valkey without TLS and addresses."""
+    text = (CONFIGURATION / "valkey.conf").read_text().replace("/etc/valkey/users.acl", str(folder / "users.acl"))
+    kept = [line for line in text.splitlines() if not line.startswith(("tls-", "port ", "bind ", "#"))]
+    (folder / "valkey.conf").write_text("\n".join(kept))
+    (folder / "users.acl").write_text((CONFIGURATION / "users.acl").read_text())
+
+
+@needs_server
+@pytest.mark.skipif("valkey-cli" not in valkey_programs(), reason="no valkey-cli or redis-cli on this machine")
+def test_systemd_files_and_page_command_form_a_cluster(tmp_path: Path) -> None:
+    """Six servers with the files, joined by the command of the page. The user of users.acl suffices for metadata servers."""
+    write_configuration(tmp_path)
+    passwords = dict(re.findall(r"user (\w+) on >(\S+)", (tmp_path / "users.acl").read_text()))
+    ports = free_valkey_ports(6)
+    program, client = valkey_programs()["valkey-server"], valkey_programs()["valkey-cli"]
+    with ExitStack() as stack:
+        for port in ports:
+            folder = tmp_path / str(port)
+            folder.mkdir()
+            options = [str(tmp_path / "valkey.conf"), "--port", str(port), "--bind", "127.0.0.1"]
+            log = stack.enter_context((folder / "log").open("wb"))
+            server = ValkeyServer(port, start([str(program), *options], stdout=log, stderr=log, cwd=folder))
+            stack.callback(server.end)
+            wait_until(lambda server=server: _is_up(server))  # type: ignore[misc]
+        create = page_command(ports)
+        ask = [str(client), "--user", "admin", "-p", str(ports[0])]
+        environment = {**os.environ, "REDISCLI_AUTH": passwords["admin"], "VALKEYCLI_AUTH": passwords["admin"]}
+        done = run([str(client), *create], environment)
+        assert "All 16384 slots covered" in done, done
+        wait_until(lambda: "cluster_state:ok" in run([*ask, "cluster", "info"], environment))
+        wait_until(lambda: run([*ask, "cluster", "slots"], environment).count("127.0.0.1") == len(ports))
+        password_file = tmp_path / "kvstore.password"
+        password_file.write_text(passwords["kvstore"])
+        settings = [
+            ("engine", f"valkey://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"),
+            ("engine_user", "kvstore"),
+            ("engine_password_file", str(password_file)),
+        ]
+        cluster = stack.enter_context(LocalCluster([NodeSpec("n")], tmp_path / "store", settings, servers=2))
+        spec = CacheSpec(model="deployed", block_tokens=16, layers=4, layer_block_bytes=1024)
+        with KVClient.connect(cluster.metadata_address, spec, node=cluster.node("n").local_socket) as engine:
+            keys = engine.keys(np.arange(64 * 16, dtype=np.uint32))
+            engine.store(keys, np.ones((64, spec.block_bytes), np.uint8), wait_visible=True)
+            assert engine.lookup(keys).hit_blocks == 64
+            assert engine.load(keys, np.zeros((64, spec.block_bytes), np.uint8)).hit_blocks == 64
+        limited = [str(client), "--user", "kvstore", "-p", str(ports[0])]
+        environment |= {"REDISCLI_AUTH": passwords["kvstore"], "VALKEYCLI_AUTH": passwords["kvstore"]}
+        for forbidden in ("flushall", "keys *", "config get *", "acl list", "get other", "cluster reset", "shutdown"):
+            assert "NOPERM" in run([*limited, *forbidden.split()], environment), forbidden
+
+
+def page_command(ports: list[int]) -> list[str]:
+    """Arguments of the page's command that makes the cluster, for servers of this machine without TLS."""
+    page = (REPOSITORY / "docs" / "how-to" / "several-metadata-servers.md").read_text()
+    (line,) = re.findall(r"^valkey-cli (.* --cluster create .*)$", page, re.MULTILINE)
+    line = line.replace("--askpass ", "").replace("--tls --cacert /etc/valkey/tls/ca.crt ", "")
+    addresses = iter(ports)
+    return re.sub(r"10\.0\.0\.\d:63\d\d", lambda _: f"127.0.0.1:{next(addresses)}", line).split()
+
+
+def run(command: list[str], environment: dict[str, str]) -> str:
+    """Output of a command."""
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout + done.stderr

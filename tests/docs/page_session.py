@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,7 +32,7 @@ from docs_site.markdown import Fence, fences
 from kvstore.embedded.children import die_with_parent
 from kvstore.embedded.temp_dirs import TempDir
 from kvstore.embedded.valkey import find_server
-from support.ports import BELOW_EPHEMERAL, free_ports
+from support.ports import free_ports, free_valkey_ports
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 TERMINAL: Final = "In a separate terminal"
@@ -62,18 +61,6 @@ class Stop:
 
     command: str
     line: int
-
-
-def _bus_port_is_free(port: int) -> bool:
-    """Whether a Valkey server at this port can open the port for other servers, and no outgoing connection takes it meanwhile."""
-    bus_port = port + 10_000
-    if bus_port > BELOW_EPHEMERAL.stop:
-        return False
-    try:
-        socket.create_server(("127.0.0.1", bus_port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def valkey_programs() -> dict[str, Path]:
@@ -179,10 +166,7 @@ class Session:
 
     def _port(self, named: int) -> int:
         if named not in self._ports:
-            (port,) = free_ports(1)
-            while named in _VALKEY_PORTS and not _bus_port_is_free(port):
-                (port,) = free_ports(1)
-            self._ports[named] = port
+            (self._ports[named],) = free_valkey_ports(1) if named in _VALKEY_PORTS else free_ports(1)
         return self._ports[named]
 
     def _bash(self, text: str, *, refused: bool) -> None:
