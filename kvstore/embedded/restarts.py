@@ -17,7 +17,8 @@ class RedundantServers:
     """Finds servers that ended, and starts them again. Use it in one thread: the servers it starts end with that thread.
 
     Args:
-        cluster: a running cluster. Its metadata servers are redundant if there are several; its Valkey servers have replicas.
+        cluster: a running cluster. Its metadata servers are redundant if there are several; its Valkey servers have replicas, and
+            there are at least three shards, so that a replica can replace its primary.
         report: called with a sentence per event.
     """
 

@@ -12,6 +12,14 @@ _R = TypeVar("_R")
 
 _MAX_SERVERS: Final = 16
 _MAX_SHARDS: Final = 16
+_MIN_SHARDS: Final = 3
+"""With fewer, no replica replaces its primary: most of the primaries must agree, and one of them is the lost one."""
+
+
+def _shards(_context: click.Context, _parameter: click.Parameter, value: int) -> int:
+    if 0 < value < _MIN_SHARDS:
+        raise click.BadParameter(f"{value} shards cannot lose a server: use {_MIN_SHARDS} or more, or 0")
+    return value
 
 
 def scale_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -19,9 +27,10 @@ def scale_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
     command = click.option(
         "--shards",
         type=click.IntRange(0, _MAX_SHARDS),
+        callback=_shards,
         default=0,
         show_default=True,
-        help="Shards of a Valkey Cluster that holds the index, each a primary and a replica; 0: the index is a file.",
+        help="Shards of a Valkey Cluster that holds the index, each a primary and a replica: 3 or more; 0: the index is a file.",
     )(command)
     return click.option(
         "--servers",
@@ -36,5 +45,5 @@ def describe_metadata(servers: int, shards: int) -> str:
     """Describe what is started, for messages: "2 metadata servers, 3 Valkey shards of 2 servers each"."""
     described = "a metadata server" if servers == 1 else f"{servers} metadata servers"
     if shards:
-        described += f", {shards} Valkey shard{'s' if shards > 1 else ''} of 2 servers each"
+        described += f", {shards} Valkey shards of 2 servers each"
     return described
