@@ -59,7 +59,7 @@ def without(what: str) -> Iterator[None]:
 
     with ExitStack() as stack:
         if what == "spans":
-            stack.enter_context(mock.patch("kvclient.load.load.named_request", nothing))
+            stack.enter_context(mock.patch("kvclient.load.load.tracing.named_request", nothing))
             stack.enter_context(mock.patch("kvclient.load.load.tracing.span", nothing))
         else:
             stack.enter_context(mock.patch.object(HitAccounting, "account", nothing))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore.embedded.cluster import Daemon, LocalCluster, NodeSpec
+from support.ports import free_ports
 
 
 class ServerPair(LocalCluster):
@@ -19,6 +20,8 @@ class ServerPair(LocalCluster):
     def __init__(self, nodes: Sequence[NodeSpec], base_dir: Path) -> None:
         settings = (("node_ttl", "2500ms"), ("heartbeat_interval", "200ms"), ("metrics_listen", "none"))
         super().__init__(nodes, base_dir, metadata_settings=settings, servers=len(self.NAMES))
+        ports = dict(zip(self.NAMES, free_ports(len(self.NAMES)), strict=True))  # no other process may take them meanwhile
+        self._metadata_addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
 
     @property
     def addresses(self) -> dict[str, str]:
