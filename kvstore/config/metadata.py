@@ -33,6 +33,11 @@ class MetadataSection(Section):
         default=DEFAULT_METADATA_ADDRESS,
         description="address at which nodes and clients reach the server by gRPC; port 0: any free port",
     )
+    advertise: str | None = Field(
+        default=None,
+        description="host:port at which other metadata servers that share the index reach this one; unset: the listen address, or"
+        " if that is all interfaces, the address of this host towards the Valkey Cluster",
+    )
     index_path: Path | None = Field(
         default=None, description="folder of the index; may be deleted while the server is down. Unset: in data_dir"
     )
@@ -81,7 +86,12 @@ class MetadataSection(Section):
     max_requests: int = Field(
         default=100_000, ge=1, le=1_000_000, description="requests that wait or run; further ones are rejected"
     )
-    workers: int = Field(default=1, ge=1, le=64, description="server processes that share port and index; scheduling requires 1")
+    workers: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="server processes that share port and index; scheduling requires 1, and so does an index in Valkey",
+    )
     stop_grace_ms: DurationMs = Field(default=5_000, description="time for calls in flight to finish when the server stops")
     events_memory_bytes: Size = Field(
         default=32 << 20,
@@ -156,6 +166,8 @@ class MetadataConfig(MetadataSection):
         check_address(self.listen)
         if not self.valkey_servers and (self.engine_user or self.engine_password_file or self.engine_ca):
             raise InvalidArgument("metadata.engine_* settings require metadata.engine = valkey://HOST:PORT", engine=self.engine)
+        if self.valkey_servers:
+            self._check_shared()
         if self.heartbeat_interval_ms >= self.node_ttl_ms:
             raise InvalidArgument(
                 "metadata.heartbeat_interval must be shorter than metadata.node_ttl",
@@ -185,3 +197,20 @@ class MetadataConfig(MetadataSection):
             )
         check_metrics_address(self.metrics_listen, allow_remote=self.allow_insecure_remote or self.allow_insecure_metrics)
         return self
+
+    def _check_shared(self) -> None:
+        """Check the settings of a server that shares its index with others.
+
+        Raises:
+            InvalidArgument: other servers could not reach this one.
+        """
+        if self.workers > 1:
+            raise InvalidArgument(
+                "several metadata.workers share one address, at which other servers would reach any of them;"
+                " start several servers with one worker instead",
+                workers=self.workers,
+            )
+        if self.advertise is not None:
+            host_and_port(self.advertise)
+        elif is_unix(self.listen):
+            raise InvalidArgument("other metadata servers cannot reach a unix socket; set metadata.advertise", listen=self.listen)

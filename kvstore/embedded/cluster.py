@@ -39,7 +39,7 @@ _EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104  # addresses that a client canno
 _ERROR_MARK = "Error: "
 _SHOWN_LINES = 10
 _METADATA = "metadata"
-_ONE_EACH = ("listen", "metrics_listen", "index_path")
+_ONE_EACH = ("listen", "metrics_listen", "index_path", "advertise")
 """Settings that two metadata servers of one machine cannot share: only the first one has them."""
 
 

@@ -19,8 +19,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType, Protocol
+from enum import StrEnum
+from typing import ClassVar, NamedTuple, NewType, Protocol
 
+from kvstore.core.errors import Unsupported
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 
 VolumeEpoch = NewType("VolumeEpoch", int)
@@ -128,6 +130,29 @@ class Beat(NamedTuple):
     report: int
 
 
+class ServerRole(StrEnum):
+    """Work that one of the servers that share an index does for all of them."""
+
+    SWEEP = "sweep"
+    """Removes records of closed volume epochs, and forgets nodes that are silent for long."""
+    QUOTA = "quota"
+    """Divides quotas among nodes."""
+    PLAN = "plan"
+    """Plans loads and assigns requests."""
+
+
+class LeaseHolder(NamedTuple):
+    """A server, as its leases name it.
+
+    Args:
+        server: id of the server process, unique for ever.
+        address: where other servers reach it.
+    """
+
+    server: str
+    address: str
+
+
 @dataclass(frozen=True, slots=True)
 class IndexStats:
     """Size and health of the index. ``blocks`` counts keys, including those of closed volume epochs that are not swept yet."""
@@ -146,6 +171,10 @@ class PrefixIndex(ABC):
 
     The conformance suite is ``kvstore.testing.index.suite``.
     """
+
+    leases_roles: ClassVar[bool] = False
+    """Whether servers of several hosts may share the index, and agree by leases on who holds a role. Otherwise the lease methods
+    raise ``Unsupported``."""
 
     @property
     @abstractmethod
@@ -294,6 +323,36 @@ class PrefixIndex(ABC):
     @abstractmethod
     def beats(self) -> dict[NodeId, Beat]:
         """The last heartbeats of all nodes."""
+
+    # ---- leases of roles ----
+    def take_leases(
+        self,
+        roles: Sequence[ServerRole],  # noqa: ARG002
+        holder: LeaseHolder,  # noqa: ARG002
+        ttl_s: float,  # noqa: ARG002
+    ) -> dict[ServerRole, LeaseHolder]:
+        """Take leases that nobody holds, and renew those that ``holder`` holds, in one round trip.
+
+        Args:
+            roles: the roles.
+            holder: the server that asks.
+            ttl_s: the leases end this long after the index received the call.
+
+        Returns:
+            The holder of each of the roles after the call.
+
+        Raises:
+            InvalidArgument: the holder's id or address is empty, too long or contains a space.
+        """
+        raise Unsupported("this index has no leases")
+
+    def free_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder) -> None:  # noqa: ARG002
+        """End those of the leases that ``holder`` holds."""
+        raise Unsupported("this index has no leases")
+
+    def lease_holders(self) -> dict[ServerRole, LeaseHolder]:
+        """The holder of each role that a server holds."""
+        raise Unsupported("this index has no leases")
 
     @property
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Encodings of volume epochs, notes and heartbeats in an index, and the checks of their sizes.
+"""Encodings of volume epochs, notes and heartbeats in an index, and the checks of their sizes and of lease holders.
 
 In LMDB, a note is stored under its name, so that all names with a common prefix are neighbours. LMDB limits keys to 511 bytes:
 a longer name is cut, and a digest of the whole name follows. The value repeats the whole name.
@@ -16,7 +16,7 @@ from typing import Final
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import KEY_BYTES, BootId, NodeId, Tier, VolumeId
-from kvstore.index.contract import Beat, VolumeEpoch, VolumeEpochInfo
+from kvstore.index.contract import Beat, LeaseHolder, VolumeEpoch, VolumeEpochInfo
 
 _DIGEST_BYTES: Final = 32
 _NAME_IN_KEY: Final = 511 - _DIGEST_BYTES
@@ -119,3 +119,18 @@ def decode_beat(entry: bytes) -> tuple[NodeId, Beat]:
     """Decode a heartbeat."""
     boot_id, counter, report = _BEAT.unpack_from(entry)
     return NodeId(entry[_BEAT.size :].decode()), Beat(BootId(boot_id), counter, report)
+
+
+# ---- leases ----
+def check_holder(holder: LeaseHolder) -> None:
+    """Check the names of a lease holder.
+
+    Raises:
+        InvalidArgument: the id or the address is empty, too long or contains a space.
+    """
+    if not all(name and " " not in name and len(name.encode()) <= limits.MAX_NAME_BYTES for name in holder):
+        raise InvalidArgument(
+            f"the id and the address of a server must be names of at most {limits.MAX_NAME_BYTES} bytes without spaces",
+            server=holder.server[:64],
+            address=holder.address[:64],
+        )

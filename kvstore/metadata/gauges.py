@@ -8,9 +8,10 @@ from typing import Final
 
 import kvstore
 from kvstore.health.cluster import FileSystem
-from kvstore.index.contract import PrefixIndex
+from kvstore.index.contract import PrefixIndex, ServerRole
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.roles.roles import Roles
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import SchedulerService
 from kvstore.observe.exposition import Sample
@@ -27,6 +28,7 @@ class MetadataGauges:
         loop: the loop.
         index: the index.
         nodes: registrations and liveness.
+        roles: roles of this process.
         planner: load plans.
         scheduler: request scheduling; None: not in this process.
         event_log: block events; None: not in this process.
@@ -38,6 +40,7 @@ class MetadataGauges:
         loop: asyncio.AbstractEventLoop,
         index: PrefixIndex,
         nodes: NodeTable,
+        roles: Roles,
         planner: PlannerService,
         scheduler: SchedulerService | None,
         event_log: BlockEventLog | None,
@@ -46,6 +49,7 @@ class MetadataGauges:
         self._loop = loop
         self._index = index
         self._nodes = nodes
+        self._roles = roles
         self._planner = planner
         self._scheduler = scheduler
         self._event_log = event_log
@@ -78,6 +82,8 @@ class MetadataGauges:
             age_s = status.heartbeat_age_ms / 1000
             yield Sample(metadata_metrics.NODE_HEARTBEAT_AGE_SECONDS, age_s, {"node": status.node.node_id})
             yield Sample(metadata_metrics.NODE_REFUSED, bool(status.refused), {"node": status.node.node_id})
+        for server_role in ServerRole:
+            yield Sample(metadata_metrics.ROLE_HELD, self._roles.holds(server_role), {"role": server_role.value})
         yield Sample(metadata_metrics.LIVE_PLANS, len(self._planner.planner))
         if self._event_log is not None:
             yield Sample(metadata_metrics.WATCH_SUBSCRIBERS, self._event_log.subscribers)

@@ -8,13 +8,16 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+import grpc.aio
+
+from kvproto.v1 import admin_pb2, metadata_pb2
 from kvproto.v1.admin_pb2_grpc import add_MetadataAdminServicer_to_server
 from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import BootTimeClock, Clock, MonotonicClock
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.health.host_reports import CertificateWatch
-from kvstore.index.contract import PrefixIndex
+from kvstore.index.contract import PrefixIndex, ServerRole
 from kvstore.metadata.admin_service import SERVICE_NAME as METADATA_ADMIN
 from kvstore.metadata.admin_service import MetadataAdminParts, MetadataAdminServicer
 from kvstore.metadata.cluster.event_journal import EventJournal
@@ -34,6 +37,9 @@ from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.membership.pause import PauseWatch
 from kvstore.metadata.retention.policies import RetentionPolicies
 from kvstore.metadata.retention.settings_store import SettingsStore
+from kvstore.metadata.roles.lease import LeaseChange
+from kvstore.metadata.roles.owner_calls import PLANNING_ADMIN_METHODS, PLANNING_METHODS, OwnerCalls
+from kvstore.metadata.roles.roles import FixedRoles, LeasedRoles
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import SchedulerService
 from kvstore.metadata.service import SERVICE_NAME, MetadataParts, MetadataService, add_to_server
@@ -42,6 +48,7 @@ from kvstore.observe.exposition import StoreCollector
 from kvstore.observe.history import History
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.process.tls import TlsConfig
+from kvstore.rpc.address import reachable_address
 from kvstore.rpc.auth.tokens import tokens_file
 from kvstore.rpc.server import BoundServer, build_aio_server
 
@@ -57,7 +64,7 @@ class MetadataServer:
 
     Args:
         config: configuration. ``kvstore.metadata.main`` uses ``workers`` and ``ready_file``, not this class.
-        worker: number of this process among those that share the port; worker 0 sweeps the index.
+        worker: number of this process among those that share the port.
         clock: the host's monotonic clock; tests pass another one, which may jump without that counting as a pause.
         counters: counters of this process.
         namespaces: specs of the previous index: engines send them only when they connect.
@@ -93,6 +100,8 @@ class MetadataServer:
         self._service: MetadataService | None = None
         self._metrics: MetricsServer | None = None
         self._event_log: BlockEventLog | None = None
+        self._leased: LeasedRoles | None = None
+        self._owner_calls: OwnerCalls | None = None
 
     async def start(self) -> str:
         """Opens the index, binds, and serves.
@@ -113,6 +122,8 @@ class MetadataServer:
             health = self._health = self._make_health(parts, settings, tls)
             history = History(functools.partial(read_totals, self.counters, index))
             self._bound = await self._build_server(parts, health, history, tls)
+            if self._leased is not None:
+                await self._leased.start(await self._advertised(self._bound.addresses[0]))
             self._maintenance = self._make_maintenance(parts, history)
             self._maintenance.start()
             health.start()
@@ -129,6 +140,12 @@ class MetadataServer:
         )
         return address
 
+    async def _advertised(self, bound: str) -> str:
+        """Where other servers reach this one."""
+        if self._config.advertise is not None:
+            return self._config.advertise
+        return await asyncio.to_thread(reachable_address, bound, self._config.valkey_servers)
+
     # ---- parts ----
     async def _open_index(self) -> PrefixIndex:
         on_damage = functools.partial(_set_soon, asyncio.get_running_loop(), self.damaged)
@@ -144,7 +161,11 @@ class MetadataServer:
         nodes = NodeTable(index, self._node_clock, config.node_ttl_ms / 1000, self.counters)
         nodes.view()  # before the port is bound: damage shows here, and the next server needs the port
         planner = PlannerService(nodes, config.path_policy, self.counters, self._clock)
-        self._event_log = self._make_event_log(index) if config.workers == 1 else None
+        # block events need all changes, scheduling all engines: one process must make or get them
+        self._event_log = self._make_event_log(index) if config.workers == 1 and not index.leases_roles else None
+        scheduler = self._make_scheduler(planner, nodes) if config.workers == 1 else None
+        self._leased = self._make_leased_roles(index, planner, scheduler) if index.leases_roles else None
+        roles = self._leased or FixedRoles(self._worker)
         self._journal = EventJournal(config.events_path, self.counters)
         return MetadataParts(
             index,
@@ -154,16 +175,26 @@ class MetadataServer:
             self.counters,
             config.heartbeat_interval_ms,
             planner,
-            self._make_scheduler(planner, nodes) if config.workers == 1 else None,
+            scheduler,
+            roles=roles,
             lookups=Lookups(index, nodes, self.counters),
             node_admin=NodeAdmin(index, nodes, writes, reads, self.counters),
             retention=RetentionPolicies(
-                settings, index, nodes, writes, self.counters, self._clock, config.heartbeat_interval_ms / 2_000
+                settings, index, nodes, writes, reads, roles, self.counters, self._clock, config.heartbeat_interval_ms / 2_000
             ),
             event_log=self._event_log,
             journal=self._journal,
             digests=IndexDigests(index, reads, self._clock),
         )
+
+    def _make_leased_roles(self, index: PrefixIndex, planner: PlannerService, scheduler: SchedulerService | None) -> LeasedRoles:
+        def begin_or_end(role: ServerRole, _: LeaseChange) -> None:
+            if role is ServerRole.PLAN:
+                planner.clear()
+                if scheduler is not None:
+                    scheduler.clear()
+
+        return LeasedRoles(index, self._node_clock, self.counters, begin_or_end)
 
     def _make_health(self, parts: MetadataParts, settings: SettingsStore, tls: TlsConfig | None) -> HealthMonitor:
         return HealthMonitor(
@@ -184,7 +215,7 @@ class MetadataServer:
     ) -> BoundServer:
         config = self._config
         service = self._service = MetadataService(parts)
-        admin = MetadataAdminParts(
+        admin_parts = MetadataAdminParts(
             parts.index,
             parts.nodes,
             parts.reads,
@@ -200,11 +231,21 @@ class MetadataServer:
             history,
             parts.journal,
         )
+        admin = MetadataAdminServicer(admin_parts)
+        register: list[Callable[[grpc.aio.Server], None]] = [
+            functools.partial(add_to_server, service),
+            functools.partial(add_MetadataAdminServicer_to_server, admin),
+        ]
+        if self._leased is not None:
+            calls = self._owner_calls = OwnerCalls(self._leased, self.counters, tls)
+            self._leased.on_tick = calls.check_owner
+            services = metadata_pb2.DESCRIPTOR.services_by_name, admin_pb2.DESCRIPTOR.services_by_name
+            register += [
+                functools.partial(calls.register, services[0]["Metadata"], service, PLANNING_METHODS),
+                functools.partial(calls.register, services[1]["MetadataAdmin"], admin, PLANNING_ADMIN_METHODS),
+            ]
         return await build_aio_server(
-            [
-                functools.partial(add_to_server, service),
-                functools.partial(add_MetadataAdminServicer_to_server, MetadataAdminServicer(admin)),
-            ],
+            register,
             addresses=[config.listen],
             services=[SERVICE_NAME, METADATA_ADMIN],
             counters=self.counters,
@@ -215,9 +256,13 @@ class MetadataServer:
         )
 
     def _make_maintenance(self, parts: MetadataParts, history: History) -> Maintenance:
-        on_tick: list[Callable[[], None]] = [parts.planner.expire, history.record_if_due]
-        if parts.scheduler is not None:
-            on_tick.append(parts.scheduler.expire)
+        def expire() -> None:
+            if parts.roles.holds(ServerRole.PLAN):
+                parts.planner.expire()
+                if parts.scheduler is not None:
+                    parts.scheduler.expire()
+
+        on_tick: list[Callable[[], None]] = [expire, history.record_if_due, parts.retention.tick]
         if parts.event_log is not None:
             on_tick += [parts.event_log.expire, functools.partial(report_served, parts.event_log, parts.nodes)]
         ttl_s = self._config.node_ttl_ms / 1000
@@ -228,7 +273,7 @@ class MetadataServer:
             self.counters,
             ttl_s=ttl_s,
             forget_s=self._config.node_forget_ms / 1000,
-            sweeps=self._worker == 0,
+            roles=parts.roles,
             on_tick=on_tick,
             pauses=PauseWatch(ttl_s, parts.nodes.paused) if self._watches_pauses else None,
         )
@@ -238,6 +283,7 @@ class MetadataServer:
             asyncio.get_running_loop(),
             parts.index,
             parts.nodes,
+            parts.roles,
             parts.planner,
             parts.scheduler,
             parts.event_log,
@@ -287,12 +333,16 @@ class MetadataServer:
         if self._metrics is not None:
             await _bounded("the metrics server", asyncio.to_thread(self._metrics.stop))  # this loop answers a scrape in progress
             self._metrics = None
+        if self._leased is not None:
+            await _bounded("the roles", self._leased.stop())  # before the grace period: another server plans meanwhile
         if self._service is not None:
             self._service.end_streams()
         if self._event_log is not None:
             self._event_log.close()  # endless streams would otherwise last until the end of the grace period
         if self._bound is not None:
             await _bounded("gRPC", self._bound.stop(grace_s), grace_s)
+        if self._owner_calls is not None:
+            await _bounded("the connection to the planning server", self._owner_calls.close())
         if self._health is not None:
             await _bounded("the health task", self._health.stop())
         if self._journal is not None:
@@ -308,7 +358,7 @@ class MetadataServer:
             await _bounded("the index", self._index.close_async())
         self._bound = self._health = self._journal = self._maintenance = self._writes = self._reads = self._index = (
             self._event_log
-        ) = None
+        ) = self._leased = self._owner_calls = None
 
 
 async def _bounded(what: str, ending: Awaitable[None], grace_s: float = 0.0) -> None:

@@ -32,6 +32,7 @@ from kvstore.metadata.membership.node_admin import NodeAdmin, check_progress, re
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.policies import RetentionPolicies, check_usages
 from kvstore.metadata.retention.tenants import NamespaceOwners
+from kvstore.metadata.roles.roles import Roles
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import MAX_BUDGET_S, SchedulerService
 from kvstore.observe.counters import Counters
@@ -60,10 +61,11 @@ class MetadataParts:
         heartbeat_interval_ms: interval that nodes are asked to use.
         planner: load plans.
         scheduler: request scheduling; None with several workers, each of which would know a part of the engines.
+        roles: roles of this process.
         lookups: lookups.
         node_admin: calls about whole nodes.
         retention: quotas and retention rules.
-        event_log: block events; None with several workers, each of which would know a part of the changes.
+        event_log: block events; None if other processes change the index, too.
         journal: receives operators' orders.
         digests: digests of the index for anti-entropy.
     """
@@ -76,6 +78,7 @@ class MetadataParts:
     heartbeat_interval_ms: int
     planner: PlannerService
     scheduler: SchedulerService | None
+    roles: Roles
     lookups: Lookups
     node_admin: NodeAdmin
     retention: RetentionPolicies
@@ -262,7 +265,9 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
     async def WatchBlocks(self, request: pb.WatchBlocksRequest, context: object) -> AsyncIterator[pb.WatchBlocksResponse]:
         parts = self._parts
         if parts.event_log is None:
-            raise Unsupported("block events need one process that makes all changes: set metadata.workers to 1")
+            raise Unsupported(
+                "block events need one process that makes all changes: set metadata.workers to 1 and metadata.engine to lmdb"
+            )
         self._namespace_owners.check_all(request.namespace_ids)
         subscription = BlockEventSubscription(request, parts.event_log, parts.index, parts.reads, parts.nodes, parts.counters)
         release = self._subscriptions.acquire()

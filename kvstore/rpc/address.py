@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import re
 import socket
+from collections.abc import Sequence
 from typing import Final
 
 from kvstore.core import limits
@@ -14,6 +16,7 @@ from kvstore.core.errors import InvalidArgument, Unavailable
 _TCP: Final = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.%]+\]):(?P<port>\d{1,5})")
 _UNIX: Final = re.compile(r"unix:/[^\0]+")
 _MAX_PORT: Final = 65_535
+_ALL_INTERFACES: Final = frozenset({"0.0.0.0", "[::]"})  # noqa: S104  # compared with, not bound
 
 
 def check_address(address: str) -> str:
@@ -79,6 +82,30 @@ def stays_on_host(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def reachable_address(bound: str, peers: Sequence[str]) -> str:
+    """The address at which other hosts reach a server of this host. May wait for DNS.
+
+    Args:
+        bound: the address that the server is bound to.
+        peers: addresses that the other hosts can reach, too. If the server is bound to all interfaces, its host is the address
+            that this host uses towards the first peer that it finds a route to.
+
+    Raises:
+        Unavailable: there is no route to any peer.
+    """
+    host, _, port = bound.rpartition(":")
+    if host not in _ALL_INTERFACES:
+        return bound
+    for peer in peers:
+        with contextlib.suppress(OSError):
+            family, kind, protocol, _, endpoint = socket.getaddrinfo(*host_and_port(peer), type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(endpoint)  # sends nothing
+                own: str = probe.getsockname()[0]
+                return f"[{own}]:{port}" if family == socket.AF_INET6 else f"{own}:{port}"
+    raise Unavailable("this host has no address that others can reach", bound=bound, peers=", ".join(peers))
 
 
 def cannot_listen(address: str, setting: str, error: OSError | None = None) -> Unavailable:

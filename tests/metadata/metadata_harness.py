@@ -181,7 +181,7 @@ if __name__ == "__main__":
 class ServerProcess:
     """The real server process with a separate index directory."""
 
-    def __init__(self, folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: int) -> None:
+    def __init__(self, folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: int | str) -> None:
         self.folder, self.workers, self.ttl_ms = folder, workers, ttl_ms
         self.settings = json.dumps(settings)
         self.script = folder / "serve_metadata.py"  # a file: spawned workers import it again
@@ -231,7 +231,7 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: int) -> Iterator[ServerProcess]:
+def server_process(folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: int | str) -> Iterator[ServerProcess]:
     """A running server process with further ``MetadataConfig`` settings, killed at the end if it still runs."""
     server = ServerProcess(folder, workers, ttl_ms, **settings)
     server.start()

@@ -20,6 +20,7 @@ from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership import maintenance as upkeep
 from kvstore.metadata.membership.maintenance import Maintenance
 from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.roles.roles import FixedRoles
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from support.wait import wait_until_async
@@ -37,7 +38,7 @@ async def run_maintenance(tmp_path: Path, tick: Callable[[], None], failures: st
     """Run maintenance until a counter of failures has reached five."""
     counters, index, thread = Counters(), LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test")
     nodes = NodeTable(index, MonotonicClock(), 0.08, counters)
-    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, sweeps=True, on_tick=[tick])
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, roles=FixedRoles(), on_tick=[tick])
     tasks.start()
 
     async def failed() -> bool:

@@ -13,13 +13,19 @@ from support.ports import free_ports
 
 
 class ServerPair(LocalCluster):
-    """A local cluster with two metadata servers, ``metadata`` and ``metadata-2``."""
+    """A local cluster with two metadata servers, ``metadata`` and ``metadata-2``.
+
+    Args:
+        nodes: the nodes.
+        base_dir: folder of all processes.
+        engine: the setting ``metadata.engine`` of both servers.
+    """
 
     NAMES = ("metadata", "metadata-2")
 
-    def __init__(self, nodes: Sequence[NodeSpec], base_dir: Path) -> None:
-        settings = (("node_ttl", "2500ms"), ("heartbeat_interval", "200ms"), ("metrics_listen", "none"))
-        super().__init__(nodes, base_dir, metadata_settings=settings, servers=len(self.NAMES))
+    def __init__(self, nodes: Sequence[NodeSpec], base_dir: Path, engine: str = "lmdb") -> None:
+        settings = {"node_ttl": "2500ms", "heartbeat_interval": "200ms", "metrics_listen": "none", "engine": engine}
+        super().__init__(nodes, base_dir, metadata_settings=tuple(settings.items()), servers=len(self.NAMES))
         ports = dict(zip(self.NAMES, free_ports(len(self.NAMES)), strict=True))  # no other process may take them meanwhile
         self._metadata_addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
 
@@ -51,7 +57,7 @@ class ServerPair(LocalCluster):
 
 
 @contextmanager
-def server_pair(base_dir: Path, *nodes: NodeSpec) -> Iterator[ServerPair]:
+def server_pair(base_dir: Path, *nodes: NodeSpec, engine: str = "lmdb") -> Iterator[ServerPair]:
     """Two running metadata servers and nodes."""
-    with ServerPair(nodes, base_dir) as pair:
+    with ServerPair(nodes, base_dir, engine) as pair:
         yield pair

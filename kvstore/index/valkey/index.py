@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
-from typing import Any, Final, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import hiredis
 
@@ -38,9 +38,11 @@ from kvstore.index.contract import (
     IndexEntry,
     IndexListener,
     IndexStats,
+    LeaseHolder,
     PrefixHit,
     PrefixIndex,
     RemovedKeys,
+    ServerRole,
     VolumeEpoch,
     VolumeEpochInfo,
 )
@@ -48,7 +50,7 @@ from kvstore.index.counts import Count, count_nothing, report_ignored
 from kvstore.index.prefix import PrefixSearch
 from kvstore.index.record import BatchEdit, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
-from kvstore.index.small_records import check_beats, check_notes
+from kvstore.index.small_records import check_beats, check_holder, check_notes
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import Command, Lane, ValkeyClient
@@ -98,6 +100,8 @@ def _ignore() -> None:
 
 class ValkeyIndex(PrefixIndex):
     """A prefix index in a cluster. Create it with ``open``, or on an event loop with ``start``."""
+
+    leases_roles: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -424,6 +428,18 @@ class ValkeyIndex(PrefixIndex):
             self._call(self._small.refresh_beats())
         return dict(self._small.state.beats)
 
+    # ---- leases of roles ----
+    def take_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder, ttl_s: float) -> dict[ServerRole, LeaseHolder]:
+        check_holder(holder)
+        return self._call(self._small.take_leases(roles, holder, ttl_s))
+
+    def free_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder) -> None:
+        check_holder(holder)
+        self._call(self._small.free_leases(roles, holder))
+
+    def lease_holders(self) -> dict[ServerRole, LeaseHolder]:
+        return dict(self._fresh().leases)
+
     # ---- the whole ----
     @property
     def revision(self) -> int:
@@ -438,7 +454,9 @@ class ValkeyIndex(PrefixIndex):
     async def _read_stats(self) -> IndexStats:
         sizes = await self._cluster.on_each(pack("DBSIZE"), budget_s=1.0)
         memory = await self._cluster.on_each(pack("INFO", "memory"), budget_s=1.0)
-        (small,) = await self._cluster.run_until([(names.SMALL_SLOT, pack("EXISTS", *names.ALL_SMALL))], time.monotonic() + 1.0)
+        (small,) = await self._cluster.run_until(
+            [(names.SMALL_SLOT, pack("EXISTS", *names.ALL_SMALL, *names.LEASES.values()))], time.monotonic() + 1.0
+        )
         used = [_USED_MEMORY.search(one) for one in memory.values() if isinstance(one, bytes)]
         keys = sum(size for size in sizes.values() if isinstance(size, int))
         return IndexStats(

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvstore.core import limits
 from kvstore.core.types import KEY_BYTES, BlockKey
+from kvstore.index.contract import ServerRole
 
 SLOTS: Final = 16_384
 
@@ -38,6 +39,8 @@ NAMESPACES: Final = SMALL_TAG + b"ns"
 NOTES: Final = SMALL_TAG + b"notes"
 QUIET_NOTES: Final = SMALL_TAG + b"quiet"
 BEATS: Final = SMALL_TAG + b"beats"
+LEASES: Final = {role: SMALL_TAG + b"lease:" + role.encode() for role in ServerRole}
+"""Each expires with its lease. A new index epoch leaves them as they are."""
 
 
 def record_name(key: BlockKey) -> bytes:

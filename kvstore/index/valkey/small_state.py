@@ -1,4 +1,4 @@
-"""The small state of the index in Valkey: epoch, volume epochs, namespaces and notes, and a copy of it in this process.
+"""The small state of the index in Valkey: epoch, volume epochs, namespaces, notes and leases, and a copy of it in this process.
 
 All of it is in one hash slot, so a script changes it atomically. Every announced change raises ``revision`` and the version of
 its table. A process reads these numbers ten times per second and after its own changes, and then the tables that changed. So its
@@ -25,7 +25,7 @@ import hiredis
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import Beat, VolumeEpoch, VolumeEpochInfo
+from kvstore.index.contract import Beat, LeaseHolder, ServerRole, VolumeEpoch, VolumeEpochInfo
 from kvstore.index.small_records import decode_beat, decode_volume_epoch, encode_beat, encode_volume_epoch
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.cluster import Lane, ValkeyClient
@@ -143,6 +143,24 @@ end
 return redis.call('HLEN', KEYS[2])
 """
 )
+_TAKE_LEASES: Final = """
+local holders = {}
+for at = 1, #KEYS do
+  local holder = redis.call('GET', KEYS[at])
+  if not holder or holder == ARGV[1] then
+    redis.call('SET', KEYS[at], ARGV[1], 'PX', ARGV[2])
+    holder = ARGV[1]
+  end
+  holders[at] = holder
+end
+return holders
+"""
+_FREE_LEASES: Final = """
+for at = 1, #KEYS do
+  if redis.call('GET', KEYS[at]) == ARGV[1] then redis.call('DEL', KEYS[at]) end
+end
+return 0
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +186,7 @@ class SmallState:
     quiet_notes: Mapping[str, bytes] = field(default_factory=dict)
     """The others, if one was read lately."""
     beats: Mapping[NodeId, Beat] = field(default_factory=dict)
+    leases: Mapping[ServerRole, LeaseHolder] = field(default_factory=dict)
     dead: int = 0
 
     def named(self, ordinal: int) -> NamespaceId | None:
@@ -220,8 +239,10 @@ class SmallStateStore:
 
     async def _read_state(self) -> SmallState | None:
         """The state as it is now; None: there is none."""
-        meta, dead = await self._run([pack("HMGET", names.META, *_META_FIELDS), pack("HLEN", names.DEAD)])
-        if not isinstance(meta, list) or not isinstance(dead, int):
+        meta, dead, leases = await self._run(
+            [pack("HMGET", names.META, *_META_FIELDS), pack("HLEN", names.DEAD), pack("MGET", *names.LEASES.values())]
+        )
+        if not isinstance(meta, list) or not isinstance(dead, int) or not isinstance(leases, list):
             raise Unavailable("the Valkey sent an invalid answer", reply=str(meta)[:100])
         if meta[1] is None:
             return None
@@ -233,7 +254,7 @@ class SmallStateStore:
         epoch, revision, *changed = [value if isinstance(value, bytes) else b"0" for value in meta[1:]]
         tables = (int(changed[0]), int(changed[1]), int(changed[2]))
         before = self.state if self.state.epoch == epoch else SmallState(epoch=epoch)
-        state = replace(before, revision=int(revision), tables=tables, dead=dead)
+        state = replace(before, revision=int(revision), tables=tables, leases=_holders(names.LEASES, leases), dead=dead)
         stale = [known != found for known, found in zip(before.tables, state.tables, strict=True)]
         tables_read = await self._run(
             [pack("HGETALL", name) for name, old in zip((names.LIVES, names.NAMESPACES, names.NOTES), stale, strict=True) if old]
@@ -311,6 +332,19 @@ class SmallStateStore:
             flat = [word for node_id, beat in part for word in (node_id, b"" if beat is None else encode_beat(NodeId(""), beat))]
             await self._change(_PUT_BEATS, (names.META, names.BEATS), *flat)
 
+    # ---- leases
+    async def take_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder, ttl_s: float) -> dict[ServerRole, LeaseHolder]:
+        """Take free leases and renew held ones; returns the holders."""
+        keys = [names.LEASES[role] for role in roles]
+        holders = await self._script(_TAKE_LEASES, keys, _encode_holder(holder), max(1, round(ttl_s * 1000)))
+        if not isinstance(holders, list) or len(holders) != len(roles):
+            raise Unavailable("the Valkey sent an invalid answer", reply=str(holders)[:100])
+        return _holders(roles, holders)
+
+    async def free_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder) -> None:
+        """End the leases of a holder."""
+        await self._script(_FREE_LEASES, [names.LEASES[role] for role in roles], _encode_holder(holder))
+
     async def drop(self) -> None:
         """Drop the small state, with all volume epochs and namespaces. The next refresh creates another epoch."""
         await self._run([pack("DEL", *names.ALL_SMALL)])
@@ -326,16 +360,19 @@ class SmallStateStore:
         Raises:
             Unavailable: the shard does not answer, or Valkey lost the state.
         """
-        command = pack("EVAL", script, len(names_used), *names_used, self.state.epoch, *arguments)
-        (reply,) = await self._run([command])
+        reply = await self._script(script, names_used, self.state.epoch, *arguments)
+        await self.refresh()
+        values = reply if isinstance(reply, list) else [reply]
+        return [value if isinstance(value, bytes) else str(value).encode() for value in values]
+
+    async def _script(self, script: str, names_used: Sequence[bytes], *arguments: bytes | str | int) -> Reply:
+        (reply,) = await self._run([pack("EVAL", script, len(names_used), *names_used, *arguments)])
         if isinstance(reply, hiredis.ReplyError):
             if str(reply).startswith(_EPOCH_CHANGED):
                 await self.refresh()
                 raise Unavailable("Valkey lost its contents: register again")
             raise Unavailable("Valkey rejected a change", reply=str(reply)[:200])
-        await self.refresh()
-        values = reply if isinstance(reply, list) else [reply]
-        return [value if isinstance(value, bytes) else str(value).encode() for value in values]
+        return reply
 
     async def _run(self, commands: Sequence[bytes]) -> list[Reply]:
         if not commands:
@@ -356,6 +393,20 @@ def _pairs(reply: Reply) -> list[tuple[bytes, bytes]]:
         raise Unavailable("the Valkey sent an invalid table", reply=str(reply)[:100])
     words = [word if isinstance(word, bytes) else b"" for word in reply]
     return list(zip(words[::2], words[1::2], strict=True))
+
+
+def _encode_holder(holder: LeaseHolder) -> str:
+    return " ".join(holder)
+
+
+def _holders(roles: Iterable[ServerRole], values: Iterable[object]) -> dict[ServerRole, LeaseHolder]:
+    """The holders of roles; a value without the form of a holder counts as none."""
+    named = [
+        (role, value.decode(errors="replace").split(" "))
+        for role, value in zip(roles, values, strict=True)
+        if isinstance(value, bytes)
+    ]
+    return {role: LeaseHolder(*words) for role, words in named if len(words) == len(LeaseHolder._fields)}
 
 
 def _boot_name(info: VolumeEpochInfo) -> bytes:

@@ -9,11 +9,12 @@ from contextlib import suppress
 from typing import Final
 
 from kvstore.core.errors import KVStoreError
-from kvstore.index.contract import PrefixIndex
+from kvstore.index.contract import PrefixIndex, ServerRole
 from kvstore.metadata.indexing.index_mutations import forget_node
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.membership.pause import PauseWatch
+from kvstore.metadata.roles.roles import Roles
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -39,7 +40,7 @@ class Maintenance:
         counters: counters of this process.
         ttl_s: silence after which a node is hidden.
         forget_s: silence after which a node is forgotten.
-        sweeps: whether this process forgets nodes and sweeps the index; one of several workers does.
+        roles: roles of this process: one of several processes forgets nodes and sweeps the index.
         on_tick: functions to call at each tick.
         pauses: notices pauses of this process; None: a test moves the clock of the nodes.
     """
@@ -53,7 +54,7 @@ class Maintenance:
         *,
         ttl_s: float,
         forget_s: float,
-        sweeps: bool,
+        roles: Roles,
         on_tick: Sequence[Callable[[], None]],
         pauses: PauseWatch | None = None,
     ) -> None:
@@ -63,7 +64,7 @@ class Maintenance:
         self._counters = counters
         self._tick_s = min(max(ttl_s / _TICKS_PER_TTL, _MIN_TICK_S), _MAX_TICK_S)
         self._forget_s = forget_s
-        self._sweeps = sweeps
+        self._roles = roles
         self._on_tick = on_tick
         self._pauses = pauses
         self._tasks: list[asyncio.Task[None]] = []
@@ -73,8 +74,7 @@ class Maintenance:
         if self._pauses is not None:
             self._tasks.append(asyncio.create_task(self._pauses.run(), name="metadata-watch-pauses"))
         self._tasks.append(asyncio.create_task(self._watch_nodes(), name="metadata-watch-nodes"))
-        if self._sweeps:
-            self._tasks.append(asyncio.create_task(self._sweep(), name="metadata-sweep"))
+        self._tasks.append(asyncio.create_task(self._sweep(), name="metadata-sweep"))
 
     async def stop(self) -> None:
         """Stop the tasks, and store the heartbeats that only this process has seen."""
@@ -95,7 +95,7 @@ class Maintenance:
                     self._nodes.tick()
                 for call in self._on_tick:
                     call()
-                if self._sweeps:
+                if self._roles.holds(ServerRole.SWEEP):
                     await self._forget()
             except KVStoreError as error:
                 # the disk is full, or the index does not answer: lookups continue with the last view, the next tick tries again
@@ -127,7 +127,7 @@ class Maintenance:
         while True:
             pause_s = self._tick_s
             try:
-                if self._index.stats().dead_volume_epochs:
+                if self._roles.holds(ServerRole.SWEEP) and self._index.stats().dead_volume_epochs:
                     done = await self._thread.run(self._index.sweep, _SWEEP_ENTRIES)
                     self._counters.add(metadata_metrics.SWEEPS)
                     pause_s = self._tick_s if done else _SWEEP_PAUSE_S

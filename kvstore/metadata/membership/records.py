@@ -11,6 +11,7 @@ name                    value                                                   
 ``report/<node id>``    host and contents of the last heartbeat                    no
 ``refused/<node id>``   number and reason of the last refusal                      no
 ``sequence/<node id>``  last batch that the boot published (``publish_sequence``)  no
+``shares``              shares of all quotas (``retention.share_table``)           no
 ======================  =========================================================  ==========
 
 No note contains a time, because servers on several hosts share no clock. That a node is alive is recorded apart from the notes

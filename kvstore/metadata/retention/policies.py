@@ -20,6 +20,7 @@ from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.quota_shares import QuotaShares, rule_to_proto
 from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting, RuleSetting, SettingsStore
+from kvstore.metadata.roles.roles import Roles
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -66,6 +67,8 @@ class RetentionPolicies:
         index: the index, for its namespaces.
         nodes: live nodes and their reports.
         writes: thread that writes changes.
+        reads: thread that exchanges shares of quotas with other servers.
+        roles: roles of this process.
         counters: counters of this process.
         clock: the host's monotonic clock.
         interval_s: how long shares of quotas are reused.
@@ -77,6 +80,8 @@ class RetentionPolicies:
         index: PrefixIndex,
         nodes: NodeTable,
         writes: IndexThread,
+        reads: IndexThread,
+        roles: Roles,
         counters: Counters,
         clock: Clock,
         interval_s: float,
@@ -86,7 +91,7 @@ class RetentionPolicies:
         self._nodes = nodes
         self._writes = writes
         self._counters = counters
-        self._shares = QuotaShares(nodes, counters, clock, interval_s)
+        self._shares = QuotaShares(nodes, index, reads, roles, counters, clock, interval_s)
 
     # ---- nodes ----
     async def answer(self, heartbeat: HeartbeatRequest) -> Retention | None:
@@ -98,6 +103,12 @@ class RetentionPolicies:
         """
         settings = self._read()
         return None if settings is None else await self._shares.answer(settings, heartbeat)
+
+    def tick(self) -> None:
+        """Make shares for other servers, if this one does. Called several times per second."""
+        settings = self._store.read()
+        if settings is not None:
+            self._shares.tick(settings)
 
     def _read(self) -> OperatorSettings | None:
         settings = self._store.read()

@@ -17,30 +17,43 @@ would be evicted again. A silent node is left out, because its blocks are not se
 All shares are made at once, on the event loop, and reused for all nodes. It takes time per tenant and node, so other calls run
 in between, one run serves all heartbeats that wait for it, and the next run waits ``REST_TIMES`` as long as the run took. A
 share names the node's report that it was made from, so that the node knows which of its changes are included.
+
+Of several servers that share an index, the holder of the role ``quota`` makes the shares for all and writes them to the index
+(``share_table``). It uses them itself only after they are written. The others read them. A server that has no shares, or cannot
+read the newest for two heartbeats, answers without shares, and nodes keep their last ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvproto.v1.common_pb2 import NodeInfo
 from kvproto.v1.metadata_pb2 import HeartbeatRequest, NamespaceRule, Retention, TenantShare
 from kvstore.core.clock import Clock
+from kvstore.core.errors import KVStoreError
 from kvstore.core.types import NamespaceId, NodeId, Tier
+from kvstore.index.contract import PrefixIndex, ServerRole
+from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.settings_store import OperatorSettings, RuleSetting
+from kvstore.metadata.retention.share_table import SHARES_NOTE, ShareTable
+from kvstore.metadata.roles.roles import Roles
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 logger: Final = logging.getLogger(__name__)
+limited: Final = LimitedLog(logger)
 HEADROOM: Final = 8
 """One n-th of a node's part of the quota by capacity is its headroom, whichever node holds the rest."""
 REST_TIMES: Final = 20
 """Making shares takes at most one n-th of the event loop's time."""
+KEPT_INTERVALS: Final = 4
+"""Intervals, two heartbeats of a node, for which a server hands out shares that it cannot compare with those of other servers."""
 SLICE_S: Final = 0.002
 """Time after which other calls run in between."""
 
@@ -80,49 +93,55 @@ def divide_quota(quota: int, held: Sequence[int], capacities: Sequence[int], *, 
 
 
 @dataclass(frozen=True, slots=True)
-class _ShareTable:
-    """Shares of all quotas, as one run made them.
+class _Answers:
+    """What heartbeats are answered with.
 
     Attributes:
-        settings: the settings that they implement.
+        settings: the settings that the answers implement.
         rules: all retention rules, as an encoded ``Retention``.
-        reports: boot and report number of each node that has reported what it holds.
-        positions: position of each node that has shares.
-        tenants: each tenant's shares by position, in DRAM and on NVMe; None: no quota for the tier.
-        made_s: when the run began.
+        table: the shares.
+        since_s: when the run that made or read the table began.
         took_s: how long the run took on the event loop.
     """
 
     settings: OperatorSettings
     rules: bytes
-    reports: Mapping[NodeId, tuple[bytes, int]]
-    positions: Mapping[NodeId, int]
-    tenants: Sequence[tuple[str, Sequence[int] | None, Sequence[int] | None]]
-    made_s: float
+    table: ShareTable
+    since_s: float
     took_s: float
-
-    def includes(self, heartbeat: HeartbeatRequest) -> bool:
-        """Whether the shares are made from a report of this boot."""
-        known = self.reports.get(NodeId(heartbeat.node_id))
-        return known is not None and known[0] == heartbeat.boot_id
 
 
 class QuotaShares:
-    """Makes shares, and answers heartbeats with them.
+    """Makes or reads shares, and answers heartbeats with them.
 
     Args:
         nodes: live nodes and their reports.
+        index: the index. If servers of several hosts share it, the holder of the role ``quota`` makes shares for all of them.
+        thread: thread that reads and writes the table of shares in the index.
+        roles: roles of this process.
         counters: counters of this process.
         clock: the host's monotonic clock.
         interval_s: how long shares are reused.
     """
 
-    def __init__(self, nodes: NodeTable, counters: Counters, clock: Clock, interval_s: float) -> None:
+    def __init__(
+        self,
+        nodes: NodeTable,
+        index: PrefixIndex,
+        thread: IndexThread,
+        roles: Roles,
+        counters: Counters,
+        clock: Clock,
+        interval_s: float,
+    ) -> None:
         self._nodes = nodes
+        self._index = index
+        self._thread = thread
+        self._roles = roles
         self._counters = counters
         self._clock = clock
         self._interval_s = interval_s
-        self._shares: _ShareTable | None = None
+        self._answers: _Answers | None = None
         self._run: asyncio.Task[None] | None = None
 
     async def answer(self, settings: OperatorSettings, heartbeat: HeartbeatRequest) -> Retention | None:
@@ -137,27 +156,42 @@ class QuotaShares:
         if not heartbeat.usages:
             return None
         if self._stale(settings, heartbeat):
-            if self._run is None or self._run.done():
-                self._run = asyncio.create_task(self._make(settings))
-            await asyncio.shield(self._run)  # others may wait for it, too
-        return self._answer_from(self._shares, heartbeat)
+            await asyncio.shield(self._begin_run(settings))  # others may wait for it, too
+        return self._answer_from(self._answers, heartbeat)
 
-    def _stale(self, settings: OperatorSettings, heartbeat: HeartbeatRequest) -> bool:
-        shares = self._shares
-        if shares is None:
+    def tick(self, settings: OperatorSettings) -> None:
+        """Make shares for the other servers, if it is time to. Called several times per second."""
+        if not self._index.leases_roles or not self._roles.holds(ServerRole.QUOTA):
+            return
+        if (settings.quotas or settings.rules) and self._stale(settings):
+            self._begin_run(settings)
+
+    def _begin_run(self, settings: OperatorSettings) -> asyncio.Task[None]:
+        if self._run is None or self._run.done():
+            self._run = asyncio.create_task(self._renew(settings))
+        return self._run
+
+    def _stale(self, settings: OperatorSettings, heartbeat: HeartbeatRequest | None = None) -> bool:
+        answers = self._answers
+        if answers is None:
             return True
-        age_s = self._clock.now_s() - shares.made_s
-        if age_s < REST_TIMES * shares.took_s:
+        age_s = self._clock.now_s() - answers.since_s
+        if age_s < REST_TIMES * answers.took_s:
             return False
-        return shares.settings is not settings or age_s >= self._interval_s or not shares.includes(heartbeat)
+        if answers.settings is not settings or age_s >= self._interval_s:
+            return True
+        return heartbeat is not None and not answers.table.includes(heartbeat)
 
-    def _answer_from(self, shares: _ShareTable | None, heartbeat: HeartbeatRequest) -> Retention | None:
-        if shares is None or not shares.includes(heartbeat):
+    def _answer_from(self, answers: _Answers | None, heartbeat: HeartbeatRequest) -> Retention | None:
+        if answers is None or not answers.table.includes(heartbeat):
             return None
-        node_id = NodeId(heartbeat.node_id)
-        answer = Retention.FromString(shares.rules)
-        answer.report = shares.reports[node_id][1]
-        position = shares.positions.get(node_id)
+        kept_s = KEPT_INTERVALS * self._interval_s + REST_TIMES * answers.took_s
+        if self._index.leases_roles and self._clock.now_s() - answers.since_s > kept_s:
+            return None  # other servers may have handed out newer shares
+        table, node_id = answers.table, NodeId(heartbeat.node_id)
+        answer = Retention.FromString(answers.rules)
+        answer.report = table.reports[node_id][1]
+        position = table.positions.get(node_id)
         if position is not None and not self._nodes.is_draining(node_id):
             answer.shares.extend(
                 TenantShare(
@@ -165,18 +199,52 @@ class QuotaShares:
                     dram_bytes=None if dram is None else dram[position],
                     nvme_bytes=None if nvme is None else nvme[position],
                 )
-                for tenant, dram, nvme in shares.tenants
+                for tenant, dram, nvme in table.tenants
             )
         return answer
 
-    async def _make(self, settings: OperatorSettings) -> None:
+    async def _renew(self, settings: OperatorSettings) -> None:
         try:
-            self._shares = await self._make_shares(settings)
+            if self._roles.holds(ServerRole.QUOTA):
+                await self._make(settings)
+            else:
+                await self._read(settings)
+        except KVStoreError as error:  # the previous shares stay in force
+            self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
+            limited.warning("shares of quotas not exchanged with other servers: %s", error)
         except Exception:  # process edge: heartbeats must be answered, and the previous shares stay in force
             self._counters.add(metadata_metrics.QUOTA_SHARE_FAILURES)
             logger.exception("making quota shares failed; the next heartbeat tries again")
 
-    async def _make_shares(self, settings: OperatorSettings) -> _ShareTable:
+    async def _make(self, settings: OperatorSettings) -> None:
+        made = await self._make_shares(settings)
+        if self._index.leases_roles:
+            known = await self._thread.run(self._read_note)
+            generation = max(0 if one is None else one.generation for one in (known, self._shared_table())) + 1
+            made = replace(made, table=replace(made.table, generation=generation, epoch=self._index.epoch))
+            if not self._roles.holds(ServerRole.QUOTA):
+                return  # this server was stopped meanwhile: another one makes shares
+            await self._thread.run(lambda: self._index.put_note(SHARES_NOTE, made.table.encode(), announce=False))
+        self._answers = made
+
+    async def _read(self, settings: OperatorSettings) -> None:
+        began_s = self._clock.now_s()
+        read = await self._thread.run(self._read_note)
+        known = self._shared_table()
+        table = read if read is not None and read.replaces(known) else known
+        if table is not None:
+            self._answers = _Answers(settings, _encoded_rules(settings), table, began_s, 0.0)
+
+    def _shared_table(self) -> ShareTable | None:
+        """The last table of the present index epoch that this server knows."""
+        table = None if self._answers is None else self._answers.table
+        return table if table is not None and table.epoch == self._index.epoch else None
+
+    def _read_note(self) -> ShareTable | None:
+        note = self._index.note(SHARES_NOTE)
+        return None if note is None else ShareTable.decode(note)
+
+    async def _make_shares(self, settings: OperatorSettings) -> _Answers:
         began_s = slice_s = self._clock.now_s()
         took_s = 0.0
         live = list(self._nodes.live_nodes())
@@ -216,8 +284,12 @@ class QuotaShares:
                 await asyncio.sleep(0)
                 slice_s = self._clock.now_s()
         took_s += self._clock.now_s() - slice_s
-        rules = Retention(rules=[rule_to_proto(namespace, rule) for namespace, rule in settings.rules.items()])
-        return _ShareTable(settings, rules.SerializeToString(), reports, positions, tenants, began_s, took_s)
+        return _Answers(settings, _encoded_rules(settings), ShareTable(reports, positions, tenants), began_s, took_s)
+
+
+def _encoded_rules(settings: OperatorSettings) -> bytes:
+    rules = Retention(rules=[rule_to_proto(namespace, rule) for namespace, rule in settings.rules.items()])
+    return rules.SerializeToString()
 
 
 def rule_to_proto(namespace: NamespaceId, rule: RuleSetting) -> NamespaceRule:

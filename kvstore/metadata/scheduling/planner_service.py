@@ -1,8 +1,9 @@
 """Load plans over gRPC: the planner of the cluster, with the live nodes and the reports of clients as its input.
 
 The planner itself is pure (``kvstore.dualpath``). This module checks requests, keeps the planner's nodes up to date, and encodes
-its answers. It runs on the event loop only. With several workers, each plans for the clients that are connected to it, and knows
-only the queues of its own plans.
+its answers. It runs on the event loop only. Of several servers that share an index, one plans for all
+(``kvstore.metadata.roles``). With several workers, each plans for the clients that are connected to it, and knows only the queues
+of its own plans.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvstore.core.types import NodeId
 from kvstore.dualpath.contract import LoadPlan, PlanPolicy, PlanRequest, ReadSide
 from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
+from kvstore.dualpath.queues import ReadQueues
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.scheduling.link_rates import LinkRates, link_rates
 from kvstore.observe.counters import Counters
@@ -72,12 +74,15 @@ class PlannerService:
         self._counters = counters
         self._clock = clock
         self._policies: dict[str, PlanPolicy] = {}
-        self._default = policy
+        self._default = self._configured = policy
         # clients report to any server at this address: a restarted server or another worker must not accept their plan ids
-        self.planner = Planner(self._policy(policy), draw=lambda: secrets.randbelow(MOST_PLAN_ID) + 1)
+        self.planner = self._new_planner()
         self._known: dict[NodeId, _PlannerNode] = {}  # live nodes of the planner
         self._answers: OrderedDict[bytes, tuple[bytes, pb.LoadPlan]] = OrderedDict()
         """By operation: a digest of the request without its budget, and the plan."""
+
+    def _new_planner(self, queues: ReadQueues | None = None) -> Planner:
+        return Planner(self._policy(self._configured), queues, draw=lambda: secrets.randbelow(MOST_PLAN_ID) + 1)
 
     def _policy(self, name: str) -> PlanPolicy:
         """One instance per policy, because ``round_robin`` keeps a position."""
@@ -211,6 +216,19 @@ class PlannerService:
         except NotFound:  # for the client this ends the plan
             self.planner.abort(plan.plan_id, now_s)
             raise
+
+    def clear(self) -> None:
+        """Forget all plans and queues, and a changed path policy: another server plans now, or this one begins to.
+
+        Reports on forgotten plans are answered as those on plans that have ended.
+        """
+        queues = self.planner.queues
+        for node_id in self._known:
+            queues.forget(node_id)
+        self._known.clear()
+        self._answers.clear()
+        self._default = self._configured
+        self.planner = self._new_planner(queues)
 
     # ---- time ----
     def expire(self) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core import limits
 from kvstore.core.clock import Clock
-from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, KVStoreError, NotFound
+from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, KVStoreError, NotFound, Unavailable
 from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.dualpath.scheduler import Fetched, Requeued, Scheduler, SchedulerLimits
@@ -67,18 +67,34 @@ class SchedulerService:
         clock: Clock,
         draining_nodes: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
-        self._scheduler = Scheduler(rules)
+        self._rules = rules
         self._queues = queues
         self._engine_ttl_s = engine_ttl_s
         self._request_ttl_s = request_ttl_s
         self._counters = counters
         self._clock = clock
         self._draining_nodes = draining_nodes
-        self._groups = GroupTable()
-        self._requests = RequestTable(clock)
-        self._notifier = RequestNotifier(self._groups)
         self._waiting_calls = 0
-        self._paired_s = clock.now_s()  # when a request last got its second engine
+        self._begin()
+
+    def _begin(self) -> None:
+        self._scheduler = Scheduler(self._rules)
+        self._groups = GroupTable()
+        self._requests = RequestTable(self._clock)
+        self._notifier = RequestNotifier(self._groups)
+        self._paired_s = self._clock.now_s()  # when a request last got its second engine
+
+    def clear(self) -> None:
+        """Forget all engines and requests: another server assigns requests now, or this one begins to. Waiting calls fail."""
+        requests = list(self._requests)
+        for request in requests:
+            self._requests.end(request, Unavailable("another server assigns requests now: submit the request again"))
+        self._begin()
+        if requests:
+            logger.warning(
+                "requests forgotten: their routers submit them to the server that assigns requests now (requests=%d)",
+                len(requests),
+            )
 
     def gauges(self) -> dict[str, int]:
         """Numbers of engines and requests."""
@@ -290,11 +306,12 @@ class SchedulerService:
             request = self._submit(call, budget_s)
         elif not request.paired:
             self._requests.set_deadline(request, max(request.deadline_s, self._clock.now_s() + budget_s))
-        self._requests.bytes += nbytes  # gRPC holds the message as long as its call waits
+        requests = self._requests
+        requests.bytes += nbytes  # gRPC holds the message as long as its call waits
         try:
             return await self._wait(request, after, budget_s)
         finally:
-            self._requests.bytes -= nbytes
+            requests.bytes -= nbytes
 
     def cancel(self, call: pb.CancelRequestRequest) -> bool:
         """Drop a request.

@@ -27,6 +27,28 @@ NODES_DRAINING: Final = group.gauge("metadata_nodes_draining", "draining and dra
 NODE_HEARTBEAT_AGE_SECONDS: Final = group.gauge(
     "metadata_node_heartbeat_age_seconds", "time since a node's last heartbeat", {"node": Limit(MOST_NODES)}
 )
+ROLE_HELD: Final = group.gauge(
+    "metadata_role_held", "1 while the server does this work for all servers, else 0", {"role": ("sweep", "quota", "plan")}
+)
+ROLES_TAKEN: Final = group.counter_family(
+    "metadata_roles_taken_total",
+    "roles that the server took, because no other server held them",
+    {"role": ("sweep", "quota", "plan")},
+    "metadata_roles_taken_{role}_total",
+)
+ROLES_LOST: Final = group.counter_family(
+    "metadata_roles_lost_total",
+    "roles that the server gave up or did not renew in time",
+    {"role": ("sweep", "quota", "plan")},
+    "metadata_roles_lost_{role}_total",
+)
+LEASE_FAILURES: Final = group.counter("metadata_lease_failures_total", "renewals of roles that the index did not answer")
+CALLS_FORWARDED: Final = group.counter(
+    "metadata_forwarded_calls_total", "planning and scheduling calls sent on to the server that plans"
+)
+CALLS_UNOWNED: Final = group.counter(
+    "metadata_unowned_calls_total", "planning and scheduling calls rejected because no server plans or the one that did is lost"
+)
 LIVE_PLANS: Final = group.gauge("metadata_live_plans", "load plans in progress")
 SCHEDULER_ENGINES: Final = group.gauge("metadata_scheduler_engines", "engines that report to the scheduler")
 SCHEDULER_REQUESTS: Final = group.gauge("metadata_scheduler_requests", "requests queued or in progress")

@@ -32,6 +32,7 @@ from kvstore.index.contract import (
     VolumeEpoch,
     VolumeEpochInfo,
 )
+from kvstore.testing.index.leases_suite import LeasesSuite
 from kvstore.testing.index.model import Chain, IndexModel
 from kvstore.testing.index.process import IndexProcess
 from kvstore.testing.index.small_records_suite import BOOT, CHAIN, NAMESPACE, SmallRecordsSuite, ask, begin
@@ -56,7 +57,7 @@ class Told:
         self.heard.append((volume_epoch, list(stored), [(one.volume_epoch, one.namespace, list(one.keys)) for one in removed]))
 
 
-class IndexSuite(SmallRecordsSuite):
+class IndexSuite(SmallRecordsSuite, LeasesSuite):
     """Behaviour of every index. One empty folder per test."""
 
     persistent: ClassVar[bool] = True

@@ -1,0 +1,97 @@
+"""Shares of all quotas that were made together, and their form in the index.
+
+The server with the role ``quota`` makes a table several times per second and writes it as one note, with the next generation.
+All servers read it and answer heartbeats from it. A server never goes back to an older generation, so a note that a former holder
+of the role writes late changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+from kvproto.v1.metadata_pb2 import HeartbeatRequest
+from kvstore.core.types import NodeId
+
+SHARES_NOTE: Final = "shares"
+_HEADER: Final = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class ShareTable:
+    """Shares of all quotas.
+
+    Attributes:
+        reports: boot and report number of each node that has reported what it holds.
+        positions: position of each node that has shares.
+        tenants: each tenant's shares by position, in DRAM and on NVMe; None: no quota for the tier.
+        generation: grows with each table of an index epoch; 0: the table is not shared.
+        epoch: the index epoch.
+    """
+
+    reports: Mapping[NodeId, tuple[bytes, int]]
+    positions: Mapping[NodeId, int]
+    tenants: Sequence[tuple[str, Sequence[int] | None, Sequence[int] | None]]
+    generation: int = 0
+    epoch: bytes = b""
+
+    def includes(self, heartbeat: HeartbeatRequest) -> bool:
+        """Whether the shares are made from a report of this boot."""
+        known = self.reports.get(NodeId(heartbeat.node_id))
+        return known is not None and known[0] == heartbeat.boot_id
+
+    def replaces(self, other: ShareTable | None) -> bool:
+        """Whether the table is newer than another one."""
+        return other is None or self.epoch != other.epoch or self.generation > other.generation
+
+    def encode(self) -> bytes:
+        """The table as a note."""
+        numbers = array("q")
+        for _, *tiers in self.tenants:
+            for shares in tiers:
+                numbers.extend(shares or ())
+        header = {
+            "epoch": self.epoch.hex(),
+            "generation": self.generation,
+            "reports": {node_id: (boot_id.hex(), number) for node_id, (boot_id, number) in self.reports.items()},
+            "positions": list(self.positions),
+            "tenants": [(tenant, dram is not None, nvme is not None) for tenant, dram, nvme in self.tenants],
+        }
+        encoded = json.dumps(header).encode()
+        return zlib.compress(_HEADER.pack(len(encoded)) + encoded + numbers.tobytes(), 1)
+
+    @classmethod
+    def decode(cls, note: bytes) -> Self:
+        """The table in a note.
+
+        Raises:
+            ValueError: the note is not a table.
+        """
+        try:
+            content = zlib.decompress(note)
+            begin = _HEADER.size + _HEADER.unpack_from(content)[0]
+            header = json.loads(content[_HEADER.size : begin])
+            numbers = array("q", content[begin:])
+            nodes = header["positions"]
+            tables = iter(range(0, len(numbers), len(nodes) or 1))
+
+            def shares(limited: bool) -> Sequence[int] | None:
+                if not limited:
+                    return None
+                first = next(tables) if nodes else 0
+                return numbers[first : first + len(nodes)]
+
+            return cls(
+                reports={NodeId(node): (bytes.fromhex(boot), number) for node, (boot, number) in header["reports"].items()},
+                positions={NodeId(node): position for position, node in enumerate(nodes)},
+                tenants=[(tenant, shares(dram), shares(nvme)) for tenant, dram, nvme in header["tenants"]],
+                generation=header["generation"],
+                epoch=bytes.fromhex(header["epoch"]),
+            )
+        except (zlib.error, struct.error, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+            raise ValueError("the note is not a table of shares") from error

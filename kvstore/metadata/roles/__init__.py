@@ -1,0 +1,1 @@
+"""Roles: work that one of several metadata servers does for all of them."""
