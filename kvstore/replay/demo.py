@@ -23,6 +23,8 @@ from kvstore.workload.generator import PROFILES, AgentWorkload
 
 PREFILL, DECODE, STORAGE = "prefill-1", "decode-1", "storage-1"
 _DEADLINE_S = 30.0
+_LOOKUP_SHARD_MS = 250
+"""All processes share one machine, so a shard may be late only because it waits for a processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class DemoPlan:
     decode_dram_bytes: int = 96 << 20
     storage_dram_bytes: int = 96 << 20
     storage_nvme_bytes: int = 1 << 30
+    servers: int = 1
+    """Metadata servers."""
+    shards: int = 0
+    """Shards of a Valkey Cluster that holds the index, with a replica each; 0: the index is a file."""
 
     def workload(self) -> AgentWorkload:
         """The requests."""
@@ -124,12 +130,26 @@ class DemoResult:
             "layers": self.plan.layers,
             "seed": self.plan.seed,
             "sessions": self.plan.sessions,
+            "servers": self.plan.servers,
+            "shards": self.plan.shards,
             **version(),
         }
 
 
+def demo_cluster(plan: DemoPlan, base_dir: Path | None = None) -> LocalCluster:
+    """The store of a demo, not started yet."""
+    settings = (("lookup_shard", f"{_LOOKUP_SHARD_MS}ms"),) if plan.shards else ()
+    return LocalCluster(plan.nodes(), base_dir, settings, servers=plan.servers, shards=plan.shards)
+
+
 def run_demo(plan: DemoPlan, base_dir: Path | None = None, report: Report = silent) -> DemoResult:
-    """Start the store and simulate an engine pair: prompts are prefilled on one host, answers decoded on the other.
+    """Start the store and run the workload on it."""
+    with demo_cluster(plan, base_dir) as cluster:
+        return run_workload(cluster, plan, report)
+
+
+def run_workload(cluster: LocalCluster, plan: DemoPlan, report: Report = silent) -> DemoResult:
+    """Simulate an engine pair on a running store: prompts are prefilled on one host, answers decoded on the other.
 
     Each turn looks its prompt up from the prefill host, loads and checks the hits, and stores the rest. The decode host stores
     the blocks that decoding fills, and the next turn finds them there.
@@ -137,7 +157,7 @@ def run_demo(plan: DemoPlan, base_dir: Path | None = None, report: Report = sile
     turns, possible = read_turns(plan)
     largest = max(len(turn.keys) for turn in turns)
     tally = ReplayTotals()
-    with LocalCluster(plan.nodes(), base_dir) as cluster, ExitStack() as clients:
+    with ExitStack() as clients:
         options = ClientOptions(client_name="demo", default_deadline_s=_DEADLINE_S, lookup_deadline_s=_DEADLINE_S)
         prefill, decode = (
             RequestRunner(

@@ -57,6 +57,11 @@ class Daemon:
         return resolve(self.arguments, self.environment)
 
     @property
+    def valkey_servers(self) -> tuple[str, ...]:
+        """Of a metadata server: addresses of the Valkey servers that hold its index."""
+        return metadata_config(self.config).valkey_servers
+
+    @property
     def grace_ms(self) -> int:
         """Time that the daemon has to stop."""
         settled, _ = settle(self.config, {})
@@ -160,7 +165,10 @@ def problems(daemon: Daemon) -> list[str]:
             daemon.arguments[0], [config.node.run_dir, *(volume.path for volume in config.node.nvme)]
         )
         found += [f"nothing is mounted at {place}" for place in needed if not _within(place, daemon.folders)]
-        secret = [config.admin.tokens_file, config.admin.tls.cert, config.admin.tls.key] if daemon.arguments[0] == "admin" else []
+        secret = {
+            "admin": [config.admin.tokens_file, config.admin.tls.cert, config.admin.tls.key],
+            "metadata": [config.metadata.engine_password_file, config.metadata.engine_ca],
+        }.get(daemon.arguments[0], [])
         found += [f"nothing is mounted at {place}" for place in secret if place and not _within(place, daemon.secrets)]
     if daemon.arguments[0] == "admin" and config.admin.tokens_file is None:
         found.append("whoever reaches it may do everything")
@@ -172,19 +180,58 @@ def _within(place: Path | None, folders: tuple[str, ...]) -> bool:
 
 
 # ---------------------------------------------------------------- compose
-def compose(variables: Mapping[str, str] | None = None, file: Path = COMPOSE) -> dict[str, Any]:
-    """A compose file with its variables replaced by ``variables`` or their defaults, like compose does."""
+class _ComposeLoader(yaml.SafeLoader):
+    """Also reads ``!override``: the value replaces that of the other file, instead of being added to it."""
+
+
+class _Override(list[Any]):
+    """A list that replaces another."""
+
+
+_ComposeLoader.add_constructor("!override", lambda loader, node: _Override(loader.construct_sequence(node, deep=True)))  # type: ignore[no-untyped-call]
+
+
+def compose(variables: Mapping[str, str] | None = None, file: Path = COMPOSE, added: Path | None = None) -> dict[str, Any]:
+    """A compose file with its variables replaced by ``variables`` or their defaults, like compose does.
+
+    Args:
+        variables: values of variables.
+        file: the file.
+        added: a second file that is merged into the first one, as by ``docker compose -f FILE -f ADDED``.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         return (variables or {}).get(match[1], match[2])
 
     text = re.sub(r"\$\{([A-Z_]+):-([^}]*)\}", replaced, file.read_text())
     assert "${" not in text
-    document: dict[str, Any] = yaml.safe_load(text)
-    return document
+    document: dict[str, Any] = yaml.load(text, _ComposeLoader)
+    if added is None:
+        return document
+    addition = compose(variables, added)
+    for name, service in addition["services"].items():
+        base = service.pop("extends", None)
+        if base is not None:
+            assert base["file"] == file.name
+            addition["services"][name] = _merged(document["services"][base["service"]], service)
+    merged: dict[str, Any] = _merged(document, addition)
+    return merged
 
 
-def compose_daemons(variables: Mapping[str, str] | None = None, file: Path = COMPOSE) -> dict[str, Daemon]:
+def _merged(first: Any, second: Any) -> Any:
+    """Merge two values of compose files: mappings by key, lists by their items; other values are replaced."""
+    if isinstance(second, _Override):
+        return list(second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first | {key: _merged(first[key], value) if key in first else value for key, value in second.items()}
+    if isinstance(first, list) and isinstance(second, list):
+        return [*first, *(item for item in second if item not in first)]
+    return second
+
+
+def compose_daemons(
+    variables: Mapping[str, str] | None = None, file: Path = COMPOSE, added: Path | None = None
+) -> dict[str, Daemon]:
     """Services that run our image."""
     _, last = image()
     defaults = {name: last.environment[name] for name in last.environment if name.startswith(ENVIRONMENT_PREFIX)}
@@ -193,7 +240,7 @@ def compose_daemons(variables: Mapping[str, str] | None = None, file: Path = COM
     check = re.fullmatch(r".*CMD (\[.*\])", last.last("HEALTHCHECK"))
     assert check is not None
     found = {}
-    for name, service in compose(variables, file)["services"].items():
+    for name, service in compose(variables, file, added)["services"].items():
         if not service["image"].startswith("kvstore:"):
             continue
         health = service["healthcheck"]["test"][1:] if "healthcheck" in service else json.loads(check[1])

@@ -19,7 +19,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.embedded import children
-from kvstore.embedded.cluster import free_port
+from kvstore.embedded.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEPLOY = REPOSITORY / "deploy"

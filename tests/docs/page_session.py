@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,8 @@ from docs_site.markdown import Fence, fences
 
 from kvstore.embedded.children import die_with_parent
 from kvstore.embedded.temp_dirs import TempDir
-from support.ports import free_ports
+from kvstore.embedded.valkey import find_server
+from support.ports import free_ports, free_valkey_ports
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 TERMINAL: Final = "In a separate terminal"
@@ -50,6 +52,7 @@ _DEFAULTS: Final = {
     "KVSTORE_ADMIN__LISTEN": 7470,
 }
 """Settings with a port in the default."""
+_VALKEY_PORTS: Final = range(7500, 7600)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,13 @@ class Stop:
 
     command: str
     line: int
+
+
+def valkey_programs() -> dict[str, Path]:
+    """Valkey's programs, or those of Redis, by the names that pages use."""
+    client = shutil.which("valkey-cli") or shutil.which("redis-cli")
+    found = {"valkey-server": find_server(), "valkey-cli": Path(client) if client else None}
+    return {name: path for name, path in found.items() if path is not None}
 
 
 def steps(page: Path) -> list[Fence | Stop]:
@@ -109,7 +119,8 @@ class Session:
         python, kvstore = (sys.executable, f"{sys.executable} -m kvstore.cli")
         if installed is not None:
             python, kvstore = (str(installed / "python"), str(installed / "kvstore"))
-        for name, call in (("python", python), ("kvstore", kvstore)):
+        calls = {"python": python, "kvstore": kvstore, **{name: str(path) for name, path in valkey_programs().items()}}
+        for name, call in calls.items():
             (programs / name).write_text(f'#!/bin/sh\nexec {call} "$@"\n')
             (programs / name).chmod(0o755)
         self._environment = {
@@ -151,11 +162,11 @@ class Session:
 
     def _here(self, text: str) -> str:
         """Replace the ports of a text by those of this session."""
-        return re.sub(r"(?<=:)(7\d{3}|8000)\b", lambda found: str(self._port(int(found[0]))), text)
+        return re.sub(r"(?:(?<=:)|(?<=--port ))(7\d{3}|8000)\b", lambda found: str(self._port(int(found[0]))), text)
 
     def _port(self, named: int) -> int:
         if named not in self._ports:
-            (self._ports[named],) = free_ports(1)
+            (self._ports[named],) = free_valkey_ports(1) if named in _VALKEY_PORTS else free_ports(1)
         return self._ports[named]
 
     def _bash(self, text: str, *, refused: bool) -> None:

@@ -14,7 +14,7 @@ import pytest
 from deployed import parse
 from docs_site import included
 from docs_site.markdown import fences, outside_fences
-from page_session import NOT_RUN, Session, kind, steps
+from page_session import NOT_RUN, Session, kind, steps, valkey_programs
 from shell_commands import kvstore_commands
 
 from kvstore.cli.app import root
@@ -77,6 +77,7 @@ def spans(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", FOLLOWED, ids=ids(FOLLOWED))
 def test_page_can_be_followed(page: Path, tmp_path: Path) -> None:
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    missing += [name for name in ("valkey-server", "valkey-cli") if name in page.read_text() and name not in valkey_programs()]
     if missing:
         pytest.skip(f"not on this machine: {', '.join(missing)}")
     told = steps(page)

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvstore.embedded.cluster import Daemon, DaemonHost, LocalCluster, NodeSpec
+from kvstore.embedded.cluster import Daemon, LocalCluster, NodeSpec
 from support.ports import free_ports
 
 
 class ServerPair(LocalCluster):
-    """A local cluster whose nodes know two metadata servers, ``metadata`` and ``metadata-2``.
+    """A local cluster with two metadata servers, ``metadata`` and ``metadata-2``.
 
     Args:
         nodes: the nodes.
@@ -24,42 +24,24 @@ class ServerPair(LocalCluster):
     NAMES = ("metadata", "metadata-2")
 
     def __init__(self, nodes: Sequence[NodeSpec], base_dir: Path, engine: str = "lmdb") -> None:
-        super().__init__(nodes, base_dir, metadata_settings=(("node_ttl", "2500ms"), ("heartbeat_interval", "200ms")))
-        self.engine = engine
-        self.ports = dict(zip(self.NAMES, free_ports(len(self.NAMES)), strict=True))
+        settings = {"node_ttl": "2500ms", "heartbeat_interval": "200ms", "metrics_listen": "none", "engine": engine}
+        super().__init__(nodes, base_dir, metadata_settings=tuple(settings.items()), servers=len(self.NAMES))
+        ports = dict(zip(self.NAMES, free_ports(len(self.NAMES)), strict=True))  # no other process may take them meanwhile
+        self._metadata_addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
 
     @property
     def addresses(self) -> dict[str, str]:
         """Address of each server, by name."""
-        return {name: f"127.0.0.1:{port}" for name, port in self.ports.items()}
+        return self.metadata_addresses
 
     @property
     def setting(self) -> str:
         """The setting that names both servers."""
-        return ",".join(self.addresses.values())
-
-    @property
-    def metadata_address(self) -> str:
-        """Both addresses, for nodes and clients."""
-        return self.setting
-
-    def start_metadata(self) -> Daemon:
-        """Start both servers."""
-        for name in self.NAMES:
-            self.start_server(name)
-        return self.node(self.NAMES[0])
+        return self.metadata_address
 
     def start_server(self, name: str) -> Daemon:
         """Start a server, or restart it on its port."""
-        settings = [
-            f"metadata.listen={self.addresses[name]}",
-            f"metadata.engine={self.engine}",
-            f"metadata.index_path={self.base_dir / 'index'}",
-            "metadata.metrics_listen=none",
-            "metadata.node_ttl=2500ms",
-            "metadata.heartbeat_interval=200ms",
-        ]
-        return self._start(name, "metadata", settings, DaemonHost())
+        return self.start_metadata(name)
 
     def name_of(self, address: str) -> str:
         """Name of the server at an address."""

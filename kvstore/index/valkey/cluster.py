@@ -233,7 +233,8 @@ class ValkeyClient:
         unanswered = answers.count(UNANSWERED)
         if unanswered:
             self._count(metadata_metrics.SHARD_UNANSWERED, unanswered)
-        self._observe(_BATCH_SECONDS[lane], time.monotonic() - began_s)
+        if (histogram := _BATCH_SECONDS.get(lane)) is not None:
+            self._observe(histogram, time.monotonic() - began_s)
         return answers
 
     async def run_until(self, commands: Sequence[Command], deadline_s: float, lane: Lane = Lane.WRITES) -> list[Reply]:

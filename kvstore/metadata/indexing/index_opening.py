@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Callable
 
 from kvstore.config.metadata import MetadataConfig
-from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.core.errors import InvalidArgument, Unsupported, install_command
 from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.index.valkey.address import Credentials, ValkeyAddress
@@ -37,9 +37,7 @@ async def open_index(config: MetadataConfig, counters: Counters, on_damage: Call
     try:
         from kvstore.index.valkey.index import ValkeyIndex
     except ImportError as error:
-        raise Unsupported(
-            "metadata.engine = valkey://... requires the package hiredis; pip install 'kvstore-dualpath[valkey]'"
-        ) from error
+        raise Unsupported(f"metadata.engine = valkey://... requires the package hiredis: {install_command('valkey')}") from error
     return await ValkeyIndex.start(
         valkey_address(config),
         count=counters.add,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.embedded.cluster import free_port
+from kvstore.embedded.ports import free_port
 from kvstore.testing.connector.conversations import FLUSH_S, MOST_TOKENS, SOON, Conversations, run_seeded
 from kvstore.testing.connector.driver import HookDriver, HookEngine, StoreAddress
 from kvstore.testing.connector.engine_process import EngineProcess

@@ -19,8 +19,13 @@ image: {{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- end }}
 
+{{/* Several servers have a headless Service: its name stands for the addresses of all that are ready. */}}
+{{- define "kvstore.metadataService" -}}
+{{ include "kvstore.fullname" . }}-metadata{{ if .Values.metadata.valkey.servers }}-servers{{ end }}
+{{- end }}
+
 {{- define "kvstore.metadataAddress" -}}
-{{ include "kvstore.fullname" . }}-metadata.{{ .Release.Namespace }}.svc:{{ .Values.metadata.port }}
+{{ include "kvstore.metadataService" . }}.{{ .Release.Namespace }}.svc:{{ .Values.metadata.port }}
 {{- end }}
 
 {{/* Settings, by their names in the configuration, as environment variables. */}}

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.support import param_types
+from kvstore.cli.support import output, param_types
 from kvstore.cli.support.config_options import handed_on, with_quiet_config
 from kvstore.cli.support.folders import data_dir as configured_data_dir
 from kvstore.cli.support.folders import short_run_dirs
 from kvstore.cli.support.help import Command
+from kvstore.cli.support.scale_options import describe_metadata, scale_options
 from kvstore.config.base import TlsSection
 from kvstore.config.model import Config
 from kvstore.core.errors import Internal, KVStoreError, install_command
@@ -32,6 +33,7 @@ _DECIDED = {
     **dict.fromkeys(("metadata.index_path", "metadata.ready_file"), _OWN),
     **dict.fromkeys(("admin.metadata", "admin.ready_file"), _OWN),
 }
+_DECIDED_WITH_SHARDS = {"metadata.engine": "--shards starts a Valkey Cluster; run kvstore metadata to use another one"}
 
 _EXAMPLE = """\
 The store is up.  metadata {metadata}   node {socket}
@@ -67,17 +69,23 @@ REST:        {admin}   (changes are logged in {data}/admin.log)
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of index and volume (default: ~/.local/share/kvstore).",
 )
+@scale_options
 @with_quiet_config
-def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) -> None:
+def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None, servers: int, shards: int) -> None:
     """Run a metadata server, a node with DRAM and a volume on disk, and an admin server, until Ctrl-C.
 
     Stored blocks survive a restart with the same folder. Settings apply to all daemons.
 
+    With --servers, several metadata servers share the index. With --shards, the index is in a Valkey Cluster, each shard a
+    primary and a replica. It requires the program valkey-server or redis-server. A server of these that ends is started again.
+
     Examples:
       kvstore up
       kvstore up --dram 8GiB --nvme 100GiB --data-dir /mnt/nvme0/kvstore
+      kvstore up --servers 2 --shards 3
     """
     from kvstore.embedded.cluster import LocalCluster, NodeSpec
+    from kvstore.embedded.restarts import RedundantServers
 
     folder = data_dir or configured_data_dir(config)
     node_id = config.node.node_id or socket.gethostname()
@@ -93,7 +101,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
             ("metrics_listen", config.node.metrics_listen or "none"),
         ),
     )
-    arguments = handed_on(_DECIDED)
+    arguments = handed_on({**_DECIDED, **_DECIDED_WITH_SHARDS} if shards else _DECIDED)
     metadata_settings = (("listen", config.metadata.listen), ("metrics_listen", config.metadata.metrics_listen or "none"))
     stop = threading.Event()
 
@@ -102,28 +110,54 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
+    if servers > 1 or shards:
+        output.note(f"starting {describe_metadata(servers, shards)}, a node and an admin server …")
     with LocalCluster(
-        [node], folder, metadata_settings=metadata_settings, arguments=arguments, socket_dir=short_run_dirs()
+        [node],
+        folder,
+        metadata_settings=metadata_settings,
+        arguments=arguments,
+        socket_dir=short_run_dirs(),
+        servers=servers,
+        shards=shards,
     ) as cluster:
-        daemons = [cluster.node("metadata"), cluster.node(node_id)]
+        redundant = RedundantServers(cluster, click.echo)
+        metadata, node_daemon = cluster.node("metadata"), cluster.node(node_id)
         page, admin = _start_admin(cluster, config)
         click.echo(
             _EXAMPLE.format(
                 metadata=cluster.metadata_address,
-                socket=daemons[1].local_socket,
+                socket=node_daemon.local_socket,
                 data=folder,
-                metadata_metrics=daemons[0].metrics_address or "(not served)",
-                node_metrics=daemons[1].metrics_address or "(not served)",
+                metadata_metrics=metadata.metrics_address or "(not served)",
+                node_metrics=node_daemon.metrics_address or "(not served)",
                 page=page,
                 admin=admin,
             )
         )
+        if servers > 1 or shards:
+            _show_servers(cluster)
         while not stop.wait(_WATCH_S):
-            for daemon in daemons:
+            redundant.poll()
+            for daemon in (metadata, node_daemon):
                 code = daemon.process.poll()
-                if code is not None and not stop.is_set():
+                if code is not None and not stop.is_set() and daemon.name not in redundant.names:
                     raise Internal(f"{daemon.name} ended with code {code}: {daemon.why()}")
         click.echo("stopping …")
+
+
+def _show_servers(cluster: LocalCluster) -> None:
+    """Print the metadata servers and the shards, with their process ids."""
+    rows = [(name, address, cluster.node(name).process.pid) for name, address in cluster.metadata_addresses.items()]
+    click.echo("Metadata servers:")
+    for line in output.aligned([(f"  {name}", address, f"pid {pid}") for name, address, pid in rows]):
+        click.echo(line)
+    if cluster.valkey is None:
+        return
+    click.echo("Index: a Valkey Cluster, in memory only. After a restart of the store, the nodes fill it again.")
+    for number, pair in enumerate(zip(cluster.valkey.primaries, cluster.valkey.replicas, strict=True), start=1):
+        primary, replica = (f"{server.address} pid {server.process.pid}" for server in pair)
+        click.echo(f"  shard {number}   primary {primary}   replica {replica}")
 
 
 def _start_admin(cluster: LocalCluster, config: Config) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from kvstore.cli.support import output
 from kvstore.cli.support.config_options import refuse_unused, with_quiet_config
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.result import CommandOutput, prints
+from kvstore.cli.support.scale_options import describe_metadata, scale_options
 from kvstore.cli.support.signals import orderly_exit
 from kvstore.config.model import Config
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 @click.option("--turns", type=click.IntRange(1, 10_000), default=60, show_default=True, help="Longest session, in turns.")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Random seed.")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder of the volumes (default: temporary).")
+@scale_options
 @click.option(
     "--dual-path",
     is_flag=True,
@@ -36,22 +38,38 @@ if TYPE_CHECKING:
 )
 @with_quiet_config
 @prints
-def demo(_config: Config, *, sessions: int, turns: int, seed: int, data_dir: Path | None, dual_path: bool) -> CommandOutput:
+def demo(
+    _config: Config,
+    *,
+    sessions: int,
+    turns: int,
+    seed: int,
+    data_dir: Path | None,
+    servers: int,
+    shards: int,
+    dual_path: bool,
+) -> CommandOutput:
     """Start a small store, run an agentic workload on it and check every loaded byte.
 
     The store is real: a metadata server, a prefill host, a decode host and a storage host, each a separate process, with
     sockets, shared memory and files of this machine. The workload is generated from published statistics of production
     agents. Everything is removed at the end.
 
+    With --shards, the index is in a Valkey Cluster of that many shards, each a primary and a replica. It requires the program
+    valkey-server or redis-server.
+
     Examples:
       kvstore demo
       kvstore demo --sessions 50 -o json > demo.json
+      kvstore demo --servers 2 --shards 3
       sudo .venv/bin/kvstore demo --dual-path
 
     Exit code 1: a byte was wrong, or the hits are impossible.
     """
     refuse_unused("a demo starts a store of its own", "log.")
     if dual_path:
+        if servers > 1 or shards:
+            raise click.UsageError("--servers and --shards have no effect with --dual-path")
         return _dual_path()
     from rich.console import Console
 
@@ -59,12 +77,14 @@ def demo(_config: Config, *, sessions: int, turns: int, seed: int, data_dir: Pat
     from kvstore.replay.progress import progress
     from kvstore.replay.report import print_summary, tally_rows
 
-    plan = DemoPlan(sessions=sessions, max_turns=turns, seed=seed)
-    output.note("starting a metadata server, a prefill host, a decode host and a storage host …")
+    plan = DemoPlan(sessions=sessions, max_turns=turns, seed=seed, servers=servers, shards=shards)
+    output.note(f"starting {describe_metadata(servers, shards)}, a prefill host, a decode host and a storage host …")
     with orderly_exit(), progress("demo", len(read_turns(plan)[0])) as report:
         result = run_demo(plan, data_dir, report)
     rows = tally_rows(result.tally, result.seconds)
     rows["hits, unlimited store"] = f"{result.possible_hits:,}"
+    if servers > 1 or shards:
+        rows["index"] = describe_metadata(servers, shards)
 
     def show() -> None:
         print_summary("kvstore demo", rows, Console())
