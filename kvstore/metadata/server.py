@@ -276,7 +276,7 @@ class MetadataServer:
             services = metadata_pb2.DESCRIPTOR.services_by_name, admin_pb2.DESCRIPTOR.services_by_name
             register += [
                 functools.partial(calls.register, services[0]["Metadata"], service, PLANNING_METHODS),
-                functools.partial(calls.register, services[1]["MetadataAdmin"], admin, PLANNING_ADMIN_METHODS),
+                functools.partial(calls.register, services[1]["MetadataAdmin"], admin, PLANNING_ADMIN_METHODS, unowned=True),
             ]
         return await build_aio_server(
             register,

@@ -21,6 +21,7 @@ from kvstore.metadata.membership import maintenance as upkeep
 from kvstore.metadata.membership.maintenance import Maintenance
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.roles.roles import FixedRoles
+from kvstore.metadata.roles.roles import FixedRoles
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from support.wait import wait_until_async
@@ -79,7 +80,7 @@ async def test_maintenance_shares_heartbeats_after_failed_writes(tmp_path: Path,
         write(beats)
 
     monkeypatch.setattr(index, "put_beats", fail_at_first)
-    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, sweeps=True, on_tick=[])
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, roles=FixedRoles(), on_tick=[])
     tasks.start()
 
     async def shared() -> bool:

@@ -84,7 +84,9 @@ class OwnerCalls:
         self._route: _Route | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
-    def register(self, service: ServiceDescriptor, servicer: object, names: Sequence[str], server: grpc.aio.Server) -> None:
+    def register(
+        self, service: ServiceDescriptor, servicer: object, names: Sequence[str], server: grpc.aio.Server, *, unowned: bool = False
+    ) -> None:
         """Register handlers that take precedence over the generated ones.
 
         Args:
@@ -92,20 +94,24 @@ class OwnerCalls:
             servicer: has the behaviour of the owner.
             names: the methods, all unary.
             server: the server.
+            unowned: whether this server answers while there is no owner, from what it knows itself.
         """
         handlers = {}
         for name in names:
             request = GetMessageClass(service.methods_by_name[name].input_type)
-            handle = self._handler(f"/{service.full_name}/{name}", getattr(servicer, name), request.FromString)
+            handle = self._handler(f"/{service.full_name}/{name}", getattr(servicer, name), request.FromString, unowned=unowned)
             handlers[name] = grpc.unary_unary_rpc_method_handler(handle, request_deserializer=bytes)
         server.add_registered_method_handlers(service.full_name, handlers)  # type: ignore[attr-defined]  # not in the type stubs
 
-    def _handler(self, method: str, behaviour: Behaviour, parse: Callable[[bytes], object]) -> Behaviour:
+    def _handler(self, method: str, behaviour: Behaviour, parse: Callable[[bytes], object], *, unowned: bool) -> Behaviour:
         decode = decoder(parse, streamed=True)  # raises at once
 
         async def handle(data: bytes, context: Context) -> bytes:
             if not self._roles.holds(ServerRole.PLAN):
-                return await self._forward(method, data, context)
+                if not unowned or self._roles.owner(ServerRole.PLAN) is not None:
+                    return await self._forward(method, data, context)
+                described: bytes = (await behaviour(decode(data), context)).SerializeToString()
+                return described
             try:
                 answer = await behaviour(decode(data), context)
             except KVStoreError:
