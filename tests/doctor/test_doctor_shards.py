@@ -15,7 +15,7 @@ import pytest
 from kvstore.core.index_backend import IndexBackend, IndexServer
 from kvstore.doctor.levels import Level
 from kvstore.doctor.servers.shard_findings import RunningIndex, SeedAnswer, SeedProblem, index_findings
-from kvstore.embedded.cluster import free_port
+from kvstore.embedded.ports import free_port
 from kvstore.embedded.valkey import ValkeyServers, find_server
 
 WELL = IndexServer(

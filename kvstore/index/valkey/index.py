@@ -17,11 +17,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import logging
-import re
-import threading
 import time
 from collections.abc import Callable, Collection, Container, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, Final, Self, TypeVar
@@ -50,6 +47,7 @@ from kvstore.index.contract import (
     VolumeEpochInfo,
 )
 from kvstore.index.counts import Count, Observe, count_nothing, observe_nothing, report_ignored
+from kvstore.index.loop_thread import LoopThread
 from kvstore.index.prefix import PrefixSearch
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
@@ -64,12 +62,12 @@ from kvstore.index.valkey.range_audit import RangeAudit
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
-    abilities_of,
     change_command,
     read_command,
     took_effect,
 )
 from kvstore.index.valkey.servers.metadata_servers import decode_records, exchange_commands
+from kvstore.index.valkey.servers.summary import read_abilities, read_stats
 from kvstore.index.valkey.servers.watch import ServerWatch
 from kvstore.index.valkey.shared_value import SharedValue
 from kvstore.index.valkey.small_state import POLL_S, REPLICATION_MS, SmallState, SmallStateStore
@@ -101,7 +99,6 @@ _STATS_POLLS: Final = 20
 QUIET_ASKED_S: Final = 5.0
 """How long after a question on the event loop the notes that are not announced are read with the heartbeats."""
 _RANGES_AT_ONCE: Final = 64
-_USED_MEMORY: Final = re.compile(rb"^used_memory:(\d+)", re.MULTILINE)
 
 
 def _ignore() -> None:
@@ -120,7 +117,7 @@ class ValkeyIndex(PrefixIndex):
         count: Count,
         observe: Observe,
         lookup_budget_s: float,
-        own: _LoopThread | None,
+        own: LoopThread | None,
         on_rebuild: Callable[[], None],
     ) -> None:
         self._loop = loop
@@ -154,7 +151,7 @@ class ValkeyIndex(PrefixIndex):
             Unsupported: the servers form no cluster, or another version of this software wrote the index.
             Unauthenticated, PermissionDenied: the cluster rejects the user.
         """
-        own = _LoopThread()
+        own = LoopThread("valkey-index")
         index = cls(address, own.loop, count, observe_nothing, lookup_budget_s, own, _ignore)
         try:
             own.run(index._start(), PART_S)
@@ -184,7 +181,7 @@ class ValkeyIndex(PrefixIndex):
 
     async def _start(self) -> None:
         await self._cluster.start()
-        await self._learn_abilities()
+        self._abilities = await read_abilities(self._cluster)
         await self._small.load()
         await self._small.refresh_beats()
         await self.feed.poll()
@@ -195,11 +192,6 @@ class ValkeyIndex(PrefixIndex):
             asyncio.create_task(self._audit.run(), name="index-audit"),
             asyncio.create_task(self._watch.run(), name="index-watch-servers"),
         ]
-
-    async def _learn_abilities(self) -> None:
-        answers = await self._cluster.on_each(pack("INFO", "server"), budget_s=1.0)
-        replies = [answer.decode(errors="replace") for answer in answers.values() if isinstance(answer, bytes)]
-        self._abilities = functools.reduce(Abilities.both, map(abilities_of, replies)) if replies else Abilities()
 
     async def _poll(self) -> None:
         """Keep the copy of the small state and the sizes fresh."""
@@ -562,19 +554,7 @@ class ValkeyIndex(PrefixIndex):
         return dataclasses.replace(self._stats, failing=failing.reason(now_s), failing_s=failing.seconds(now_s))
 
     async def _read_stats(self) -> IndexStats:
-        sizes = await self._cluster.on_each(pack("DBSIZE"), budget_s=1.0)
-        memory = await self._cluster.on_each(pack("INFO", "memory"), budget_s=1.0)
-        small_names = (*names.ALL_SMALL, *names.LEASES.values(), names.SETTINGS, names.FEED)
-        others = [(names.SMALL_SLOT, pack("EXISTS", *small_names))]
-        others += [(slot, pack("EXISTS", name)) for slot, name in zip(names.STREAM_SLOTS, names.STREAMS, strict=True)]
-        found = await self._cluster.run_until(others, time.monotonic() + 1.0)
-        used = [_USED_MEMORY.search(one) for one in memory.values() if isinstance(one, bytes)]
-        keys = sum(size for size in sizes.values() if isinstance(size, int))
-        return IndexStats(
-            max(0, keys - sum(count for count in found if isinstance(count, int)) - self._audit.markers),
-            sum(int(match[1]) for match in used if match is not None),
-            self._small.state.dead,
-        )
+        return await read_stats(self._cluster, dead=self._small.state.dead, markers=self._audit.markers)
 
     def close(self) -> None:
         if self._closed:
@@ -710,22 +690,3 @@ class ValkeyIndex(PrefixIndex):
         if isinstance(visible, frozenset):
             self._open_visible = state.volume_epochs, visible, open_visible
         return open_visible
-
-
-class _LoopThread:
-    """A private event loop in a thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="valkey-index", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run work there and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
-
-    def stop(self) -> None:
-        """End the thread."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(SYNC_MARGIN_S)
-        self.loop.close()

@@ -1,4 +1,4 @@
-"""Observation of all servers of a cluster in the background, replicas included, over connections of its own.
+"""Observation of all servers of a cluster in the background, replicas included, over separate connections.
 
 A round asks every server for two small replies. Lookups and publishing do not wait for it, and its results are read at once.
 """

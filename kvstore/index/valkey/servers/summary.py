@@ -1,0 +1,50 @@
+"""Questions to all primaries at once: their common abilities, and the size of the index."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from typing import Final
+
+from kvstore.index.contract import IndexStats
+from kvstore.index.valkey import keys as names
+from kvstore.index.valkey.cluster import ValkeyClient
+from kvstore.index.valkey.connection import pack
+from kvstore.index.valkey.records import Abilities, abilities_of
+
+_ANSWER_S: Final = 1.0
+_USED_MEMORY: Final = re.compile(rb"^used_memory:(\d+)", re.MULTILINE)
+_SMALL_NAMES: Final = (*names.ALL_SMALL, *names.LEASES.values(), names.SETTINGS, names.FEED)
+
+
+async def read_abilities(client: ValkeyClient) -> Abilities:
+    """Abilities that all primaries that answer have."""
+    answers = await client.on_each(pack("INFO", "server"), budget_s=_ANSWER_S)
+    replies = [answer.decode(errors="replace") for answer in answers.values() if isinstance(answer, bytes)]
+    return functools.reduce(Abilities.both, map(abilities_of, replies)) if replies else Abilities()
+
+
+async def read_stats(client: ValkeyClient, *, dead: int, markers: int) -> IndexStats:
+    """Size of the index.
+
+    Args:
+        client: the cluster.
+        dead: number of closed volume epochs that may still have records.
+        markers: number of keys that mark ranges.
+
+    Raises:
+        Unavailable: the shard of the small state does not answer.
+    """
+    sizes = await client.on_each(pack("DBSIZE"), budget_s=_ANSWER_S)
+    memory = await client.on_each(pack("INFO", "memory"), budget_s=_ANSWER_S)
+    others = [(names.SMALL_SLOT, pack("EXISTS", *_SMALL_NAMES))]
+    others += [(slot, pack("EXISTS", name)) for slot, name in zip(names.STREAM_SLOTS, names.STREAMS, strict=True)]
+    found = await client.run_until(others, time.monotonic() + _ANSWER_S)
+    used = [_USED_MEMORY.search(one) for one in memory.values() if isinstance(one, bytes)]
+    keys = sum(size for size in sizes.values() if isinstance(size, int))
+    return IndexStats(
+        max(0, keys - sum(count for count in found if isinstance(count, int)) - markers),
+        sum(int(match[1]) for match in used if match is not None),
+        dead,
+    )
