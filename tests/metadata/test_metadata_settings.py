@@ -156,6 +156,7 @@ class SettingsMachine(RuleBasedStateMachine):
         self.changes = 0
         self.acknowledged: dict[str, int] = {}
         self.value_was_lost = False
+        self.seen = [OperatorSettings()] * 3
 
     @initialize()
     def begin(self) -> None:
@@ -216,6 +217,7 @@ class SettingsMachine(RuleBasedStateMachine):
     def lose_a_host(self, number: int) -> None:
         (self.folder / f"{number}.json").unlink(missing_ok=True)
         self.stores[number] = self.store(number)
+        self.seen[number] = OperatorSettings()
 
     @rule()
     def cut_off_or_join(self) -> None:
@@ -244,8 +246,11 @@ class SettingsMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_copy_is_older_than_before(self) -> None:
-        for store in getattr(self, "stores", ()):
-            assert store.read() is not None
+        for number, store in enumerate(getattr(self, "stores", ())):
+            copy = store.read()
+            assert copy is not None
+            assert age(copy) >= age(self.seen[number])
+            self.seen[number] = copy
 
 
 class TestSettingsMachine(SettingsMachine.TestCase):
