@@ -101,7 +101,7 @@ class Killer(threading.Thread):
         self.story.append(f"{time.monotonic():.2f} {event}")
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 6))])
 def test_demo_servers_killed_serves_right_bytes(tmp_path: Path, seed: int) -> None:
     with demo_cluster(PLAN, tmp_path) as cluster, Killer(cluster, seed) as killer:
         began_s = time.monotonic()
