@@ -79,7 +79,7 @@ async def test_maintenance_shares_heartbeats_after_failed_writes(tmp_path: Path,
         write(beats)
 
     monkeypatch.setattr(index, "put_beats", fail_at_first)
-    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, sweeps=True, on_tick=[])
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, roles=FixedRoles(), on_tick=[])
     tasks.start()
 
     async def shared() -> bool:
