@@ -32,7 +32,7 @@ from kvstore.index.valkey.connection import Reply, ValkeyConnection, pack
 from kvstore.index.valkey.keys import FEED, SMALL_SLOT, STREAM_SLOTS, STREAMS
 
 VALID_S: Final = 0.5
-"""How long a server relies on its last reading, if there were no watchers."""
+"""How long a server relies on its last reading, without watchers."""
 LINGER_MS: Final = 600_000
 """How long events are recorded after the last watcher left: it may only be restarting."""
 STREAM_TTL_MS: Final = 86_400_000
@@ -120,7 +120,7 @@ class BlockFeed:
         self._cluster = cluster
         self._clock = BootTimeClock()
         self.feed_id = b""
-        """Id of the feed; empty: there are no watchers."""
+        """Id of the feed; empty without watchers."""
         self._known_s = -VALID_S  # when the reading began that found feed_id
         self._wanted_since: tuple[bytes, float] = (b"", 0.0)
         self._encode: EventEncoder | None = None
@@ -166,7 +166,7 @@ class BlockFeed:
         """Append a change if there are watchers.
 
         Returns:
-            The hash slot of the stream; None: there are no watchers.
+            The hash slot of the stream; None without watchers.
 
         Raises:
             Unavailable: a shard does not answer: the change must be published again.
@@ -326,7 +326,7 @@ class FeedEntry:
 
 @dataclass(frozen=True, slots=True)
 class StreamRead:
-    """What was read of one stream.
+    """The part of one stream that was read.
 
     Args:
         stream: number of the stream.
