@@ -21,7 +21,6 @@ from kvstore.metadata.membership import maintenance as upkeep
 from kvstore.metadata.membership.maintenance import Maintenance
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.roles.roles import FixedRoles
-from kvstore.metadata.roles.roles import FixedRoles
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from support.wait import wait_until_async

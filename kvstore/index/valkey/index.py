@@ -241,14 +241,14 @@ class ValkeyIndex(PrefixIndex):
     # ---- blocks ----
     def publish(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
         check_batch(stored, removed)
-        state = self._fresh()
-        if volume_epoch not in state.volume_epochs:
-            raise NotFound("the volume epoch is not open", volume_epoch=volume_epoch)
-        ordinals = self._ordinals({run.namespace for run in stored})
         keys_read = BatchEdit.reads(stored, removed)
         lost: dict[tuple[VolumeEpoch, int], list[BlockKey]] = {}
         for _ in range(MAX_RACES):
             replies = self._run([read_command(key) for key in keys_read])
+            state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
+            if volume_epoch not in state.volume_epochs:
+                raise NotFound("the volume epoch is not open", volume_epoch=volume_epoch)
+            ordinals = self._ordinals({run.namespace for run in stored})
             existing = {key: reply for key, reply in zip(keys_read, replies, strict=True) if isinstance(reply, bytes)}
             edit = BatchEdit(volume_epoch, state.volume_epochs, ordinals.get, existing)
             edit.remove(removed)
@@ -368,8 +368,6 @@ class ValkeyIndex(PrefixIndex):
     def blocks_from(self, first: BlockKey | None, most: int) -> tuple[list[IndexedBlock], BlockKey | None]:
         if most < 1:
             raise InvalidArgument("most must be positive", most=most)
-        state = self._fresh()
-        by_number = {known.ordinal: namespace for namespace, known in state.namespaces.items()}
         records: list[tuple[bytes, bytes]] = []
         number = key_range(first) if first is not None else 0
         while number < limits.DIGEST_RANGES and len(records) <= most:
@@ -377,6 +375,8 @@ class ValkeyIndex(PrefixIndex):
             records += [record for record in self.records_in_ranges(number, width) if first is None or record[0] >= first]
             number += width
         following = BlockKey(records[most][0]) if len(records) > most else None
+        state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
+        by_number = {known.ordinal: namespace for namespace, known in state.namespaces.items()}
         blocks = []
         for key, value in records[:most]:
             record = decode(value)
@@ -436,14 +436,13 @@ class ValkeyIndex(PrefixIndex):
     def sweep(self, max_entries: int) -> bool:
         if max_entries < 1:
             raise InvalidArgument("max_entries must be positive", max_entries=max_entries)
-        state = self._fresh()
-        if not state.dead:
+        if not self._fresh().dead:
             return True
         seen = 0
         while seen < max_entries and self._swept_to < limits.DIGEST_RANGES:
             width = min(self._width(max_entries), limits.DIGEST_RANGES - self._swept_to)
             records = self.records_in_ranges(self._swept_to, width)
-            self._sweep_records(records, state)
+            self._sweep_records(records, self._fresh())  # after the records: each volume epoch that they name is known, or closed
             seen += len(records)
             self._swept_to += width
         if self._swept_to < limits.DIGEST_RANGES:

@@ -85,7 +85,13 @@ class OwnerCalls:
         self._closing: set[asyncio.Task[None]] = set()
 
     def register(
-        self, service: ServiceDescriptor, servicer: object, names: Sequence[str], server: grpc.aio.Server, *, unowned: bool = False
+        self,
+        service: ServiceDescriptor,
+        servicer: object,
+        names: Sequence[str],
+        server: grpc.aio.Server,
+        *,
+        unowned: bool = False,
     ) -> None:
         """Register handlers that take precedence over the generated ones.
 

@@ -1,0 +1,102 @@
+"""Two servers change the index in Valkey at the same time: no replica of a volume epoch that was just opened is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.types import BootId, NodeId, Tier, VolumeId
+from kvstore.embedded.valkey import ValkeyServers, find_server
+from kvstore.index.contract import ReplicaRun, VolumeEpoch
+from kvstore.index.valkey.address import ValkeyAddress
+from kvstore.index.valkey.cluster import Command, Lane
+from kvstore.index.valkey.connection import Reply
+from kvstore.index.valkey.index import ValkeyIndex
+from kvstore.testing.index.small_records_suite import CHAIN, NAMESPACE
+
+pytestmark = pytest.mark.skipif(find_server() is None, reason="no valkey-server or redis-server here")
+
+
+class InterruptedIndex(ValkeyIndex):
+    """An index in which something happens right before records are read."""
+
+    before_reading: Callable[[], None] | None = None
+
+    def _interrupt(self) -> None:
+        work, self.before_reading = self.before_reading, None
+        if work is not None:
+            work()
+
+    def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
+        self._interrupt()
+        return super().records_in_ranges(first, count)
+
+    def _run(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Reply]:
+        self._interrupt()
+        return super()._run(commands, lane)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[ValkeyAddress]:
+    with ValkeyServers(tmp_path / "valkey", shards=1) as cluster:
+        yield ValkeyAddress(cluster.seeds)
+
+
+@pytest.fixture
+def index(address: ValkeyAddress) -> Iterator[InterruptedIndex]:
+    index = InterruptedIndex.open(address, lookup_budget_s=5.0)
+    yield index
+    index.close()
+
+
+@pytest.fixture
+def other(address: ValkeyAddress, index: InterruptedIndex) -> Iterator[ValkeyIndex]:
+    """The same index, in another server."""
+    del index  # opened first
+    other = ValkeyIndex.open(address, lookup_budget_s=5.0)
+    yield other
+    other.close()
+
+
+def opened(index: ValkeyIndex, volume: str) -> VolumeEpoch:
+    return index.open_volume_epoch(VolumeId(volume), NodeId("n"), Tier.DRAM, BootId(b"b" * 16))
+
+
+def published_by(other: ValkeyIndex, into: list[VolumeEpoch]) -> Callable[[], None]:
+    """Open a volume epoch at the other server, and publish the chain there."""
+
+    def work() -> None:
+        into.append(opened(other, "other"))
+        other.publish(into[0], [CHAIN.run(0, 100)], [])
+
+    return work
+
+
+def runs(index: ValkeyIndex, volume_epochs: set[VolumeEpoch]) -> set[ReplicaRun]:
+    return set(index.lookup(NAMESPACE, CHAIN.packed, volume_epochs).runs)
+
+
+def test_publish_keeps_replicas_of_a_new_volume_epoch(index: InterruptedIndex, other: ValkeyIndex) -> None:
+    mine, theirs = opened(index, "mine"), list[VolumeEpoch]()
+    index.before_reading = published_by(other, theirs)
+    index.publish(mine, [CHAIN.run(0, 100)], [])
+    assert runs(index, {mine, *theirs}) == {ReplicaRun(0, 100, mine), ReplicaRun(0, 100, theirs[0])}
+
+
+def test_sweep_keeps_replicas_of_a_new_volume_epoch(index: InterruptedIndex, other: ValkeyIndex) -> None:
+    mine, theirs = opened(index, "mine"), list[VolumeEpoch]()
+    index.publish(mine, [CHAIN.run(0, 100)], [])
+    index.close_volume_epoch(mine)
+    index.before_reading = published_by(other, theirs)
+    while not index.sweep(1_000):
+        pass
+    assert runs(index, {mine, *theirs}) == {ReplicaRun(0, 100, theirs[0])}
+
+
+def test_inventory_has_replicas_of_a_new_volume_epoch(index: InterruptedIndex, other: ValkeyIndex) -> None:
+    theirs = list[VolumeEpoch]()
+    index.before_reading = published_by(other, theirs)
+    blocks, _ = index.blocks_from(None, 1_000)
+    assert {block.key for block in blocks} == set(CHAIN.keys)
