@@ -154,6 +154,12 @@ SHARD_VERSIONS_DIFFER: Final = _warning(
     "An upgrade is in progress or was left unfinished. Metadata servers use only the commands that all servers know.",
     "Finish the upgrade. Then restart the metadata servers one by one, so that they use the commands of the new version.",
 )
+INDEX_WITHOUT_REPLICAS: Final = _info(
+    "INDEX_WITHOUT_REPLICAS",
+    "No shard of the index has a replica",
+    "If a primary ends, its records are lost, and lookups find fewer blocks until nodes have sent them again. No block is lost.",
+    "Add a replica to each shard: `valkey-cli --cluster add-node NEW:PORT EXISTING:PORT --cluster-slave`. A trial needs none.",
+)
 SHARD_WITHOUT_COMPARE_AND_SET: Final = _info(
     "SHARD_WITHOUT_COMPARE_AND_SET",
     "The servers of the index are old",

@@ -31,7 +31,11 @@ def shard_findings(backend: IndexBackend, metadata_servers: int) -> Iterator[Hea
     if backend.unserved_slots:
         facts = f"{backend.unserved_slots:,} of 16,384 hash slots of the index have no server."
         yield HealthFinding(codes.SLOTS_WITHOUT_SERVER, "", facts)
-    yield from _first_of_each_code([finding for server in backend.servers for finding in _of_server(server)])
+    replicated = any(not server.primary for server in backend.servers)
+    found = [finding for server in backend.servers for finding in _of_server(server)]
+    yield from _first_of_each_code([one for one in found if replicated or one.code is not codes.SHARD_WITHOUT_REPLICA])
+    if backend.servers and not replicated:
+        yield HealthFinding(codes.INDEX_WITHOUT_REPLICAS, "", "The servers of the index are primaries without replicas.")
     yield from _of_versions(backend)
     if metadata_servers == 1:
         facts = "Only this metadata server serves the index, which several could share."

@@ -69,7 +69,7 @@ def test_status_and_top_show_a_real_cluster(tmp_path: Path) -> None:
             wait_until(lambda: "valkey 9" in kvstore("status", "--detail", *at).stdout, "the server is observed", poll_s=0.5)
             shown = kvstore("status", "--detail", *at).stdout
             assert valkey.seeds[0] in shown
-            assert "SHARD_WITHOUT_REPLICA" in shown
+            assert "INDEX_WITHOUT_REPLICAS" in shown
             assert "index in Valkey" not in kvstore("status", *at).stdout
             document = json.loads(kvstore("status", *at, "-o", "json").stdout)
             assert [one["address"] for one in document["index"]["servers"]] == list(valkey.seeds)

@@ -46,7 +46,7 @@ def test_server_with_one_fault_gives_its_code(code: str, subject: str, server: I
 
 def test_unknown_values_give_no_findings() -> None:
     unknown = IndexServer(address="h:1", primary=True, shard=0, slots=16_384, replicas=1)
-    assert found_in(unknown) == []
+    assert found_in(unknown, REPLICA) == []
     away = replace(REPLICA, away_s=9.0, version="valkey 8.1.0", compare_and_set=False, snapshots=True, used_bytes=999)
     assert found_in(WELL, away) == []
 
@@ -57,6 +57,12 @@ def test_slots_without_server_are_an_error() -> None:
     assert overall([found]) == "error"
 
 
+def test_cluster_without_replicas_is_an_information() -> None:
+    (found,) = found_in(replace(WELL, replicas=0))
+    assert found.code.name == "INDEX_WITHOUT_REPLICAS"
+    assert overall([found]) == "ok"
+
+
 def test_only_metadata_server_is_an_information() -> None:
     (found,) = found_in(WELL, REPLICA, metadata_servers=1)
     assert found.code.name == "ONE_METADATA_SERVER"
@@ -65,6 +71,6 @@ def test_only_metadata_server_is_an_information() -> None:
 
 def test_large_cluster_gives_a_few_findings_of_each_code() -> None:
     servers = [replace(WELL, address=f"h:{number}", shard=number, replicas=0, snapshots=True) for number in range(60)]
-    found = found_in(*servers)
+    found = found_in(*servers, REPLICA)
     assert len(found) == 2 * MOST_ALIKE < MAX_FINDINGS
     assert found[MOST_ALIKE - 1].facts.endswith(f"{60 - MOST_ALIKE} others have this finding.")

@@ -288,7 +288,8 @@ async def test_quota_shares_maker_killed_stay_within_quota(pair: Pair) -> None:
         for peer in peers:
             answer = await peer.beat()
             if answer.HasField("retention"):  # else the node keeps its last share
-                shares.update({peer.node_id: share.nvme_bytes for share in answer.retention.shares})
+                for share in answer.retention.shares:
+                    shares[peer.node_id] = share.nvme_bytes
         return sum(shares.values())
 
     async def have_shares() -> bool:

@@ -93,6 +93,8 @@ _PART: Final = 2_048
 _KEYS_PER_RANGE: Final = 1 << 24
 _BEATS_POLLS: Final = 3
 """Heartbeats are read with every third poll of the small state."""
+LEASES_STALE_S: Final = 3.0
+"""Age of the copy from which its leases count as ended."""
 BEATS_STALE_S: Final = 1.0
 """Age of the copy of heartbeats after which it says nothing about which nodes are alive."""
 _STATS_POLLS: Final = 20
@@ -526,7 +528,8 @@ class ValkeyIndex(PrefixIndex):
         self._call(self._small.free_leases(roles, holder))
 
     def lease_holders(self) -> dict[ServerRole, LeaseHolder]:
-        return dict(self._fresh().leases)
+        leases = self._fresh().leases
+        return dict(leases) if time.monotonic() - self._small.read_s < LEASES_STALE_S else {}
 
     async def refresh(self) -> None:
         """Read the small state again, on the event loop of the index.

@@ -232,6 +232,8 @@ class SmallStateStore:
         self.founded = b""
         """Epoch that this process created; empty: none."""
         self.beats_read_s = float("-inf")
+        self.read_s = float("-inf")
+        """When the read of ``state`` began (``time.monotonic``)."""
         """When the heartbeats were read last (``time.monotonic``)."""
 
     # ---- reading
@@ -260,9 +262,10 @@ class SmallStateStore:
             Unsupported: another version of this software wrote the state.
         """
         async with self._reading:
+            began_s = time.monotonic()
             found = await self._read_state()
             if found is not None:
-                self.state = found
+                self.state, self.read_s = found, began_s
         if found is None:
             await self.load()
 
