@@ -80,6 +80,7 @@ RULES: Final = {
     "/kvstore.v1.Metadata/CancelRequest": _IDEMPOTENT_CHANGE,
     "/kvstore.v1.Metadata/GetStats": _READ_STATE,
     "/kvstore.v1.MetadataAdmin/DescribeServer": _READ_STATE,
+    "/kvstore.v1.MetadataAdmin/DescribeShards": _READ_STATE,
     "/kvstore.v1.MetadataAdmin/DescribeNamespaces": _READ_STATE,
     "/kvstore.v1.MetadataAdmin/DescribeBlocks": _READ,
     "/kvstore.v1.MetadataAdmin/DescribePlanning": _READ_STATE,
