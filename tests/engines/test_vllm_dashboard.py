@@ -113,7 +113,7 @@ def queried_selectors() -> dict[str, list[Selector]]:
     """Selectors of each query of a panel and of each rule."""
     found = {f"{panel} {target['refId']}": selectors(target["expr"]) for row, panel, target in targets() if row not in ELSEWHERE}
     of_rules = {rule["alert"]: selectors(str(rule["expr"])) for rule in alerts()}
-    return found | {name: asked for name, asked in of_rules.items() if not asked[0].name.startswith(OF_SHARDS)}
+    return found | {name: asked for name, asked in of_rules.items() if not (asked and asked[0].name.startswith(OF_SHARDS))}
 
 
 def test_shipped_scrapes_ask_metadata_server_and_nodes_alone(bed: Bed) -> None:
