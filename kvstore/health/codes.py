@@ -122,9 +122,9 @@ SHARD_WITHOUT_REPLICA: Final = _warning(
 )
 SLOTS_WITHOUT_SERVER: Final = _error(
     "SLOTS_WITHOUT_SERVER",
-    "A part of the index has no server",
-    "The cluster has no server for some hash slots: a shard was removed, or the cluster was never complete. Blocks whose records"
-    " belong there are not found and cannot be published.",
+    "A part of the index is served by no server",
+    "No server of the cluster serves some hash slots: a shard was removed, or the cluster was never complete. Blocks whose"
+    " records belong there are not found and cannot be published.",
     "Assign the slots: `valkey-cli --cluster fix HOST:PORT`.",
 )
 SHARD_MEMORY_NEARLY_FULL: Final = _warning(
@@ -163,7 +163,7 @@ INDEX_WITHOUT_REPLICAS: Final = _info(
 SHARD_WITHOUT_COMPARE_AND_SET: Final = _info(
     "SHARD_WITHOUT_COMPARE_AND_SET",
     "The servers of the index are old",
-    "They have no command that replaces a record only if it is unchanged. A script does the same, at a higher cost of CPU.",
+    "They lack the command that replaces a record only if it is unchanged. A script does the same, at a higher cost of CPU.",
     "Use Valkey 9.0 or later if publishing is limited by the CPU of the servers.",
 )
 ONE_METADATA_SERVER: Final = _info(

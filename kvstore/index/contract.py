@@ -146,7 +146,7 @@ class LeaseHolder(NamedTuple):
     """A server, as its leases name it.
 
     Args:
-        server: id of the server process, unique for ever.
+        server: id of the server process, never used again.
         address: where other servers reach it.
     """
 
@@ -366,15 +366,15 @@ class PrefixIndex(ABC):
         Raises:
             InvalidArgument: the holder's id or address is empty, too long or contains a space.
         """
-        raise Unsupported("this index has no leases")
+        raise Unsupported("this index does not support leases")
 
     def free_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder) -> None:  # noqa: ARG002
         """End those of the leases that ``holder`` holds."""
-        raise Unsupported("this index has no leases")
+        raise Unsupported("this index does not support leases")
 
     def lease_holders(self) -> dict[ServerRole, LeaseHolder]:
         """The holder of each role that a server holds."""
-        raise Unsupported("this index has no leases")
+        raise Unsupported("this index does not support leases")
 
     @property
     @abstractmethod

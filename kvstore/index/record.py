@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import cast
+from typing import TypeGuard, cast
 
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId
 from kvstore.index.contract import VolumeEpoch
@@ -37,6 +37,11 @@ def encode(ordinal: int, depth: int, replicas: Mapping[VolumeEpoch, int]) -> byt
     """Encode a record."""
     flat = [number for replica in replicas.items() for number in replica]
     return struct.pack(f"<{2 + len(flat)}I", ordinal, depth, *flat)
+
+
+def is_record(value: object) -> TypeGuard[bytes]:
+    """Whether a value from outside of this process has the length of a record."""
+    return isinstance(value, bytes) and len(value) > HEAD_BYTES and (len(value) - HEAD_BYTES) % REPLICA_BYTES == 0
 
 
 def decode(value: bytes) -> tuple[int, ...]:

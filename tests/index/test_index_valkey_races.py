@@ -1,7 +1,8 @@
-"""Two servers change the index in Valkey at the same time: no replica of a volume epoch that was just opened is lost."""
+"""Two servers change the index in Valkey at the same time, or something else damages it: no other record is lost."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.contract import ReplicaRun, VolumeEpoch
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import Command, Lane
-from kvstore.index.valkey.connection import Reply
+from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.index import ValkeyIndex
+from kvstore.index.valkey.keys import record_name
 from kvstore.testing.index.small_records_suite import CHAIN, NAMESPACE
 
 pytestmark = pytest.mark.skipif(find_server() is None, reason="no valkey-server or redis-server here")
@@ -100,3 +102,22 @@ def test_inventory_has_replicas_of_a_new_volume_epoch(index: InterruptedIndex, o
     index.before_reading = published_by(other, theirs)
     blocks, _ = index.blocks_from(None, 1_000)
     assert {block.key for block in blocks} == set(CHAIN.keys)
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"x" * 8, b"x" * 17])
+def test_record_damaged_is_unknown_and_harms_no_other(index: InterruptedIndex, address: ValkeyAddress, damage: bytes) -> None:
+    mine = opened(index, "mine")
+    index.publish(mine, [CHAIN.run(0, 100)], [])
+    host, _, port = address.seeds[0].rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(pack("SET", record_name(CHAIN.keys[99]), damage))
+        assert connection.recv(16) == b"+OK\r\n"
+    hit = index.lookup(NAMESPACE, CHAIN.packed, {mine})
+    assert (hit.blocks, bool(hit.unknown)) == (99, True)
+    index.publish(mine, [CHAIN.run(0, 100)], [])
+    assert index.describe(CHAIN.keys[98:])[1] is None
+    assert index.holders(NAMESPACE, CHAIN.keys[98:]) == [(mine,), ()]
+    assert len(index.blocks_from(None, 1_000)[0]) == 99
+    while not index.sweep(1_000):
+        pass
+    assert index.lookup(NAMESPACE, CHAIN.packed, {mine}).blocks == 99

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from metadata_harness import Running, run_of, serve
+from metadata_harness import TIMEOUT_S, Peer, Running, run_of, serve
 from test_metadata_subscription import KEYS, Watch
 
 from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1.metadata_pb2_grpc import MetadataStub
+from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.contract import RemovedKeys, VolumeEpoch
@@ -21,6 +23,9 @@ from kvstore.index.valkey.feed import StreamPosition, decode_position, encode_po
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import FEED, STREAMS
 from kvstore.metadata.events.shared_feed import encode_events
+from kvstore.rpc.auth.tokens import TokenSource
+from kvstore.rpc.client import call_aio, connect_aio
+from kvstore.rpc.codec import spec_to_proto
 
 pytestmark = pytest.mark.skipif(find_server() is None, reason="no valkey-server or redis-server here")
 
@@ -128,6 +133,33 @@ async def test_feed_repeated_removal_is_an_event(servers: list[Running], cluster
         await index.close_async()
     await peer.send(peer.batch(peer.nvme, removed=KEYS[30:]))
     await watch.held(KEYS[:30])
+
+
+async def test_feed_keys_of_unknown_namespaces_reach_no_tenant(tmp_path: Path, cluster: ValkeyServers) -> None:
+    """The keys of a removal that found nothing may be another tenant's."""
+    cluster.primaries[0].call("FLUSHALL")
+    tokens = tmp_path / "tokens"
+    names = {"node": "n" * 32, "tenant": "t" * 32}
+    tokens.write_text("".join(f"{role} {'acme' if role == 'tenant' else 'host-1'} {token}\n" for role, token in names.items()))
+    tokens.chmod(0o600)
+    engine = f"valkey://{','.join(cluster.seeds)}"
+    async with (
+        serve(tmp_path / "a", engine=engine, lookup_shard_ms=2_000, tokens_file=tokens) as server,
+        connect_aio(server.address, token=TokenSource(names["node"])) as node,
+        connect_aio(server.address, token=TokenSource(names["tenant"])) as tenant,
+    ):
+        spec = CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=512, tenant="acme")
+        request = pb.RegisterNamespaceRequest(operation_id=bytes(16), spec=spec_to_proto(spec))
+        mine = (await call_aio(MetadataStub(tenant).RegisterNamespace, request, TIMEOUT_S)).namespace_id
+        peer = Peer(node)
+        await peer.register()
+        watch = Watch(tenant, pb.WatchBlocksRequest(namespace_ids=[mine]))
+        await watch.complete()
+        await peer.send(peer.batch(peer.nvme, removed=KEYS[30:]))
+        await peer.publish(peer.nvme, run_of(KEYS, 0, 9, namespace=mine))
+        await watch.held(KEYS[:9])
+        assert not any(event.removed.keys for event in watch.events)
+        assert (await peer.counters())["metadata_watch_keys_withheld_total"] == len(KEYS[30:])
 
 
 async def _publish(index: ValkeyIndex, volume_epoch: VolumeEpoch, stored: list[BlockRun], removed: list[BlockKey]) -> None:

@@ -1,4 +1,4 @@
-"""Options of commands that start a store: how many metadata servers, and where the index is."""
+"""Options of commands that start a store: number of metadata servers, and the place of the index."""
 
 from __future__ import annotations
 

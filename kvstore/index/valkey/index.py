@@ -49,7 +49,7 @@ from kvstore.index.contract import (
 from kvstore.index.counts import Count, Observe, count_nothing, observe_nothing, report_ignored
 from kvstore.index.loop_thread import LoopThread
 from kvstore.index.prefix import PrefixSearch
-from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
+from kvstore.index.record import BatchEdit, Replicas, decode, encode, is_record, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_holder, check_notes
 from kvstore.index.valkey import keys as names
@@ -251,7 +251,7 @@ class ValkeyIndex(PrefixIndex):
             if volume_epoch not in state.volume_epochs:
                 raise NotFound("the volume epoch is not open", volume_epoch=volume_epoch)
             ordinals = self._ordinals({run.namespace for run in stored})
-            existing = {key: reply for key, reply in zip(keys_read, replies, strict=True) if isinstance(reply, bytes)}
+            existing = {key: reply for key, reply in zip(keys_read, replies, strict=True) if is_record(reply)}
             edit = BatchEdit(volume_epoch, state.volume_epochs, ordinals.get, existing)
             edit.remove(removed)
             for run in stored:
@@ -267,7 +267,9 @@ class ValkeyIndex(PrefixIndex):
         else:
             self._count(metadata_metrics.INDEX_RACES_LOST, len(raced))
             limited.warning(
-                "gave up on records that other servers keep changing (volume_epoch=%d, keys=%d)", volume_epoch, len(raced)
+                "gave up on records that are damaged or that other servers keep changing (volume_epoch=%d, keys=%d)",
+                volume_epoch,
+                len(raced),
             )
         slots = {slot for slot, _ in commands}
         told = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in lost.items()]
@@ -313,11 +315,11 @@ class ValkeyIndex(PrefixIndex):
             self._count(metadata_metrics.LOOKUP_COMMANDS, len(names_read))
             for position, key, answer in zip(positions, names_read, answers, strict=True):
                 held: Replicas = {}
-                if isinstance(answer, bytes):
+                if is_record(answer):
                     record = decode(answer)
                     if record[0] == known.ordinal and record[1] == position:
                         held = replicas_of(record, volume_epochs)
-                elif answer is not None:
+                elif answer is not None:  # not answered, or damaged
                     continue
                 answered = True
                 if held or trusted[key[0] << 4 | key[1] >> 4]:
@@ -343,7 +345,7 @@ class ValkeyIndex(PrefixIndex):
         by_number = {known.ordinal: namespace for namespace, known in state.namespaces.items()}
         found: list[IndexEntry | None] = []
         for value in self._run([read_command(key) for key in keys]):
-            if not isinstance(value, bytes):
+            if not is_record(value):
                 found.append(None)
                 continue
             ordinal, depth, *flat = decode(value)
@@ -358,7 +360,7 @@ class ValkeyIndex(PrefixIndex):
         if known is None:
             return [()] * len(keys)
         values = self._run([read_command(key) for key in keys])
-        records = [decode(value) if isinstance(value, bytes) else () for value in values]
+        records = [decode(value) if is_record(value) else () for value in values]
         return [
             tuple(replicas_of(record, state.volume_epochs)) if record and record[0] == known.ordinal else () for record in records
         ]
@@ -399,7 +401,7 @@ class ValkeyIndex(PrefixIndex):
         check_ranges(first, count)
         keys = self._call(self._keys_in_ranges(range(first, first + count)))
         values = self._run([read_command(key) for key in keys])
-        return [(key, value) for key, value in zip(keys, values, strict=True) if isinstance(value, bytes)]
+        return [(key, value) for key, value in zip(keys, values, strict=True) if is_record(value)]
 
     async def _keys_in_ranges(self, ranges: Sequence[int]) -> list[BlockKey]:
         """List the keys of ranges, in order.

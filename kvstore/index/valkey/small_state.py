@@ -121,7 +121,7 @@ end
 local value = ordinal .. ARGV[3]
 if known == value or (known and ARGV[3] == '\\0') then return {known, 0} end
 redis.call('HSET', KEYS[2], ARGV[2], value)
-if ARGV[3] == '\0' then return {value, redis.call('HINCRBY', KEYS[1], 'namespaces', 1)} end
+if ARGV[3] == '\\0' then return {value, redis.call('HINCRBY', KEYS[1], 'namespaces', 1)} end
 return {value, announce('namespaces')}
 """
 )
@@ -231,10 +231,10 @@ class SmallStateStore:
         self.state = SmallState()
         self.founded = b""
         """Epoch that this process created; empty: none."""
-        self.beats_read_s = float("-inf")
         self.read_s = float("-inf")
-        """When the read of ``state`` began (``time.monotonic``)."""
-        """When the heartbeats were read last (``time.monotonic``)."""
+        """When the last read of the tables in ``state`` began (``time.monotonic``)."""
+        self.beats_read_s = float("-inf")
+        """When the last read of the heartbeats began (``time.monotonic``)."""
 
     # ---- reading
     async def load(self) -> None:
@@ -275,7 +275,7 @@ class SmallStateStore:
             [pack("HMGET", names.META, *_META_FIELDS), pack("HLEN", names.DEAD), pack("MGET", *names.LEASES.values())]
         )
         if not isinstance(meta, list) or not isinstance(dead, int) or not isinstance(leases, list):
-            raise Unavailable("the Valkey sent an invalid answer", reply=str(meta)[:100])
+            raise Unavailable("Valkey sent an invalid answer", reply=str(meta)[:100])
         if meta[1] is None:
             return None
         if meta[0] != FORMAT:
@@ -373,7 +373,7 @@ class SmallStateStore:
         keys = [names.LEASES[role] for role in roles]
         holders = await self._script(_TAKE_LEASES, keys, _encode_holder(holder), max(1, round(ttl_s * 1000)))
         if not isinstance(holders, list) or len(holders) != len(roles):
-            raise Unavailable("the Valkey sent an invalid answer", reply=str(holders)[:100])
+            raise Unavailable("Valkey sent an invalid answer", reply=str(holders)[:100])
         return _holders(roles, holders)
 
     async def free_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder) -> None:
@@ -441,7 +441,7 @@ def _parts(items: Iterable[T]) -> Iterator[list[T]]:
 
 def _pairs(reply: Reply) -> list[tuple[bytes, bytes]]:
     if not isinstance(reply, list):
-        raise Unavailable("the Valkey sent an invalid table", reply=str(reply)[:100])
+        raise Unavailable("Valkey sent an invalid table", reply=str(reply)[:100])
     words = [word if isinstance(word, bytes) else b"" for word in reply]
     return list(zip(words[::2], words[1::2], strict=True))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.types import BlockKey, NamespaceId
+from kvstore.core.types import KEY_BYTES, BlockKey, NamespaceId
 from kvstore.index.contract import IndexedBlock, VolumeEpoch
 from kvstore.rpc.codec import check_id, check_name, tier_from_proto
 
@@ -17,12 +17,13 @@ class EventFilter:
 
     Args:
         request: the subscriber's request.
+        confined: whether the subscriber may see only the namespaces that it names.
 
     Raises:
         InvalidArgument: the request is malformed.
     """
 
-    def __init__(self, request: pb.WatchBlocksRequest) -> None:
+    def __init__(self, request: pb.WatchBlocksRequest, *, confined: bool) -> None:
         for names in (request.namespace_ids, request.node_ids, request.tiers):
             if len(names) > limits.MAX_WATCH_FILTER:
                 raise InvalidArgument("too many names in a filter", got=len(names), limit=limits.MAX_WATCH_FILTER)
@@ -31,6 +32,9 @@ class EventFilter:
         self._tiers: frozenset[int] = frozenset(tier_from_proto(one) for one in request.tiers)
         self.known_volumes: set[int] = set()
         """Volumes that the subscriber knows, by number."""
+        self._confined = confined
+        self.withheld = 0
+        """Removed keys of unknown namespaces that a confined subscriber did not get."""
 
     def selects(self, volume: pb.VolumeOpened) -> bool:
         """Whether a volume passes the filter."""
@@ -50,8 +54,12 @@ class EventFilter:
                 return event if event.served.volume in self.known_volumes else None
             case "removed":
                 namespace = event.removed.namespace_id
-                selected = not self._namespaces or not namespace or namespace in self._namespaces
-                return event if selected and event.removed.volume in self.known_volumes else None
+                if event.removed.volume not in self.known_volumes:
+                    return None
+                if not namespace and self._confined:  # the keys may be another tenant's
+                    self.withheld += len(event.removed.keys) // KEY_BYTES
+                    return None
+                return event if not self._namespaces or not namespace or namespace in self._namespaces else None
             case "stored":
                 if event.stored.volume not in self.known_volumes:
                     return None

@@ -28,10 +28,13 @@ from kvstore.metadata.events.event_log import STOPPING, opened_volume
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
+from kvstore.rpc.auth.interceptor import tenant
 from kvstore.rpc.codec import check_id, run_to_proto
 
 logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)
 
 WAIT_S: Final = 0.1
 """Time after which a subscription looks again for opened, closed, silent and returned volumes."""
@@ -131,7 +134,7 @@ class SharedFeedSubscription:
         self._nodes = nodes
         self._counters = counters
         self._resume = (check_id(request.feed_id, "feed_id"), request.position) if request.feed_id else None
-        self._filter = EventFilter(request)
+        self._filter = EventFilter(request, confined=tenant() is not None)
         self._feed_id = b""
         self._position: FeedPosition = ()
         self._open: set[VolumeEpoch] = set()
@@ -255,6 +258,10 @@ class SharedFeedSubscription:
             await self._shared.index.refresh()  # a volume that was opened a moment ago, or is closed
         events = self._changes_of_volumes()
         events += [one for one in map(self._filter.part, found) if one is not None]
+        if self._filter.withheld:
+            limited.warning("removals of unknown namespaces withheld from a tenant (keys=%d)", self._filter.withheld)
+            self._counters.add(metadata_metrics.WATCH_KEYS_WITHHELD, self._filter.withheld)
+            self._filter.withheld = 0
         self._position = tuple(position)
         self._counters.add(metadata_metrics.WATCH_EVENTS, len(events))
         return events

@@ -25,6 +25,7 @@ from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
+from kvstore.rpc.auth.interceptor import tenant
 from kvstore.rpc.codec import check_id
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class BlockEventSubscription:
         self._nodes = nodes
         self._counters = counters
         self._resume = (check_id(request.feed_id, "feed_id"), request.sequence) if request.feed_id else None
-        self._filter = EventFilter(request)
+        self._filter = EventFilter(request, confined=tenant() is not None)
         self.sequence = 0
         """Number of the last change that was sent or filtered."""
 

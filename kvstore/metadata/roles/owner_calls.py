@@ -2,11 +2,11 @@
 
 Any server accepts them. The owner handles them. Every other server forwards the bytes of the request to the owner, with the
 caller's metadata (token, request id, trace) and deadline, and returns the bytes of the answer. So clients need not know the
-owner, and a call takes one extra hop at most: a forwarded call that arrives at a server that is not the owner fails.
+owner, and a call makes at most one extra hop: a forwarded call that arrives at a server that is not the owner fails.
 
-If there is no owner, or it does not answer, the call fails with ``Unavailable``, as if the planner were away. A call that waits
-at an owner that is lost fails at once. An owner checks its lease before a call and again before the answer, so a server that was
-stopped and continues answers nothing as the owner.
+Without an owner, or if the owner does not answer, the call fails with ``Unavailable``, as if the planner were away. A call that
+waits at an owner that is lost fails at once. An owner checks its lease before a call and again before the answer, so a server
+that was stopped and continues answers nothing as the owner.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class OwnerCalls:
             servicer: has the behaviour of the owner.
             names: the methods, all unary.
             server: the server.
-            unowned: whether this server answers while there is no owner, from what it knows itself.
+            unowned: whether this server answers from its own state while no server is the owner.
         """
         handlers = {}
         for name in names:

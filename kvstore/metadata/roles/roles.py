@@ -1,8 +1,8 @@
 """The roles that a server holds, and which server holds the others.
 
 Servers of several hosts that share an index agree by leases in it: each tries to take all roles, renews those that it holds once
-per second, and sees within 0.1 s if a role is free. An index that only processes of one host can open has no leases: there, the
-first process of a server sweeps, and each process plans and divides quotas for its own callers.
+per second, and sees within 0.1 s if a role is free. An index that only processes of one host can open does not support leases:
+there, the first process of a server sweeps, and each process plans and divides quotas for its own callers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Roles(Protocol):
 
 
 class FixedRoles:
-    """Roles of a process whose index has no leases.
+    """Roles of a process whose index does not support leases.
 
     Args:
         worker: number of the process among those that share the port.
@@ -145,7 +145,7 @@ class LeasedRoles:
                 a_role_is_free = len(self._index.lease_holders()) < len(self._leases)
                 if a_role_is_free or self._clock.now_s() - self._sent_s >= RENEW_S:
                     await self._renew()
-            except Exception:  # process edge: without this task, this server would lose its roles for ever
+            except Exception:  # process edge: without this task, this server would lose its roles and never take them again
                 self._counters.add(metadata_metrics.BACKGROUND_BUGS)
                 logger.exception("renewal of leases failed: unexpected error, trying again")
 

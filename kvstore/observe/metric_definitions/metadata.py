@@ -60,6 +60,9 @@ WATCH_SUBSCRIBERS: Final = group.gauge("metadata_watch_subscribers", "subscriber
 FEED_BYTES: Final = group.gauge("metadata_feed_bytes", "size of the event log that is kept for subscribers")
 WATCHES: Final = group.counter("metadata_watches_total", "opened subscriptions to block events")
 WATCH_EVENTS: Final = group.counter("metadata_watch_events_total", "block events sent to subscribers")
+WATCH_KEYS_WITHHELD: Final = group.counter(
+    "metadata_watch_keys_withheld_total", "removed keys not sent to tenants' subscribers because their namespace is unknown"
+)
 WATCH_SNAPSHOT_BLOCKS: Final = group.counter("metadata_watch_snapshot_blocks_total", "replicas sent to subscribers in snapshots")
 WATCH_RESYNCS: Final = group.counter_family(
     "metadata_watch_resyncs_total",
