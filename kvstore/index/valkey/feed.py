@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import struct
 import time
@@ -30,6 +31,9 @@ from kvstore.index.contract import RemovedKeys, VolumeEpoch
 from kvstore.index.valkey.cluster import Lane, Unanswered, ValkeyClient
 from kvstore.index.valkey.connection import Reply, ValkeyConnection, pack
 from kvstore.index.valkey.keys import FEED, SMALL_SLOT, STREAM_SLOTS, STREAMS
+from kvstore.observe.limited_log import LimitedLog
+
+limited = LimitedLog(logging.getLogger(__name__))
 
 VALID_S: Final = 0.5
 """How long a server relies on its last reading, without watchers."""
@@ -306,7 +310,10 @@ class BlockFeed:
                         self._news.set()
                         self._news = asyncio.Event()
                         await asyncio.sleep(COALESCE_S)
-                except (KVStoreError, TimeoutError):
+                except (KVStoreError, TimeoutError) as error:
+                    limited.warning(
+                        "stream of block events not watched, subscribers read it by the clock: %d (%s)", number, error
+                    )
                     if connection is not None:
                         connection.close()
                     await asyncio.sleep(RETRY_S)

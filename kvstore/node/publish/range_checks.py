@@ -50,7 +50,7 @@ class RequestedChecks:
     def on_heartbeat(self, response: HeartbeatResponse) -> None:
         """Take the checks that the server asks for; drop those that it no longer asks for."""
         with self._lock:
-            asked = {check.token: check for check in response.checks}
+            asked = {check.token: check for check in response.checks[:MAX_RANGE_CHECKS]}
             self._due = {token: check for token, check in self._due.items() if token in asked}
             for token, check in asked.items():
                 if token not in self._due and token not in self._made and token not in self._sent:
