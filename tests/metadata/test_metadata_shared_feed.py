@@ -116,6 +116,21 @@ async def test_feed_entry_that_a_failover_lost_is_a_gap(servers: list[Running], 
     assert watch.reasons == [pb.RESYNC_REASON_ASKED, pb.RESYNC_REASON_SLOW]
 
 
+@pytest.mark.parametrize(("number", "encoded"), [("1", b"\xff"), ("x", b"")])
+async def test_feed_damaged_entry_is_a_gap(servers: list[Running], cluster: ValkeyServers, number: str, encoded: bytes) -> None:
+    peer = servers[1].peer()
+    await peer.register()
+    watch = Watch(servers[0].channel)
+    await watch.complete()
+    cluster.primaries[0].call("XADD", STREAMS[3], "*", "w", b"writer", "n", number, "e", encoded)
+    while len(watch.reasons) < 2:
+        await watch.read()
+    await watch.complete()
+    assert watch.reasons == [pb.RESYNC_REASON_ASKED, pb.RESYNC_REASON_SLOW]
+    await peer.publish(peer.nvme, run_of(KEYS, 0, 9))
+    await watch.held(KEYS[:9])
+
+
 async def test_feed_repeated_removal_is_an_event(servers: list[Running], cluster: ValkeyServers) -> None:
     """A server ends after a removal took effect and before it was appended: the node publishes it again elsewhere."""
     peer = servers[1].peer()

@@ -28,10 +28,12 @@ from kvstore.core.clock import BootTimeClock
 from kvstore.core.errors import CapacityExceeded, KVStoreError, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockRun
 from kvstore.index.contract import RemovedKeys, VolumeEpoch
+from kvstore.index.counts import Count
 from kvstore.index.valkey.cluster import Lane, Unanswered, ValkeyClient
 from kvstore.index.valkey.connection import Reply, ValkeyConnection, pack
 from kvstore.index.valkey.keys import FEED, SMALL_SLOT, STREAM_SLOTS, STREAMS
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
 limited = LimitedLog(logging.getLogger(__name__))
 
@@ -118,10 +120,12 @@ class BlockFeed:
 
     Args:
         cluster: the cluster.
+        count: counts events of this server.
     """
 
-    def __init__(self, cluster: ValkeyClient) -> None:
+    def __init__(self, cluster: ValkeyClient, count: Count) -> None:
         self._cluster = cluster
+        self._count = count
         self._clock = BootTimeClock()
         self.feed_id = b""
         """Id of the feed; empty without watchers."""
@@ -314,6 +318,7 @@ class BlockFeed:
                     limited.warning(
                         "stream of block events not watched, subscribers read it by the clock: %d (%s)", number, error
                     )
+                    self._count(metadata_metrics.FEED_WATCHES_FAILED, 1)
                     if connection is not None:
                         connection.close()
                     await asyncio.sleep(RETRY_S)
@@ -337,7 +342,7 @@ class StreamRead:
 
     Args:
         stream: number of the stream.
-        position: position after the entries; None: entries after the old position were lost.
+        position: position after the entries; None: entries after the old position were lost or damaged.
         entries: the entries.
     """
 
@@ -355,7 +360,11 @@ def judge(number: int, before: StreamPosition, end: StreamPosition, length: int,
         return StreamRead(number, None, [])
     found, position = [], before
     for entry in entries:
-        entry_id, change = _entry(entry)
+        decoded = _entry(entry)
+        if decoded is None:
+            limited.warning("damaged entry of block events: subscribers begin again with a snapshot (stream=%d)", number)
+            return StreamRead(number, None, [])
+        entry_id, change = decoded
         position = StreamPosition.of(entry_id, position.entries + 1)
         found.append(change)
     if (position.ms, position.number) == (end.ms, end.number):
@@ -363,13 +372,13 @@ def judge(number: int, before: StreamPosition, end: StreamPosition, length: int,
     return StreamRead(number, position, found)
 
 
-def _entry(reply: Reply) -> tuple[bytes, FeedEntry]:
-    """An entry and its id."""
+def _entry(reply: Reply) -> tuple[bytes, FeedEntry] | None:
+    """An entry and its id; None: it is damaged."""
     if isinstance(reply, list) and len(reply) == 2 and isinstance(reply[1], list):
         match reply[0], reply[1]:
             case bytes() as entry_id, [b"w", bytes() as writer, b"n", bytes() as number, b"e", bytes() as encoded]:
-                return entry_id, FeedEntry(writer, int(number), encoded)
-    raise Unavailable("Valkey sent an invalid block event", reply=str(reply)[:100])
+                return (entry_id, FeedEntry(writer, int(number), encoded)) if number.isdigit() else None
+    return None
 
 
 def _checked(reply: Reply) -> tuple[bytes, int, int, list[Reply]]:

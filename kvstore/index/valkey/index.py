@@ -130,7 +130,7 @@ class ValkeyIndex(PrefixIndex):
         self._watch = ServerWatch(address, self._cluster)
         self._small = SmallStateStore(self._cluster, count)
         self._audit = RangeAudit(self._cluster, self._small, count)
-        self.feed = BlockFeed(self._cluster)
+        self.feed = BlockFeed(self._cluster, count)
         """Block events for the watchers of all servers."""
         self._abilities = Abilities()
         self._run_ends = RunEndCache()

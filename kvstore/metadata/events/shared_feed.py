@@ -15,6 +15,8 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import CapacityExceeded, Unavailable
 from kvstore.core.types import BlockKey, BlockRun
@@ -245,15 +247,19 @@ class SharedFeedSubscription:
             raise Unavailable(STOPPING)
 
     async def _next(self) -> list[pb.BlockEvent] | None:
-        """The next events that pass the filter; empty: nothing has changed; None: changes were lost."""
+        """The next events that pass the filter; empty: nothing has changed; None: changes were lost or are damaged."""
         found: list[pb.BlockEvent] = []
         position = list(self._position)
         for read in await self._feed.read(self._position):
             if read.position is None or not self._follows(read):
                 return None
             position[read.stream] = read.position
-            for entry in read.entries:
-                found += pb.BlockEvents.FromString(entry.encoded).events
+            try:
+                for entry in read.entries:
+                    found += pb.BlockEvents.FromString(entry.encoded).events
+            except DecodeError:
+                limited.warning("damaged block events: the subscriber begins again with a snapshot (stream=%d)", read.stream)
+                return None
         if any(event.stored.volume not in self._open for event in found if event.HasField("stored")):
             await self._shared.index.refresh()  # a volume that was opened a moment ago, or is closed
         events = self._changes_of_volumes()

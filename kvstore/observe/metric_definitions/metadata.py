@@ -198,6 +198,9 @@ SHARD_UNANSWERED: Final = group.counter("index_shard_unanswered_total", "command
 SHARD_REDIRECTIONS: Final = group.counter("index_shard_redirections_total", "commands that an index shard redirected to another")
 SHARDS_AWAY: Final = group.counter("index_shards_away_total", "times that a shard of the index stopped answering")
 TOPOLOGY_CHANGES: Final = group.counter("index_topology_changes_total", "times that hash slots of the index moved")
+FEED_WATCHES_FAILED: Final = group.counter(
+    "index_feed_watches_failed_total", "failures to watch a stream of block events, which subscribers read by the clock instead"
+)
 RANGES_LOST: Final = group.counter(
     "index_ranges_lost_total", "key ranges that the index lost with a shard, so that nodes sent their blocks again"
 )
