@@ -245,9 +245,10 @@ def wait_for_failover(bed: Bed, victim: ValkeyServer) -> None:
     wait_until(lambda: victim not in bed.primaries() and len(bed.primaries()) == 3, "the replica was promoted", poll_s=0.1)
 
 
-def test_primary_killed_hits_stay(bed: Bed) -> None:
+@pytest.mark.parametrize("choose", [Bed.other_primary, Bed.small_primary], ids=["other", "of_the_small_state"])
+def test_primary_killed_hits_stay(bed: Bed, choose: Callable[[Bed], ValkeyServer]) -> None:
     for _ in range(TURNS):
-        victim = bed.other_primary()
+        victim = choose(bed)
         with under_load(bed) as load:
             time.sleep(0.5)
             began_s = time.monotonic()
@@ -256,20 +257,6 @@ def test_primary_killed_hits_stay(bed: Bed) -> None:
             time.sleep(0.5)
             bed.valkey.restart(victim)
             assert_hits_stay(load, began_s, "primary killed")
-        print(f"healed after {bed.assert_healed():.1f} s")
-
-
-def test_small_state_primary_killed_hits_stay(bed: Bed) -> None:
-    for _ in range(TURNS):
-        victim = bed.small_primary()
-        with under_load(bed) as load:
-            time.sleep(0.5)
-            began_s = time.monotonic()
-            victim.end()
-            wait_for_failover(bed, victim)
-            time.sleep(0.5)
-            bed.valkey.restart(victim)
-            assert_hits_stay(load, began_s, "primary of the small state killed")
         print(f"healed after {bed.assert_healed():.1f} s")
 
 

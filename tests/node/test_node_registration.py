@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
@@ -47,27 +48,51 @@ class RefusingServer(metadata_pb2_grpc.MetadataServicer):
         return metadata_pb2.RegisterNodeResponse(index_epoch=b"e" * 16, heartbeat_interval_ms=60_000)
 
 
-def test_registration_refused_is_retried_as_the_same_boot(caplog: pytest.LogCaptureFixture) -> None:
-    servicer, counters = RefusingServer(3), Counters()
-    server = grpc.server(ThreadPoolExecutor(4))
+def ignore(_connected: bool) -> None:
+    pass
+
+
+@contextmanager
+def publishing(
+    servicer: RefusingServer,
+    counters: Counters,
+    volumes: Sequence[VolumeId] = (),
+    log: ReplicaChangeLog | None = None,
+    on_connected: Callable[[bool], None] = ignore,
+) -> Iterator[IndexPublisher]:
+    """A node that publishes the changes of a log to a server."""
+    server = grpc.server(ThreadPoolExecutor(8))
     metadata_pb2_grpc.add_MetadataServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    info = common_pb2.NodeInfo(node_id="n", boot_id=secrets.token_bytes(16))
+    log = log or ReplicaChangeLog([], counters, MonotonicClock())
+    dram = SimpleNamespace(volume_id="n/0", usage=lambda: VolumeUsage(0, 0, 0))
     publisher = IndexPublisher(
         f"127.0.0.1:{port}",
-        info,
-        cast("BlockTable", SimpleNamespace(dram=SimpleNamespace(volume_id="n/dram"), node_volumes=[])),
-        ReplicaChangeLog([], counters, MonotonicClock()),
+        common_pb2.NodeInfo(
+            node_id="n",
+            boot_id=secrets.token_bytes(16),
+            volumes=[common_pb2.VolumeInfo(volume_id=volume) for volume in volumes],
+        ),
+        cast("BlockTable", SimpleNamespace(dram=dram, node_volumes=[], snapshot=list)),
+        log,
         counters,
         tls=None,
         anti_entropy_interval_s=60.0,
-    )  # the node holds neither blocks nor volumes
-    with caplog.at_level(logging.WARNING, "kvstore.node.publish.publisher"):
-        publisher.start()
-        assert publisher.wait_registered(PATIENCE_S)
+        on_connected=on_connected,
+    )
+    publisher.start()
+    try:
+        yield publisher
+    finally:
         publisher.stop(PATIENCE_S)
-    server.stop(None).wait()
+        server.stop(None).wait()
+
+
+def test_registration_refused_is_retried_as_the_same_boot(caplog: pytest.LogCaptureFixture) -> None:
+    servicer, counters = RefusingServer(3), Counters()
+    with caplog.at_level(logging.WARNING, "kvstore.node.publish.publisher"), publishing(servicer, counters) as publisher:
+        assert publisher.wait_registered(PATIENCE_S)
     assert len(servicer.boots) == 1
     assert counters.get("registrations_refused_total") == 3
     refusals = [record.getMessage() for record in caplog.records if "registration refused" in record.getMessage()]
@@ -114,57 +139,20 @@ class CountingServer(RestartedServer):
 
 
 def test_heartbeats_are_numbered_without_quotas() -> None:
-    servicer, counters = CountingServer(), Counters()
-    server = grpc.server(ThreadPoolExecutor(8))
-    metadata_pb2_grpc.add_MetadataServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    dram = SimpleNamespace(volume_id="n/dram", usage=lambda: SimpleNamespace(used_bytes=0, blocks=0))
-    publisher = IndexPublisher(
-        f"127.0.0.1:{port}",
-        common_pb2.NodeInfo(node_id="n", boot_id=secrets.token_bytes(16)),
-        cast("BlockTable", SimpleNamespace(dram=dram, node_volumes=[])),
-        ReplicaChangeLog([], counters, MonotonicClock()),
-        counters,
-        tls=None,
-        anti_entropy_interval_s=60.0,
-    )
-    publisher.start()
-    try:
+    servicer = CountingServer()
+    with publishing(servicer, Counters()):
         wait_until(lambda: len(servicer.numbers) >= 3)
-    finally:
-        publisher.stop(PATIENCE_S)
-        server.stop(None).wait()
     assert servicer.numbers == list(range(1, len(servicer.numbers) + 1))
 
 
 def test_registration_refused_later_is_not_connected() -> None:
-    servicer, counters = RestartedServer(), Counters()
-    server = grpc.server(ThreadPoolExecutor(8))
-    metadata_pb2_grpc.add_MetadataServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    dram = SimpleNamespace(volume_id="n/dram", usage=lambda: SimpleNamespace(used_bytes=0, blocks=0))
+    counters = Counters()
     seen: list[bool] = []
-    publisher = IndexPublisher(
-        f"127.0.0.1:{port}",
-        common_pb2.NodeInfo(node_id="n", boot_id=secrets.token_bytes(16)),
-        cast("BlockTable", SimpleNamespace(dram=dram, node_volumes=[])),
-        ReplicaChangeLog([], counters, MonotonicClock()),
-        counters,
-        tls=None,
-        anti_entropy_interval_s=60.0,
-        on_connected=seen.append,
-    )
-    publisher.start()
-    try:
+    with publishing(RestartedServer(), counters, on_connected=seen.append) as publisher:
         assert publisher.wait_registered(PATIENCE_S)
         wait_until(lambda: counters.get("registrations_refused_total") > 0)
         assert not publisher.connected
         assert seen == [True, False]
-    finally:
-        publisher.stop(PATIENCE_S)
-        server.stop(None).wait()
 
 
 class BreakingServer(RefusingServer):
@@ -219,10 +207,6 @@ def test_publish_broken_stream_repeats_unsent_batches(servicer: BreakingServer, 
     """There are more batches than may be in flight. The next stream sends those that the first did not."""
     monkeypatch.setattr("kvstore.node.publish.publisher.ACK_TIMEOUT_S", 0.5)
     counters = Counters()
-    server = grpc.server(ThreadPoolExecutor(4))
-    metadata_pb2_grpc.add_MetadataServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
     volumes = [VolumeId(f"n/{number}") for number in range(3 * BATCHES_IN_FLIGHT)]
     log = ReplicaChangeLog(volumes, counters, MonotonicClock())
     held = [
@@ -231,23 +215,7 @@ def test_publish_broken_stream_repeats_unsent_batches(servicer: BreakingServer, 
     ]
     for volume, block in zip(volumes, held, strict=True):
         log.stored(volume, cast("Block", block))
-    arena = SimpleNamespace(volume_id="n/0", usage=lambda: VolumeUsage(0, 0, 0))
-    publisher = IndexPublisher(
-        f"127.0.0.1:{port}",
-        common_pb2.NodeInfo(
-            node_id="n", boot_id=secrets.token_bytes(16), volumes=[common_pb2.VolumeInfo(volume_id=volume) for volume in volumes]
-        ),
-        cast("BlockTable", SimpleNamespace(dram=arena, node_volumes=[], snapshot=list)),
-        log,
-        counters,
-        tls=None,
-        anti_entropy_interval_s=60.0,
-    )
-    publisher.start()
-    try:
+    with publishing(servicer, counters, volumes, log):
         assert log.wait_published(volumes, MonotonicClock().now_s() + PATIENCE_S)
         assert servicer.shown == set(volumes)
         assert counters.get("publish_interrupted_total") == 1
-    finally:
-        publisher.stop(PATIENCE_S)
-        server.stop(None).wait()
