@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ from kvstore.core.checksum import digest_keys, key_range
 from kvstore.core.clock import ManualClock
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import VolumeEpoch
+from kvstore.index.contract import IndexStats, VolumeEpoch
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.index.record import encode
-from kvstore.index.replica_digests import digest_replicas
+from kvstore.index.replica_digests import digest_replicas, find_other_epochs
 from kvstore.metadata.indexing.anti_entropy import IndexDigests
 from kvstore.metadata.indexing.index_thread import IndexThread
 
@@ -44,13 +45,28 @@ def test_range_digests_equal_a_simple_computation(held: dict[bytes, set[int]]) -
     assert found == {place: (digest_keys(of), len(of)) for place, of in expected.items()}
 
 
+@given(st.dictionaries(keys, epochs, max_size=60), epochs)
+def test_other_epochs_equal_a_simple_search(held: dict[bytes, set[int]], known: set[int]) -> None:
+    records = [(key, encode(1, 7, {VolumeEpoch(one): 3 for one in sorted(held[key])})) for key in sorted(held)]
+    expected = [at for at, (key, _) in enumerate(records) if held[key] - known]
+    assert find_other_epochs(records, {VolumeEpoch(one) for one in known}) == expected
+
+
 class CountingIndex(LmdbIndex):
     """Counts passes over the index, in ranges, and ranges that are read again."""
 
     passes = 0
     again = 0
+    widest = 0
+    blocks: int | None = None
+    """Size that it reports, if it is not the true one."""
+
+    def stats(self) -> IndexStats:
+        found = super().stats()
+        return found if self.blocks is None else dataclasses.replace(found, blocks=self.blocks)
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
+        self.widest = max(self.widest, count)
         self.passes += count
         return super().records_in_ranges(first, count)
 
@@ -108,6 +124,14 @@ async def test_one_pass_serves_all_volumes_of_a_round(bed: Bed) -> None:
             assert await bed.compare(volume) == []
         assert (bed.index.passes, bed.index.again) == (DIGEST_RANGES, 0)
         bed.clock.advance(ROUND_S)
+
+
+async def test_digests_large_index_is_read_in_small_parts(bed: Bed) -> None:
+    volumes = [bed.volume(f"v{number}", 300) for number in range(2)]
+    bed.index.blocks, bed.index.widest = 100_000_000, 0
+    for volume in volumes:
+        assert await bed.compare(volume) == []
+    assert (bed.index.widest, bed.index.passes) == (2, DIGEST_RANGES)
 
 
 async def test_stores_after_the_pass_are_no_drift(bed: Bed) -> None:

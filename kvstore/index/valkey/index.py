@@ -21,7 +21,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Container, Coroutine, Mapping, Sequence
-from typing import Any, ClassVar, Final, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar, cast
 
 import hiredis
 
@@ -50,6 +50,7 @@ from kvstore.index.counts import Count, Observe, count_nothing, observe_nothing,
 from kvstore.index.loop_thread import LoopThread
 from kvstore.index.prefix import PrefixSearch
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, is_record, replicas_of
+from kvstore.index.replica_digests import find_other_epochs
 from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_holder, check_notes
 from kvstore.index.valkey import keys as names
@@ -57,13 +58,14 @@ from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import RETRY_S, TRY_S, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import BlockFeed
-from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
+from kvstore.index.valkey.keys import NAME_BYTES, RANGE_SLOTS, TAG_BYTES, TAGS
 from kvstore.index.valkey.range_audit import RangeAudit
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
     change_command,
     read_command,
+    records_of,
     took_effect,
 )
 from kvstore.index.valkey.servers.metadata_servers import decode_records, exchange_commands
@@ -90,6 +92,10 @@ MAX_RACES: Final = 5
 """Attempts to replace records that other servers change at the same time. Then anti-entropy repairs what is left."""
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
+_NAMES: Final = 256
+"""Records of a range that one command reads."""
+_LISTED: Final = 1 << 14
+"""Records whose names are listed at once, about: a shard answers no lookup while it lists a range."""
 _KEYS_PER_RANGE: Final = 1 << 24
 _BEATS_POLLS: Final = 3
 """Heartbeats are read with every third poll of the small state."""
@@ -399,12 +405,21 @@ class ValkeyIndex(PrefixIndex):
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         check_ranges(first, count)
-        keys = self._call(self._keys_in_ranges(range(first, first + count)))
-        values = self._run([read_command(key) for key in keys])
-        return [(key, value) for key, value in zip(keys, values, strict=True) if is_record(value)]
+        found: list[tuple[bytes, bytes]] = []
+        width = self._width(_LISTED)
+        for start in range(first, first + count, width):
+            ranges = range(start, min(start + width, first + count))
+            listed = self._call(self._names_in_ranges(ranges))
+            parts = [(at, of[i : i + _NAMES]) for at, of in zip(ranges, listed, strict=True) for i in range(0, len(of), _NAMES)]
+            replies = self._run([(RANGE_SLOTS[at], pack("MGET", *part)) for at, part in parts], at_once=_PART // _NAMES)
+            for (_, part), values in zip(parts, replies, strict=True):
+                if not isinstance(values, list):
+                    raise Unavailable("Valkey rejects a read", reply=str(values)[:200])
+                found += records_of([name[TAG_BYTES:] for name in part], values)
+        return found
 
-    async def _keys_in_ranges(self, ranges: Sequence[int]) -> list[BlockKey]:
-        """List the keys of ranges, in order.
+    async def _names_in_ranges(self, ranges: Sequence[int]) -> list[list[bytes]]:
+        """List the names of the records of ranges: for each range, in the order of its keys.
 
         A server lists what it has, also of a slot that moves or moved. So each range is asked for a key that never exists, too:
         only a server with the whole slot says that there is none.
@@ -412,7 +427,7 @@ class ValkeyIndex(PrefixIndex):
         Raises:
             Unavailable: some ranges cannot be listed in time.
         """
-        found: dict[int, list[BlockKey]] = {}
+        found: dict[int, list[bytes]] = {}
         deadline_s = time.monotonic() + PART_S
         while left := [at for at in ranges if at not in found]:
             commands = [
@@ -423,13 +438,14 @@ class ValkeyIndex(PrefixIndex):
             answers = await self._cluster.run(commands, budget_s=TRY_S, follow=False)
             for at, listing, nothing in zip(left, answers[::2], answers[1::2], strict=True):
                 if isinstance(listing, list) and nothing is None:
-                    named = [name for name in listing if isinstance(name, bytes) and len(name) == TAG_BYTES + KEY_BYTES]
-                    found[at] = sorted(BlockKey(name[TAG_BYTES:]) for name in named if name.startswith(TAGS[at]))
+                    tag = TAGS[at]
+                    of_records = [name for name in cast("list[bytes]", listing) if len(name) == NAME_BYTES]
+                    found[at] = sorted([name for name in of_records if name.startswith(tag)])
             if len(found) < len(ranges):
                 if time.monotonic() > deadline_s:
                     raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))
                 await asyncio.sleep(RETRY_S)
-        return [key for at in ranges for key in found[at]]
+        return [found[at] for at in ranges]
 
     def range_checks(self) -> Sequence[RangeCheck]:
         return self._audit.states.checks()
@@ -440,7 +456,7 @@ class ValkeyIndex(PrefixIndex):
     def sweep(self, max_entries: int) -> bool:
         if max_entries < 1:
             raise InvalidArgument("max_entries must be positive", max_entries=max_entries)
-        if not self._fresh().dead:
+        if not self._small.state.dead and not self._fresh().dead:
             return True
         seen = 0
         while seen < max_entries and self._swept_to < limits.DIGEST_RANGES:
@@ -461,12 +477,12 @@ class ValkeyIndex(PrefixIndex):
     def _sweep_records(self, records: Sequence[tuple[bytes, bytes]], state: SmallState) -> None:
         """Remove the replicas of closed volume epochs. A record that changes at the same time is left to its writer."""
         changes: list[Command] = []
-        for key, value in records:
+        for at in find_other_epochs(records, state.volume_epochs):
+            key, value = records[at]
             record = decode(value)
             replicas = replicas_of(record, state.volume_epochs)
-            if len(replicas) * 2 + 2 < len(record):
-                left = encode(record[0], record[1], replicas) if replicas else None
-                changes.append(change_command(BlockKey(key), value, left, self._abilities))
+            left = encode(record[0], record[1], replicas) if replicas else None
+            changes.append(change_command(BlockKey(key), value, left, self._abilities))
         self._change(changes)
 
     # ---- namespaces ----
@@ -628,10 +644,10 @@ class ValkeyIndex(PrefixIndex):
             self._call(self._small.refresh())
         return self._small.state
 
-    def _run(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Reply]:
+    def _run(self, commands: Sequence[Command], lane: Lane = Lane.READS, at_once: int = _PART) -> list[Reply]:
         replies: list[Reply] = []
-        for at in range(0, len(commands), _PART):
-            replies += self._call(self._cluster.run_until(commands[at : at + _PART], time.monotonic() + PART_S, lane))
+        for at in range(0, len(commands), at_once):
+            replies += self._call(self._cluster.run_until(commands[at : at + at_once], time.monotonic() + PART_S, lane))
         return replies
 
     def _change(self, commands: Sequence[Command]) -> list[Reply]:

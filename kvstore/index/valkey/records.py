@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from kvstore.core.types import BlockKey
+from kvstore.index.record import is_record, is_record_size
 from kvstore.index.valkey.cluster import Command
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.keys import NAME_BYTES, RANGE_SLOTS, TAGS, record_name
@@ -79,3 +81,12 @@ def change_command(key: BlockKey, before: bytes | None, after: bytes | None, abi
 def took_effect(reply: object) -> bool:
     """Whether a change took effect; False: the record is no longer what it was."""
     return reply in (b"OK", 1)
+
+
+def records_of(keys: Sequence[bytes], values: Sequence[object]) -> list[tuple[bytes, bytes]]:
+    """Pair keys with their records, without those that are absent or damaged."""
+    pairs = cast("list[tuple[bytes, bytes]]", list(zip(keys, values, strict=True)))
+    # a check per record would take longer than all else
+    if None not in values and all(is_record_size(size) for size in set(map(len, cast("Sequence[bytes]", values)))):
+        return pairs
+    return [pair for pair in pairs if is_record(pair[1])]

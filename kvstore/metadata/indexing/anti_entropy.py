@@ -27,6 +27,8 @@ Digests = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
 """Digests of each range, then the numbers of keys; 64 KiB per volume epoch."""
 _SLICE: Final = 64
 """Ranges per job of the thread."""
+_MOST_RECORDS: Final = 1 << 16
+"""Records in memory at once, about. In a large index, a slice is read in parts."""
 _MAX_REREAD: Final = 4
 """Ranges per slice that one comparison reads again without finding drift. Stores change ranges all the time."""
 
@@ -106,4 +108,6 @@ _NOTHING: Final[Digests] = np.zeros((2, DIGEST_RANGES), np.uint64)
 
 
 def _digest(index: PrefixIndex, first: int) -> list[ReplicaDigests]:
-    return list(digest_replicas(index.records_in_ranges(first, _SLICE)))
+    width = max(1, min(_SLICE, _MOST_RECORDS * DIGEST_RANGES // (index.stats().blocks + 1)))
+    parts = [(at, min(width, first + _SLICE - at)) for at in range(first, first + _SLICE, width)]
+    return [one for at, count in parts for one in digest_replicas(index.records_in_ranges(at, count))]
