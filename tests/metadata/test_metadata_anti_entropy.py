@@ -60,6 +60,8 @@ class CountingIndex(LmdbIndex):
     widest = 0
     blocks: int | None = None
     """Size that it reports, if it is not the true one."""
+    clock: ManualClock | None = None
+    """Clock that a read of a range advances by 10 ms."""
 
     def stats(self) -> IndexStats:
         found = super().stats()
@@ -68,6 +70,8 @@ class CountingIndex(LmdbIndex):
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         self.widest = max(self.widest, count)
         self.passes += count
+        if self.clock is not None:
+            self.clock.advance(0.01 * count)
         return super().records_in_ranges(first, count)
 
     def keys_in_range(self, volume_epoch: VolumeEpoch, key_range: int) -> list[BlockKey]:
@@ -132,6 +136,36 @@ async def test_digests_large_index_is_read_in_small_parts(bed: Bed) -> None:
     for volume in volumes:
         assert await bed.compare(volume) == []
     assert (bed.index.widest, bed.index.passes) == (2, DIGEST_RANGES)
+
+
+async def test_digests_of_a_slow_index_serve_for_ten_passes(bed: Bed) -> None:
+    volume = bed.volume("v", 300)
+    bed.index.clock = bed.clock
+    took_s = 0.01 * DIGEST_RANGES
+    assert await bed.compare(volume) == []
+    for wait_s, read in ((ROUND_S, 0), (8 * took_s, 0), (2 * took_s, DIGEST_RANGES)):
+        bed.clock.advance(wait_s)
+        bed.index.passes = 0
+        assert await bed.compare(volume) == []
+        assert bed.index.passes == read
+    bed.index.passes = 0
+    assert await bed.compare(volume, 0.0) == []
+    assert bed.index.passes == DIGEST_RANGES, "the caller accepts no older digests"
+
+
+async def test_ranges_read_again_in_vain_take_no_longer_than_a_pass(bed: Bed) -> None:
+    volumes = [bed.volume(f"v{number}", 300) for number in range(40)]
+    bed.index.clock = bed.clock
+    assert await bed.compare(volumes[0]) == []
+    for seed, volume in enumerate(volumes):
+        bed.store(volume, np.random.default_rng(100 + seed).bytes(16 * 2_000))
+        assert await bed.compare(volume) == []
+    assert DIGEST_RANGES // 2 < bed.index.again <= DIGEST_RANGES + 2 * DIGEST_RANGES // 64
+    lost = sorted(bed.held[volumes[0]])[:40]
+    bed.index.publish(volumes[0], [], lost)
+    drifted = {key_range(key) for key in lost}
+    bed.clock.advance(0.1 * DIGEST_RANGES)
+    assert drifted <= set(await bed.compare(volumes[0])), "the next pass finds what the last one left"
 
 
 async def test_stores_after_the_pass_are_no_drift(bed: Bed) -> None:
