@@ -129,8 +129,8 @@ def measure(stack: ExitStack, opts: Options, scratch: Path) -> None:
                     totals,
                     limit=Reference("allowed", [float(PER_SERVER * servers + PER_NODE * nodes)]),
                     target=Target("limit", 1.0),
-                    cpu=CpuCost("operation", {name: rate for name, rate in used.items() if name != "client"}),
-                    notes=f"{servers} servers, {nodes} nodes: {most} (CPU: per second)",
+                    cpu=CpuCost("second", {name: rate for name, rate in used.items() if name != "client"}),
+                    notes=f"{servers} servers, {nodes} nodes: {most}",
                 )
 
 
