@@ -8,6 +8,7 @@ packages do), else the allocator of libc.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import sys
@@ -238,13 +239,14 @@ def measure_sweep(large: LargeIndex, opts: Options) -> None:
     )
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this script."""
+    parser.add_argument("--blocks", type=int, help="blocks of the large index (default 1000000)")
+
+
 def main() -> None:
     """Measure all figures."""
-    opts = options(
-        "large_index",
-        __doc__,
-        arguments=lambda parser: parser.add_argument("--blocks", type=int, help="blocks of the large index (default 1000000)"),
-    )
+    opts = options("large_index", __doc__, arguments=add_arguments)
     blocks = opts.extra.blocks or opts.pick(full=1_000_000, quick=200_000, smoke=40 * CHAIN)
     fewer = min(1_000_000, blocks // 10)
     if available_bytes() < (needed := blocks * NEEDED_BYTES + SPARE_BYTES):

@@ -100,7 +100,7 @@ def measure(stack: ExitStack, opts: Options, scratch: Path) -> None:
         heartbeats.run(seconds, servers)
         elapsed_s = time.monotonic() - began_s
         after = commands_run(cluster.primaries)
-        return Counter({name: (after[name] - before[name]) / elapsed_s for name in after})  # type: ignore[misc]  # rates
+        return Counter({name: (after[name] - before[name]) / elapsed_s for name in after})
 
     nobody = Heartbeats(index, 0)
     own = [rates(nobody, 0) for _ in range(opts.repetitions)]
