@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.types import BootId, NodeId, Tier, VolumeId
+from kvstore.core.errors import Unavailable
+from kvstore.core.types import BlockKey, BootId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.contract import ReplicaRun, VolumeEpoch
 from kvstore.index.valkey.address import ValkeyAddress
@@ -125,7 +126,10 @@ def test_record_damaged_is_unknown_and_harms_no_other(index: InterruptedIndex, a
 
 
 def test_records_of_range_damaged_and_absent_are_left_out() -> None:
-    keys, record = [b"a", b"b", b"c", b"d"], bytes(16)
-    assert records_of(keys, [record, None, b"damaged", bytes(24)]) == [(b"a", record), (b"d", bytes(24))]
-    assert records_of(keys, [record] * 3 + [bytes(17)]) == [(key, record) for key in keys[:3]]
-    assert records_of(keys, [record] * 4) == [(key, record) for key in keys]
+    keys, record = [bytes([number]) * 16 for number in range(4)], bytes(16)
+    names = [record_name(BlockKey(key)) for key in keys]
+    assert records_of(names, [record, None, b"damaged", bytes(24)]) == [(keys[0], record), (keys[3], bytes(24))]
+    assert records_of(names, [record] * 3 + [bytes(17)]) == [(key, record) for key in keys[:3]]
+    assert records_of(names, [record] * 4) == [(key, record) for key in keys]
+    with pytest.raises(Unavailable):
+        records_of(names, RuntimeError("ERR"))

@@ -21,7 +21,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Container, Coroutine, Mapping, Sequence
-from typing import Any, ClassVar, Final, Self, TypeVar, cast
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import hiredis
 
@@ -58,12 +58,14 @@ from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import RETRY_S, TRY_S, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import BlockFeed
-from kvstore.index.valkey.keys import NAME_BYTES, RANGE_SLOTS, TAG_BYTES, TAGS
+from kvstore.index.valkey.keys import RANGE_SLOTS
 from kvstore.index.valkey.range_audit import RangeAudit
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
     change_command,
+    list_commands,
+    listed_names,
     read_command,
     records_of,
     took_effect,
@@ -96,7 +98,6 @@ _NAMES: Final = 256
 """Records of a range that one command reads."""
 _LISTED: Final = 1 << 14
 """Records whose names are listed at once, about: a shard answers no lookup while it lists a range."""
-_KEYS_PER_RANGE: Final = 1 << 24
 _BEATS_POLLS: Final = 3
 """Heartbeats are read with every third poll of the small state."""
 LEASES_STALE_S: Final = 3.0
@@ -413,16 +414,11 @@ class ValkeyIndex(PrefixIndex):
             parts = [(at, of[i : i + _NAMES]) for at, of in zip(ranges, listed, strict=True) for i in range(0, len(of), _NAMES)]
             replies = self._run([(RANGE_SLOTS[at], pack("MGET", *part)) for at, part in parts], at_once=_PART // _NAMES)
             for (_, part), values in zip(parts, replies, strict=True):
-                if not isinstance(values, list):
-                    raise Unavailable("Valkey rejects a read", reply=str(values)[:200])
-                found += records_of([name[TAG_BYTES:] for name in part], values)
+                found += records_of(part, values)
         return found
 
     async def _names_in_ranges(self, ranges: Sequence[int]) -> list[list[bytes]]:
         """List the names of the records of ranges: for each range, in the order of its keys.
-
-        A server lists what it has, also of a slot that moves or moved. So each range is asked for a key that never exists, too:
-        only a server with the whole slot says that there is none.
 
         Raises:
             Unavailable: some ranges cannot be listed in time.
@@ -430,17 +426,9 @@ class ValkeyIndex(PrefixIndex):
         found: dict[int, list[bytes]] = {}
         deadline_s = time.monotonic() + PART_S
         while left := [at for at in ranges if at not in found]:
-            commands = [
-                (RANGE_SLOTS[at], packed)
-                for at in left
-                for packed in (pack("CLUSTER", "GETKEYSINSLOT", RANGE_SLOTS[at], _KEYS_PER_RANGE), pack("GET", TAGS[at] + b"-"))
-            ]
-            answers = await self._cluster.run(commands, budget_s=TRY_S, follow=False)
-            for at, listing, nothing in zip(left, answers[::2], answers[1::2], strict=True):
-                if isinstance(listing, list) and nothing is None:
-                    tag = TAGS[at]
-                    of_records = [name for name in cast("list[bytes]", listing) if len(name) == NAME_BYTES]
-                    found[at] = sorted([name for name in of_records if name.startswith(tag)])
+            answers = await self._cluster.run(list_commands(left), budget_s=TRY_S, follow=False)
+            listed = [listed_names(*of) for of in zip(left, answers[::2], answers[1::2], strict=True)]
+            found |= {at: names for at, names in zip(left, listed, strict=True) if names is not None}
             if len(found) < len(ranges):
                 if time.monotonic() > deadline_s:
                     raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))

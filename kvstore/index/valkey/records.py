@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
+from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockKey
 from kvstore.index.record import is_record, is_record_size
 from kvstore.index.valkey.cluster import Command
 from kvstore.index.valkey.connection import pack
-from kvstore.index.valkey.keys import NAME_BYTES, RANGE_SLOTS, TAGS, record_name
+from kvstore.index.valkey.keys import NAME_BYTES, RANGE_SLOTS, TAG_BYTES, TAGS, record_name
 
 CAS_SCRIPT: Final = """
 local now = redis.call('GET', KEYS[1])
@@ -31,6 +32,7 @@ _CAS_NAME: Final = hashlib.sha1(CAS_SCRIPT.encode(), usedforsecurity=False).hexd
 # all names of records have the same length, and encoding these two commands costs as much as anything else of a publish
 _GET: Final = b"*2\r\n$3\r\nGET\r\n$%d\r\n" % NAME_BYTES
 _SET_NX: Final = b"*4\r\n$3\r\nSET\r\n$%d\r\n" % NAME_BYTES
+_KEYS_PER_RANGE: Final = 1 << 24
 _VERSION: Final = re.compile(r"^(valkey|redis)_version:(\d+)\.(\d+)", re.MULTILINE)
 
 
@@ -83,10 +85,41 @@ def took_effect(reply: object) -> bool:
     return reply in (b"OK", 1)
 
 
-def records_of(keys: Sequence[bytes], values: Sequence[object]) -> list[tuple[bytes, bytes]]:
-    """Pair keys with their records, without those that are absent or damaged."""
-    pairs = cast("list[tuple[bytes, bytes]]", list(zip(keys, values, strict=True)))
+def list_commands(ranges: Sequence[int]) -> list[Command]:
+    """List the names of ranges, two commands for each. Read the replies with ``listed_names``.
+
+    A server lists what it has, also of a slot that moves or moved. So each range is asked for a key that never exists, too: only
+    a server with the whole slot says that there is none.
+    """
+    return [
+        (RANGE_SLOTS[at], packed)
+        for at in ranges
+        for packed in (pack("CLUSTER", "GETKEYSINSLOT", RANGE_SLOTS[at], _KEYS_PER_RANGE), pack("GET", TAGS[at] + b"-"))
+    ]
+
+
+def listed_names(at: int, listing: object, nothing: object) -> list[bytes] | None:
+    """Names of the records of a range, in the order of its keys; None: the range was not listed."""
+    if not isinstance(listing, list) or nothing is not None:
+        return None
+    of_records = [name for name in cast("list[bytes]", listing) if len(name) == NAME_BYTES]
+    return sorted([name for name in of_records if name.startswith(TAGS[at])])
+
+
+def records_of(names: Sequence[bytes], values: object) -> list[tuple[bytes, bytes]]:
+    """Keys and records, without those that are absent or damaged.
+
+    Args:
+        names: names of records.
+        values: the reply to ``MGET`` of these.
+
+    Raises:
+        Unavailable: the reply is an error.
+    """
+    if not isinstance(values, list):
+        raise Unavailable("Valkey rejects a read", reply=str(values)[:200])
+    pairs = list(zip([name[TAG_BYTES:] for name in names], values, strict=True))
     # a check per record would take longer than all else
-    if None not in values and all(is_record_size(size) for size in set(map(len, cast("Sequence[bytes]", values)))):
+    if None not in values and all(is_record_size(size) for size in set(map(len, values))):
         return pairs
     return [pair for pair in pairs if is_record(pair[1])]
