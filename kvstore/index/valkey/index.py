@@ -49,13 +49,12 @@ from kvstore.index.contract import (
 from kvstore.index.counts import Count, Observe, count_nothing, observe_nothing, report_ignored
 from kvstore.index.loop_thread import LoopThread
 from kvstore.index.prefix import PrefixSearch
-from kvstore.index.record import BatchEdit, Replicas, decode, encode, is_record, replicas_of
-from kvstore.index.replica_digests import find_other_epochs
+from kvstore.index.record import BatchEdit, Replicas, decode, is_record, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_holder, check_notes
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import RETRY_S, TRY_S, Command, Lane, ValkeyClient
+from kvstore.index.valkey.cluster import RETRY_S, TRY_S, Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import BlockFeed
 from kvstore.index.valkey.keys import RANGE_SLOTS
@@ -64,10 +63,12 @@ from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
     change_command,
+    holders_of,
     list_commands,
     listed_names,
     read_command,
     records_of,
+    sweep_commands,
     took_effect,
 )
 from kvstore.index.valkey.servers.metadata_servers import decode_records, exchange_commands
@@ -363,14 +364,15 @@ class ValkeyIndex(PrefixIndex):
     def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
         check_keys(keys)
         state = self._fresh()
-        known = state.namespaces.get(namespace)
-        if known is None:
-            return [()] * len(keys)
-        values = self._run([read_command(key) for key in keys])
-        records = [decode(value) if is_record(value) else () for value in values]
-        return [
-            tuple(replicas_of(record, state.volume_epochs)) if record and record[0] == known.ordinal else () for record in records
-        ]
+        return holders_of(self._run([read_command(key) for key in keys]), state, namespace)
+
+    async def holders_async(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
+        check_keys(keys)
+        values: list[Answer] = []
+        for at in range(0, len(keys), _PART):
+            part = keys[at : at + _PART]
+            values += await self._cluster.run([read_command(key) for key in part])
+        return holders_of(values, self._small.state, namespace)
 
     # ---- the whole ----
     def listen(self, listener: IndexListener) -> None:
@@ -450,7 +452,8 @@ class ValkeyIndex(PrefixIndex):
         while seen < max_entries and self._swept_to < limits.DIGEST_RANGES:
             width = min(self._width(max_entries), limits.DIGEST_RANGES - self._swept_to)
             records = self.records_in_ranges(self._swept_to, width)
-            self._sweep_records(records, self._fresh())  # after the records: each volume epoch that they name is known, or closed
+            state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
+            self._change(sweep_commands(records, state.volume_epochs, self._abilities))
             seen += len(records)
             self._swept_to += width
         if self._swept_to < limits.DIGEST_RANGES:
@@ -461,17 +464,6 @@ class ValkeyIndex(PrefixIndex):
     def _width(self, records: int) -> int:
         """Ranges that hold about as many records, at least one."""
         return max(1, min(_RANGES_AT_ONCE, records * limits.DIGEST_RANGES // (self._stats.blocks + 1)))
-
-    def _sweep_records(self, records: Sequence[tuple[bytes, bytes]], state: SmallState) -> None:
-        """Remove the replicas of closed volume epochs. A record that changes at the same time is left to its writer."""
-        changes: list[Command] = []
-        for at in find_other_epochs(records, state.volume_epochs):
-            key, value = records[at]
-            record = decode(value)
-            replicas = replicas_of(record, state.volume_epochs)
-            left = encode(record[0], record[1], replicas) if replicas else None
-            changes.append(change_command(BlockKey(key), value, left, self._abilities))
-        self._change(changes)
 
     # ---- namespaces ----
     def put_namespace(self, namespace: NamespaceId, spec: bytes) -> None:

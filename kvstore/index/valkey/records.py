@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
 from kvstore.core.errors import Unavailable
-from kvstore.core.types import BlockKey
-from kvstore.index.record import is_record, is_record_size
-from kvstore.index.valkey.cluster import Command
+from kvstore.core.types import BlockKey, NamespaceId
+from kvstore.index.contract import VolumeEpoch
+from kvstore.index.record import decode, encode, is_record, is_record_size, replicas_of
+from kvstore.index.replica_digests import find_other_epochs
+from kvstore.index.valkey.cluster import Answer, Command
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.keys import NAME_BYTES, RANGE_SLOTS, TAG_BYTES, TAGS, record_name
+from kvstore.index.valkey.small_state import SmallState
 
 CAS_SCRIPT: Final = """
 local now = redis.call('GET', KEYS[1])
@@ -66,6 +69,17 @@ def read_command(key: BlockKey) -> Command:
     return RANGE_SLOTS[at], b"%b%b%b\r\n" % (_GET, TAGS[at], key)
 
 
+def holders_of(answers: Sequence[Answer], state: SmallState, namespace: NamespaceId) -> list[tuple[VolumeEpoch, ...]]:
+    """Open volume epochs that records name; none for answers that are no record of the namespace."""
+    known = state.namespaces.get(namespace)
+    if known is None:
+        return [()] * len(answers)
+    records = [decode(answer) if is_record(answer) else () for answer in answers]
+    return [
+        tuple(replicas_of(record, state.volume_epochs)) if record and record[0] == known.ordinal else () for record in records
+    ]
+
+
 def change_command(key: BlockKey, before: bytes | None, after: bytes | None, abilities: Abilities) -> Command:
     """Replace a record if it is still ``before`` (None: absent). Read the reply with ``took_effect``."""
     name = record_name(key)
@@ -83,6 +97,20 @@ def change_command(key: BlockKey, before: bytes | None, after: bytes | None, abi
 def took_effect(reply: object) -> bool:
     """Whether a change took effect; False: the record is no longer what it was."""
     return reply in (b"OK", 1)
+
+
+def sweep_commands(
+    records: Sequence[tuple[bytes, bytes]], volume_epochs: Collection[VolumeEpoch], abilities: Abilities
+) -> list[Command]:
+    """Remove the replicas of other volume epochs. A record that changes at the same time is left to its writer."""
+    changes: list[Command] = []
+    for at in find_other_epochs(records, volume_epochs):
+        key, value = records[at]
+        record = decode(value)
+        replicas = replicas_of(record, volume_epochs)
+        left = encode(record[0], record[1], replicas) if replicas else None
+        changes.append(change_command(BlockKey(key), value, left, abilities))
+    return changes
 
 
 def list_commands(ranges: Sequence[int]) -> list[Command]:
