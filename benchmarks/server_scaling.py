@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,10 @@ SERIES: dict[Varied, list[Setting]] = {
     "shards": [Setting(2, 1), Setting(2, 3), Setting(2, 6)],
 }
 """The first of each is what the others are compared with."""
+SMOKE_SERIES: dict[Varied, list[Setting]] = {
+    "servers": [Setting(1, 1), Setting(2, 1)],
+    "shards": [Setting(1, 1), Setting(1, 2)],
+}
 
 
 @dataclass(slots=True)
@@ -142,14 +146,14 @@ def planner(channel: grpc.Channel, node_id: str) -> Callable[[], None]:
 class Bed:
     """Clusters with the same contents, by number of shards."""
 
-    def __init__(self, stack: ExitStack, opts: Options, scratch: Path) -> None:
+    def __init__(self, stack: ExitStack, opts: Options, scratch: Path, settings: Sequence[Setting]) -> None:
         self._scratch = scratch
         self._seconds = opts.pick(full=5.0, quick=3.0, smoke=0.4)
         self._settle_s = opts.pick(full=SETTLE_S, quick=SETTLE_S, smoke=0.5)
         self._clusters: dict[int, ValkeyServers] = {}
         self._chains: dict[int, list[bytes]] = {}
         self._node = 0
-        for shards in sorted({setting.shards for series in SERIES.values() for setting in series}):
+        for shards in sorted({setting.shards for setting in settings}):
             cluster = stack.enter_context(ValkeyServers(scratch / f"valkey-{shards}", shards=shards, replicas=1))
             index = open_valkey(cluster.seeds)
             self._chains[shards] = fill(index, opts.pick(full=100_000, quick=50_000, smoke=4 * CHAIN), opts.seed)
@@ -199,17 +203,18 @@ def growth(costs: dict[str, float], first: dict[str, float]) -> dict[str, float]
 def main() -> None:
     """Measure all settings."""
     opts = options("server_scaling", __doc__, repetitions=3)
-    settings = list(dict.fromkeys(setting for series in SERIES.values() for setting in series))
+    by_varied = opts.pick(full=SERIES, quick=SERIES, smoke=SMOKE_SERIES)
+    settings = list(dict.fromkeys(setting for series in by_varied.values() for setting in series))
     costs = {name: {setting: Costs() for setting in settings} for name in RATES}
     with ExitStack() as stack:
         scratch = opts.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-scaling-")))
-        bed = Bed(stack, opts, scratch)
+        bed = Bed(stack, opts, scratch, settings)
         for number in range(opts.repetitions):
             for setting in settings[number % len(settings) :] + settings[: number % len(settings)]:
                 for name, cost in bed.measure(setting):
                     costs[name][setting].rounds.append(cost)
     for name, by_setting in costs.items():
-        for varied, series in SERIES.items():
+        for varied, series in by_varied.items():
             first = by_setting[series[0]]
             for setting in series:
                 now = by_setting[setting]
