@@ -131,7 +131,7 @@ class VolumeInfo(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "boot_id", "roles", "control_address", "data_address", "local_socket", "volumes", "storage_address", "storage_bytes_per_s", "compute_bytes_per_s", "mounts", "storage_source", "compute_source")
+    __slots__ = ("node_id", "boot_id", "roles", "control_address", "data_address", "local_socket", "volumes", "storage_address", "storage_bytes_per_s", "compute_bytes_per_s", "mounts", "storage_source", "compute_source", "zone")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class NodeInfo(_message.Message):
     MOUNTS_FIELD_NUMBER: _ClassVar[int]
     STORAGE_SOURCE_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: bytes
     roles: _containers.RepeatedScalarFieldContainer[str]
@@ -158,7 +159,8 @@ class NodeInfo(_message.Message):
     mounts: _containers.RepeatedScalarFieldContainer[str]
     storage_source: BandwidthSource
     compute_source: BandwidthSource
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., roles: _Optional[_Iterable[str]] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ..., local_socket: _Optional[str] = ..., volumes: _Optional[_Iterable[_Union[VolumeInfo, _Mapping]]] = ..., storage_address: _Optional[str] = ..., storage_bytes_per_s: _Optional[int] = ..., compute_bytes_per_s: _Optional[int] = ..., mounts: _Optional[_Iterable[str]] = ..., storage_source: _Optional[_Union[BandwidthSource, str]] = ..., compute_source: _Optional[_Union[BandwidthSource, str]] = ...) -> None: ...
+    zone: str
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., roles: _Optional[_Iterable[str]] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ..., local_socket: _Optional[str] = ..., volumes: _Optional[_Iterable[_Union[VolumeInfo, _Mapping]]] = ..., storage_address: _Optional[str] = ..., storage_bytes_per_s: _Optional[int] = ..., compute_bytes_per_s: _Optional[int] = ..., mounts: _Optional[_Iterable[str]] = ..., storage_source: _Optional[_Union[BandwidthSource, str]] = ..., compute_source: _Optional[_Union[BandwidthSource, str]] = ..., zone: _Optional[str] = ...) -> None: ...
 
 class DrainOrder(_message.Message):
     __slots__ = ("operation_id", "move")
