@@ -99,7 +99,9 @@ def test_copies_node_lost_third_node_takes_new_copies(make_store: MakeStore) -> 
         wait_copies(store, engines["a"], keys)
     lose(store, "b")
     for keys in chains:
-        wait_until(lambda keys=keys: holders(store, engines["a"], keys) == [{"a", "c"}] * BLOCKS, "the remaining nodes hold all", 60)
+        wait_until(
+            lambda keys=keys: holders(store, engines["a"], keys) == [{"a", "c"}] * BLOCKS, "the remaining nodes hold all", 60
+        )
     lose(store, "c")
     wait_until(lambda: engines["a"].client.lookup(list(chains[2])).hit_blocks == BLOCKS, "the second copies are found")
     assert_all_hits(engines["a"], chains)
@@ -124,11 +126,13 @@ def test_copies_each_block_moved_once(make_store: MakeStore) -> None:
     once = store.engine("a", model="held once")
     store_durably(once, "another chain")
     wait_until(lambda: copied(store, "a", "checked_blocks") >= BLOCKS, "the node has checked its blocks")
-    wait_until(lambda: sum(copied(store, name, "checked_blocks") for name in "bc") >= BLOCKS, "the partner has checked its copies")
+    wait_until(
+        lambda: sum(copied(store, name, "checked_blocks") for name in "bc") >= BLOCKS, "the partner has checked its copies"
+    )
     assert [copied(store, "a", "made_blocks"), copied(store, "a", "made_bytes")] == [BLOCKS, BLOCKS * engine.spec.block_bytes]
     assert sum(copied(store, name, "made_blocks") for name in "bc") == 0
     assert sorted(copied(store, name, "taken_blocks") for name in "bc") == [0, BLOCKS], "a chain has one partner"
 
 
 def copied(store: Store, node: str, what: str) -> int:
-    return store.node_stats(node).counters.get(f"copies_{what}", 0)
+    return store.node_stats(node).counters.get(f"copies_{what}_total", 0)

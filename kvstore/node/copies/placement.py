@@ -91,9 +91,9 @@ class Members:
         return self.here in wanting and self.here == max(wanting, key=lambda node_id: _rank(unit, node_id))
 
     def _is_safe(self, node_id: NodeId, holders: Collection[NodeId]) -> bool:
-        """Whether one of the holders is as far from a node as its partner would be."""
+        """Whether one of the holders is as far from a node as its partner would be, or it has no partner."""
         member = self._by_id[node_id]
-        return any(_distance(member, self._by_id[other]) >= max(1, self._reach[node_id]) for other in holders)
+        return any(_distance(member, self._by_id[other]) >= self._reach[node_id] for other in holders)
 
 
 def _distance(one: Member, other: Member) -> int:
