@@ -29,7 +29,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NamespaceId, NodeId, StoreOutcome
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.pull_client import LOCATE_KEYS, PullClient
-from kvstore.node.copies.copy_queue import Candidate, CopyQueue, Offer, Partners, plan_offers
+from kvstore.node.copies.copy_queue import Candidate, CopyQueue, CopyOffer, Partners, plan_offers
 from kvstore.node.copies.membership import Membership
 from kvstore.node.copies.placement import unit_of
 from kvstore.node.state.model import Block
@@ -291,7 +291,7 @@ class Copier:
         return known
 
     # ---- offers
-    def _offer(self, offer: Offer[Block]) -> float:
+    def _offer(self, offer: CopyOffer[Block]) -> float:
         """Have a partner pull blocks. Returns how long to pause, so that the bandwidth stays in its limit."""
         now_s = self._clock.now_s()
         blocks = [one.block for one in offer.candidates]
@@ -329,7 +329,7 @@ class Copier:
             self._reason = ""
         return nbytes / self._bytes_per_s if self._bytes_per_s else 0.0
 
-    def _refused(self, offer: Offer[Block], why: str) -> None:
+    def _refused(self, offer: CopyOffer[Block], why: str) -> None:
         self._partners.failed(offer.node_id, self._clock.now_s(), hot=offer.hot)
         self._reason = f"{offer.node_id}: {why}"
         _limited.warning("second copies not made: node %s (hot=%s, reason=%s)", offer.node_id, offer.hot, why)

@@ -48,7 +48,7 @@ class Candidate(Generic[Held]):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer(Generic[Held]):
+class CopyOffer(Generic[Held]):
     """Blocks of one namespace for one partner, parents before their children."""
 
     node_id: NodeId
@@ -154,7 +154,7 @@ class Partners:
         return self._rests.get((node_id, hot), (0.0, 0.0))[0]
 
 
-def plan_offers(chosen: Iterable[tuple[NodeId, Candidate[Held]]], window_bytes: int, window_blocks: int) -> list[Offer[Held]]:
+def plan_offers(chosen: Iterable[tuple[NodeId, Candidate[Held]]], window_bytes: int, window_blocks: int) -> list[CopyOffer[Held]]:
     """Divide blocks into offers.
 
     Args:
@@ -165,15 +165,15 @@ def plan_offers(chosen: Iterable[tuple[NodeId, Candidate[Held]]], window_bytes: 
     groups: dict[tuple[NodeId, NamespaceId, bool], dict[BlockKey, Candidate[Held]]] = {}
     for node_id, one in chosen:
         groups.setdefault((node_id, one.block.namespace_id, one.hot), {})[one.block.key] = one
-    offers: list[Offer[Held]] = []
+    offers: list[CopyOffer[Held]] = []
     for (node_id, _, hot), group in groups.items():
         part: list[Candidate[Held]] = []
         part_bytes = 0
         for block in in_chains(sorted((one.block for one in group.values()), key=lambda block: block.depth)):
             if part and (part_bytes + block.nbytes > window_bytes or len(part) >= window_blocks):
-                offers.append(Offer(node_id, hot, part))
+                offers.append(CopyOffer(node_id, hot, part))
                 part, part_bytes = [], 0
             part.append(group[block.key])
             part_bytes += block.nbytes
-        offers.append(Offer(node_id, hot, part))
+        offers.append(CopyOffer(node_id, hot, part))
     return offers
