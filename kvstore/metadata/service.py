@@ -367,6 +367,8 @@ def _check_node(info: NodeInfo) -> None:
     for volume in info.volumes:
         check_name(volume.volume_id, "volume_id")
         tier_from_proto(volume.tier)
+        if volume.uid:
+            check_id(volume.uid, "uid")
     if len({volume.volume_id for volume in info.volumes}) != len(info.volumes):
         raise InvalidArgument("duplicate volume id", node_id=info.node_id)
     if info.zone:

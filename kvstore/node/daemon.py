@@ -82,6 +82,7 @@ from kvstore.rpc.health_probe import HealthProbe
 from kvstore.rpc.server import METADATA_SERVICE, BoundServer, build_aio_server
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
+from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.liveness import LivenessMonitor
@@ -365,9 +366,9 @@ class NodeDaemon:
             self.info.storage_address = f"{config.storage_advertise_host or host}:{port}"
         for volume in (self._arena, *self._slabs):
             capacity = volume.usage().capacity_bytes
-            self.info.volumes.add(
-                volume_id=volume.volume_id, tier=cast("common_pb2.Tier", int(volume.tier)), capacity_bytes=capacity
-            )
+            uid = volume.uid if isinstance(volume, NvmeSlab) else b""
+            tier = cast("common_pb2.Tier", int(volume.tier))
+            self.info.volumes.add(volume_id=volume.volume_id, tier=tier, capacity_bytes=capacity, uid=uid)
         self._parts = NodeParts(
             config=config,
             info=self.info,

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import grpc
 
@@ -105,6 +106,23 @@ def test_copies_node_lost_third_node_takes_new_copies(make_store: MakeStore) -> 
     lose(store, "c")
     wait_until(lambda: engines["a"].client.lookup(list(chains[2])).hit_blocks == BLOCKS, "the second copies are found")
     assert_all_hits(engines["a"], chains)
+
+
+def test_copies_node_back_with_empty_volume_is_filled(make_store: MakeStore) -> None:
+    store = make_store(*(replace(spec, settings=()) for spec in nodes("a", "b")))  # a silent node counts for minutes
+    at_a, at_b = store.engine("a"), store.engine("b")
+    hold_twice(store, at_a)
+    chains = [store_durably(at_a, "of a"), store_durably(at_b, "of b")]
+    for keys in chains:
+        wait_copies(store, at_a, keys)
+    lose(store, "a")
+    store.cluster.start_node("a")
+    for keys in chains:
+        wait_copies(store, at_b, keys)
+    lose(store, "b")
+    back = store.engine("a")
+    wait_until(lambda: back.client.lookup(list(chains[1])).hit_blocks == BLOCKS, "the second copies are found")
+    assert_all_hits(back, chains)
 
 
 def test_copies_partner_is_in_another_zone(make_store: MakeStore) -> None:

@@ -217,6 +217,17 @@ def test_copier_removed_partner_is_replaced_at_once(node: CopyingNode) -> None:
     assert node.pulled() == keys * 2
 
 
+def test_copier_recreated_volume_gets_copies_again(node: CopyingNode) -> None:
+    node.order(2)
+    keys = node.store_durably("chain", 8)
+    node.work()
+    node.others.held.clear()
+    node.others.statuses[1].node.volumes[0].uid = b"another creation"
+    node.members_changed()
+    node.work()
+    assert node.pulled() == keys * 2
+
+
 def test_copier_zones_that_appear_get_copies(node: CopyingNode) -> None:
     node.order(2)
     keys = [key for number in range(12) for key in node.store_durably(number, 2)]

@@ -88,7 +88,7 @@ class NodeTable:
         """Live nodes that mount the volume of a silent owner."""
         self._turn = 0
         self.members_token = 0
-        """Changes with the nodes, their zones and drain orders, and with who is alive. Equal at servers that know the same."""
+        """Changes with the nodes, their volumes, zones and drain orders, and with who is alive. Equal at all servers."""
 
     # ---- reading ----
     def view(self) -> MembershipView:
@@ -387,5 +387,6 @@ def _members_token(view: MembershipView, alive: Collection[NodeId]) -> int:
     known = []
     for node_id, record in sorted(view.nodes.items()):
         order = view.drain_orders.get(node_id)
-        known.append((node_id, record.zone, node_id in alive, None if order is None else order.move))
+        volumes = [volume.uid for volume in record.volumes]
+        known.append((node_id, record.zone, volumes, node_id in alive, None if order is None else order.move))
     return xxhash.xxh3_64_intdigest(repr(known).encode())

@@ -56,7 +56,10 @@ class PullClient:
 
     def nodes(self) -> Sequence[metadata_pb2.NodeStatus]:
         """Return all nodes."""
-        return call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), RPC_TIMEOUT_S, _RETRY).nodes
+        answer: metadata_pb2.ListNodesResponse = call(
+            self._stub.ListNodes, metadata_pb2.ListNodesRequest(), RPC_TIMEOUT_S, _RETRY
+        )
+        return answer.nodes
 
     def specs(self) -> dict[NamespaceId, common_pb2.CacheSpec]:
         """Return the specs of all namespaces."""
@@ -65,7 +68,7 @@ class PullClient:
 
     def holders(
         self,
-        blocks: Mapping[NamespaceId, Sequence[BlockKey]],
+        blocks: Mapping[NamespaceId, list[BlockKey]],
         counts: Callable[[metadata_pb2.LocatedVolume], bool],
     ) -> Iterator[tuple[BlockKey, str]]:
         """Yield each key with the id of each node that holds it on a durable volume, as far as the volume counts."""
@@ -116,4 +119,7 @@ class PullClient:
             may_evict=may_evict,
         )
         with connect(control_address, tls=self._tls, token=self._token) as channel:
-            return call(node_pb2_grpc.NodeStub(channel).PullBlocks, request, PULL_TIMEOUT_S, _RETRY)
+            answer: node_pb2.PullBlocksResponse = call(
+                node_pb2_grpc.NodeStub(channel).PullBlocks, request, PULL_TIMEOUT_S, _RETRY
+            )
+            return answer

@@ -6,9 +6,10 @@ Theory of operation.
    delay lets the replicas of other nodes be published, e.g. that of the node whose second copy this block is.
 2. If this node must act (``placement``), the partner is asked to pull the block, as in a drain: it reads and verifies the block,
    and answers once its copy is durable. The store that made the block waits for nothing of this.
-3. Passes over all blocks repair what was lost. A pass begins if a namespace gets two copies (also after a start), if a node with
-   durable blocks is lost, if partners in another zone or on another host appear, and if blocks were left out of the queue. Blocks
-   in DRAM are checked from time to time, because the partner may have evicted its copy: it does not know what is used here.
+3. Passes over all blocks repair what was lost. A pass begins if a namespace gets two copies (also after a start), if a durable
+   volume is lost, with its node or alone, if partners in another zone or on another host appear, and if blocks were left out of
+   the queue. Blocks in DRAM are checked from time to time, because the partner may have evicted its copy: it does not know what
+   is used here.
 4. At most ``bytes_per_s`` are copied, in offers of ``window_bytes``, and at most ``CHECKS_PER_S`` blocks are checked. Without
    such a namespace, the thread does nothing. Without changes, it does nothing but the check of blocks in DRAM.
 5. No state here must survive: the index and the rules say what is missing.
@@ -29,7 +30,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NamespaceId, NodeId, StoreOutcome
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.pull_client import LOCATE_KEYS, PullClient
-from kvstore.node.copies.copy_queue import Candidate, CopyQueue, CopyOffer, Partners, plan_offers
+from kvstore.node.copies.copy_queue import Candidate, CopyOffer, CopyQueue, Partners, plan_offers
 from kvstore.node.copies.membership import Membership
 from kvstore.node.copies.placement import unit_of
 from kvstore.node.state.model import Block
@@ -220,21 +221,20 @@ class Copier:
 
     # ---- passes
     def _begin_pass_if_due(self, namespaces: frozenset[NodeNamespace], now_s: float) -> None:
-        before = self._membership.members
+        reach, volumes = self._membership.members.reach, self._membership.volumes
         if self._read_token != self._token or now_s >= self._membership.until_s:
             token = self._token
             statuses = self._calls.nodes()
             self._membership.update(statuses, now_s)
             self._addresses = {NodeId(one.node.node_id): one.node.control_address for one in statuses}
             self._read_token = token
-        members = self._membership.members
-        lost = before.counted - members.counted
+        lost = {node_id for node_id, _ in volumes - self._membership.volumes}
         why = ""
         if namespaces - self._namespaces:
             why = "a namespace has two copies now"
         elif lost:
-            why = f"nodes lost: {', '.join(sorted(lost))}"
-        elif members.reach > before.reach > 0:
+            why = f"volumes lost, of {', '.join(sorted(lost))}"
+        elif self._membership.members.reach > reach > 0:
             why = "partners in another zone or on another host appeared"
         elif (self._queue.left_out or self._new_left_out) and now_s >= self._left_out_due_s:
             why = "blocks were left out of the queue"

@@ -59,11 +59,6 @@ class Members:
         self._reach = {member.node_id: self._farthest(member) for member in self._by_id.values()}
 
     @property
-    def counted(self) -> frozenset[NodeId]:
-        """Nodes whose blocks count."""
-        return frozenset(self._by_id)
-
-    @property
     def reach(self) -> int:
         """Distance of the partners: 3 another zone, 2 another host, 1 another node, 0 there is none."""
         return self._reach.get(self.here, 0)

@@ -121,14 +121,16 @@ class BlockRun(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., depth: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class VolumeInfo(_message.Message):
-    __slots__ = ("volume_id", "tier", "capacity_bytes")
+    __slots__ = ("volume_id", "tier", "capacity_bytes", "uid")
     VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
     volume_id: str
     tier: Tier
     capacity_bytes: int
-    def __init__(self, volume_id: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
+    uid: bytes
+    def __init__(self, volume_id: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., uid: _Optional[bytes] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
     __slots__ = ("node_id", "boot_id", "roles", "control_address", "data_address", "local_socket", "volumes", "storage_address", "storage_bytes_per_s", "compute_bytes_per_s", "mounts", "storage_source", "compute_source", "zone")
