@@ -16,6 +16,7 @@ from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.types import BlockKey, pack_keys
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.embedded.valkey import find_server
+from kvstore.node.control.migration_plan import free_space
 from support.wait import wait_until
 
 DRAM = 32 << 20
@@ -162,12 +163,15 @@ def test_copies_drained_node_leaves_two_copies(make_store: MakeStore) -> None:
 
 
 def test_copies_full_partner_keeps_its_blocks_until_hotter_come(make_store: MakeStore) -> None:
-    small = NodeSpec("b", dram_bytes=DRAM, nvme_bytes=4 << 20)
+    small = NodeSpec("b", dram_bytes=DRAM, nvme_bytes=16 << 20)
     store = make_store(*nodes("a"), small)
     at_a, at_b = store.engine("a"), store.engine("b", model="of b")
-    for number in range(5):
-        store_durably(at_b, f"of b {number}")
-    assert evicted_blocks(store, "b") == 0, "it is just full"
+    for number in range(200):
+        store_durably(at_b, f"of b {number}", 8)
+        volume = store.node_stats("b").tiers[1]
+        if free_space(volume.capacity_bytes, volume.used_bytes) < BLOCKS * at_b.spec.block_bytes:
+            break
+    assert evicted_blocks(store, "b") == 0, "it is nearly full"
     store_durably(at_a, "cold")
     store.empty_dram("a")
     hold_twice(store, at_a)
