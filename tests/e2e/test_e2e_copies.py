@@ -132,6 +132,24 @@ def test_copies_node_back_with_empty_volume_is_filled(make_store: MakeStore) -> 
     assert_all_hits(back, chains)
 
 
+def test_copies_interrupted_by_kills_are_completed(make_store: MakeStore) -> None:
+    slow = ("move_bandwidth", "1MiB"), ("move_window", "128KiB")
+    store = make_store(*(replace(spec, settings=slow) for spec in nodes("a", "b")))
+    at_a, at_b = store.engine("a"), store.engine("b")
+    hold_twice(store, at_a)
+    chains = [store_durably(at_a, f"chain {number}") for number in range(4)]
+    for node in "ba":  # the partner, then the holder
+        wait_until(lambda: copied(store, "a", "made_blocks") > 0, "some blocks are copied")
+        store.cluster.kill(node)
+        store.cluster.start_node(node)
+
+    def twice() -> bool:
+        return all(len(found) == 2 for keys in chains for found in holders(store, at_b, keys))
+
+    wait_until(twice, "all blocks are held twice", 90)
+    assert_all_hits(store.engine("b"), chains)
+
+
 def test_copies_partner_is_in_another_zone(make_store: MakeStore) -> None:
     store = make_store(*nodes("a", "b", "c", a="east", b="east", c="west"))
     engine = store.engine("a")

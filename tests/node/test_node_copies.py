@@ -12,7 +12,7 @@ from kvproto.v1 import common_pb2, metadata_pb2, node_pb2
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockKey, NamespaceId, NodeId, StoreOutcome
 from kvstore.node.copies import copier as copier_module
-from kvstore.node.copies.copier import CHECKS_PER_S, HOT_CHECK_S, LATE_S, RETRY_S, SETTLE_S, Copier
+from kvstore.node.copies.copier import CHECKS_PER_S, HOT_CHECK_S, LATE_S, REBUILD_S, RETRY_S, SETTLE_S, Copier
 from kvstore.node.state.model import Block
 from kvstore.observe.metric_definitions import node as node_metrics
 from support.quota_node import BLOCK, QuotaNode
@@ -41,6 +41,7 @@ class OtherSide:
         self.outcome: Callable[[BlockKey], StoreOutcome] = lambda _key: STORED
         self.calls: Counter[str] = Counter()
         self.away = False
+        self.published = True
 
     def _called(self, name: str) -> None:
         self.calls[name] += 1
@@ -56,7 +57,8 @@ class OtherSide:
     ) -> Iterator[tuple[BlockKey, str]]:
         self._called("holders")
         assert counts(metadata_pb2.LocatedVolume())
-        return iter([(key, node_id) for keys in blocks.values() for key in keys for node_id in self.held.get(key, ())])
+        here = {HERE} if self.published else set()
+        return iter([(key, one) for keys in blocks.values() for key in keys for one in self.held.get(key, set()) | here])
 
     def pull(
         self, control_address: str, blocks: Sequence[Block], spec: object, *, second_copy: bool, may_evict: bool
@@ -240,6 +242,12 @@ def test_copier_zones_that_appear_get_copies(node: CopyingNode) -> None:
     node.work()
     assert {node_id for node_id, _, _ in node.others.pulled} == {"node-2"}
     assert 0 < len(node.pulled()) < len(keys), "of two nodes in one zone, one acts for each chain"
+    node.others.calls.clear()
+    for alive in (False, True):
+        node.others.statuses[2].alive = alive
+        node.members_changed()
+        node.work()
+    assert node.others.calls["holders"] == 0, "a zone that comes back starts no pass"
 
 
 def test_copier_full_partner_is_tried_again_later(node: CopyingNode) -> None:
@@ -298,6 +306,30 @@ def test_copier_server_away_blocks_stay_queued(node: CopyingNode) -> None:
             node.work(RETRY_S)
     node.others.away = False
     node.work(RETRY_S)
+    assert node.pulled() == keys
+
+
+def test_copier_unpublished_blocks_wait(node: CopyingNode) -> None:
+    """An index that does not know the holder's own replica may lack those of others too."""
+    node.order(2)
+    node.others.published = False
+    keys = node.store_durably("chain", 8)
+    for _ in range(3):
+        node.work(RETRY_S)
+    assert node.pulled() == []
+    node.others.published = True
+    node.work(RETRY_S)
+    assert node.pulled() == keys
+
+
+def test_copier_new_index_is_filled_first(node: CopyingNode) -> None:
+    node.order(2)
+    keys = node.store_durably("chain", 8)
+    node.copier.on_registered(metadata_pb2.RegisterNodeResponse(), new_index=True)
+    node.work(REBUILD_S / 2)
+    assert node.pulled() == []
+    node.work(REBUILD_S)
+    node.work()
     assert node.pulled() == keys
 
 

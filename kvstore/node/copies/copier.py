@@ -12,7 +12,8 @@ Theory of operation.
    is used here.
 4. At most ``bytes_per_s`` are copied, in offers of ``window_bytes``, and at most ``CHECKS_PER_S`` blocks are checked. Without
    such a namespace, the thread does nothing. Without changes, it does nothing but the check of blocks in DRAM.
-5. No state here must survive: the index and the rules say what is missing.
+5. No state here must survive: the index and the rules say what is missing. The index may know less than there is, while it is
+   rebuilt. So a block is only copied if the index names this node as a holder, and none is for ``REBUILD_S`` after a new index.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ CHECKS_PER_S: Final = 4_096
 OFFER_BLOCKS: Final = 1_024
 RETRY_S: Final = 5.0
 """Delay after a failed call to the metadata server, and before the second try of a block that is not ready."""
+REBUILD_S: Final = 60.0
+"""Time in which all nodes send their inventories to a new index."""
 HOT_CHECK_S: Final = 600.0
 """Time between two checks of the blocks in DRAM."""
 LEFT_OUT_S: Final = 600.0
@@ -107,6 +110,9 @@ class Copier:
         self._addresses: dict[NodeId, str] = {}
         self._token = 0
         self._read_token: int | None = None
+        self._reach = 0
+        """The farthest that partners have ever been."""
+        self._held_until_s = 0.0
         self._namespaces: frozenset[NodeNamespace] = frozenset()
         self._hot_due_s = 0.0
         self._left_out_due_s = 0.0
@@ -139,8 +145,10 @@ class Copier:
         self,
         response: metadata_pb2.RegisterNodeResponse,  # noqa: ARG002
         *,
-        new_index: bool,  # noqa: ARG002
+        new_index: bool,
     ) -> Sequence[metadata_pb2.DrainNodeRequest]:
+        if new_index:
+            self._held_until_s = self._clock.now_s() + REBUILD_S
         return []
 
     def _became_durable(self, block: Block) -> None:
@@ -197,7 +205,7 @@ class Copier:
             return False
         while self._new:
             self._queue.add(Candidate(self._new.popleft(), hot=True, since_s=now_s), now_s + SETTLE_S)
-        if self._gate.closed:
+        if self._gate.closed or now_s < self._held_until_s:
             return False
         self._begin_pass_if_due(namespaces, now_s)
         if not self._membership.members.reach:
@@ -221,7 +229,7 @@ class Copier:
 
     # ---- passes
     def _begin_pass_if_due(self, namespaces: frozenset[NodeNamespace], now_s: float) -> None:
-        reach, volumes = self._membership.members.reach, self._membership.volumes
+        volumes = self._membership.volumes
         if self._read_token != self._token or now_s >= self._membership.until_s:
             token = self._token
             statuses = self._calls.nodes()
@@ -234,11 +242,12 @@ class Copier:
             why = "a namespace has two copies now"
         elif lost:
             why = f"volumes lost, of {', '.join(sorted(lost))}"
-        elif self._membership.members.reach > reach > 0:
+        elif self._membership.members.reach > self._reach > 0:
             why = "partners in another zone or on another host appeared"
         elif (self._queue.left_out or self._new_left_out) and now_s >= self._left_out_due_s:
             why = "blocks were left out of the queue"
         self._namespaces = namespaces
+        self._reach = max(self._reach, self._membership.members.reach)
         if why:
             hot, cold = self._held_blocks()
             self._left_out_due_s, self._new_left_out = now_s + LEFT_OUT_S, False
@@ -269,6 +278,9 @@ class Copier:
         chosen: list[tuple[NodeId, Candidate[Block]]] = []
         for one in held:
             unit = units[one.block.key]
+            if members.here not in holders.get(one.block.key, ()):
+                self._queue.add(one, now_s + RETRY_S)
+                continue
             if not members.must_copy(unit, holders.get(one.block.key, ())):
                 continue
             if now_s - one.since_s > LATE_S:
