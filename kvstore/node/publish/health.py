@@ -66,7 +66,7 @@ class HealthReporter:
         self._certificate = certificate or CertificateWatch(None, "")
         self._sources = sources or SlowSources(NodeId(""), clock)
         self._stalls = stalls or ProcessStallDetector(clock)
-        self.why_copies_late: Callable[[], str] = str
+        self.why_copies_late: Callable[[], str] = lambda: ""
         """Returns why second copies are late; empty: they are not."""
         self._publishing = FailureTracker()
         self._acknowledged_s = clock.now_s()
