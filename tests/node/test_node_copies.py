@@ -209,6 +209,35 @@ def test_copier_lost_partner_is_replaced_after_a_while(node: CopyingNode) -> Non
     assert node.others.pulled[-1][0] == "node-2"
 
 
+def test_copier_shared_blocks_are_checked_first(node: CopyingNode) -> None:
+    node.others.statuses += [status(f"node-{number}") for number in range(2, 8)]
+    node.order(2)
+    chains = [node.store_durably(number, 1) for number in range(60)]
+    node.work()
+    node.work()
+    assert node.copier.waiting_blocks == 0
+    lost = {key for key, found in node.others.held.items() if found == {"node-1"}}
+    assert 0 < len(lost) < len(chains)
+    for key in lost:
+        del node.others.held[key]
+    asked = []
+    holders = node.others.holders
+
+    def noting(
+        blocks: Mapping[NamespaceId, Sequence[BlockKey]], counts: Callable[[object], bool]
+    ) -> Iterator[tuple[BlockKey, str]]:
+        asked.append({key for keys in blocks.values() for key in keys})
+        return holders(blocks, counts)
+
+    node.others.holders = noting  # type: ignore[method-assign]
+    del node.others.statuses[1]
+    node.members_changed()
+    node.work()
+    assert lost <= asked[0] < {key for keys in chains for key in keys}
+    assert set().union(*asked[1:]) | asked[0] == {key for keys in chains for key in keys}, "then all others"
+    assert all(node.others.held[key] for key in lost)
+
+
 def test_copier_removed_partner_is_replaced_at_once(node: CopyingNode) -> None:
     node.order(2)
     keys = node.store_durably("chain", 8)

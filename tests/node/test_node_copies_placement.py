@@ -202,3 +202,26 @@ def test_members_without_this_node_have_no_partners() -> None:
     members = Members(NodeId("node-9"), [member(0), replace(member(1), takes=False)])
     assert (members.reach, members.partners(UNITS[0])) == (0, [])
     assert not members.must_copy(UNITS[0], set())
+
+
+@given(members=_members, unit=_units, data=st.data())
+def test_probably_shared_names_the_holder_that_is_left(members: list[Member], unit: bytes, data: st.DataObject) -> None:
+    holder = data.draw(st.sampled_from(members))
+    partners = seen_by(members, holder.node_id).partners(unit)
+    if not partners:
+        return
+    pair = {holder.node_id, partners[0]}
+    lost = data.draw(st.sampled_from(sorted(pair)))
+    (left,) = pair - {lost}
+    silent = seen_by([replace(one, takes=False) if one.node_id == lost and holder.takes else one for one in members], left)
+    after = seen_by([one for one in members if one.node_id != lost], left)
+    assert after.with_lost(silent, {lost}).probably_shared(unit, {lost}) or not holder.takes
+
+
+def test_probably_shared_is_rare_in_a_large_cluster() -> None:
+    members = [member(number) for number in range(20)]
+    lost = {NodeId("node-7")}
+    here = seen_by([one for one in members if one.node_id not in lost], NodeId("node-0"))
+    before = here.with_lost(seen_by(members, here.here), lost)
+    shared = sum(before.probably_shared(unit, lost) for unit in UNITS)
+    assert 0 < shared < len(UNITS) * 3 // 20

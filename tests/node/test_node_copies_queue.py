@@ -67,6 +67,22 @@ def test_queue_due_blocks_come_before_a_pass() -> None:
     assert queue.take(10.0, 9) == []
 
 
+@given(hot=st.integers(0, 9), cold=st.integers(0, 9), most=st.integers(1, 5), early=st.sets(st.integers(0, 17)))
+def test_queue_put_off_blocks_come_last_in_their_order(hot: int, cold: int, most: int, early: set[int]) -> None:
+    queue: CopyQueue[Held] = CopyQueue()
+    order = [*range(hot), *reversed(range(hot, hot + cold))]
+    queue.begin_pass([block(at) for at in range(hot)], [block(at) for at in range(hot, hot + cold)], 0.0, sifting=True)
+    taken: list[Candidate[Held]] = []
+    while queue.passing:
+        found = queue.take(0.0, most)
+        assert all(one.hot == (number < hot) for one, number in zip(found, numbers(found), strict=True))
+        late = [one for one, number in zip(found, numbers(found), strict=True) if one.may_wait and number not in early]
+        queue.put_off(late)
+        taken += [one for one in found if one not in late]
+        assert len(queue) == hot + cold - len(taken)
+    assert numbers(taken) == [one for one in order if one in early] + [one for one in order if one not in early]
+
+
 def test_queue_is_bounded_and_counts_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_queue, "MAX_WAITING", 2)
     queue: CopyQueue[Held] = CopyQueue()

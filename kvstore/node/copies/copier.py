@@ -10,8 +10,9 @@ Theory of operation.
    volume is lost, with its node or alone, if partners in another zone or on another host appear, and if blocks were left out of
    the queue. Blocks in DRAM are checked from time to time, because the partner may have evicted its copy: it does not know what
    is used here.
-4. At most ``bytes_per_s`` are copied, in offers of ``window_bytes``, and at most ``CHECKS_PER_S`` blocks are checked. Without
-   such a namespace, the thread does nothing. Without changes, it does nothing but the check of blocks in DRAM.
+4. At most ``bytes_per_s`` are copied, in offers of ``window_bytes``. At most ``CHECKS_PER_S`` blocks are checked, and fewer in a
+   large cluster, so that the index has time for lookups. Blocks that a lost node probably shared are checked first. Without such
+   a namespace, the thread does nothing. Without changes, it does nothing but the check of blocks in DRAM.
 5. No state here must survive: the index and the rules say what is missing. The index may know less than there is, while it is
    rebuilt. So a block is only copied if the index names this node as a holder, and none is for ``REBUILD_S`` after a new index.
 """
@@ -50,6 +51,11 @@ SETTLE_S: Final = 1.0
 MAX_NEW: Final = 65_536
 """Blocks that became durable since the last tick."""
 CHECKS_PER_S: Final = 4_096
+ALL_CHECKS_PER_S: Final = 262_144
+"""Checks of all nodes together."""
+SIFTED_BLOCKS: Final = 1_024
+"""Blocks that are looked at together for whether a lost node shared them. The table is locked meanwhile."""
+SIFTED_PER_S: Final = 65_536
 OFFER_BLOCKS: Final = 1_024
 RETRY_S: Final = 5.0
 """Delay after a failed call to the metadata server, and before the second try of a block that is not ready."""
@@ -113,6 +119,9 @@ class Copier:
         self._reach = 0
         """The farthest that partners have ever been."""
         self._held_until_s = 0.0
+        self._lost: frozenset[NodeId] = frozenset()
+        """Nodes whose loss the pass repairs."""
+        self._before_loss = self._membership.members
         self._namespaces: frozenset[NodeNamespace] = frozenset()
         self._hot_due_s = 0.0
         self._left_out_due_s = 0.0
@@ -212,9 +221,15 @@ class Copier:
             self._alone_since_s = self._alone_since_s or now_s
             return False
         self._alone_since_s = None
-        candidates = self._queue.take(now_s, LOCATE_KEYS)
+        candidates = self._queue.take(now_s, SIFTED_BLOCKS if self._queue.sifting else LOCATE_KEYS)
         if not candidates:
             return False
+        if candidates[0].may_wait:
+            candidates = self._sift(candidates)
+            if self._pause(SIFTED_BLOCKS / SIFTED_PER_S):
+                return False
+            if not candidates:
+                return True
         try:
             chosen = self._choose(candidates, now_s)
         except KVStoreError:
@@ -222,14 +237,14 @@ class Copier:
                 self._queue.add(one, now_s + RETRY_S)
             raise
         self._counters.add(node_metrics.COPIES_CHECKED_BLOCKS, len(candidates))
-        if self._pause(len(candidates) / CHECKS_PER_S):
+        if self._pause(len(candidates) / min(CHECKS_PER_S, ALL_CHECKS_PER_S / self._membership.members.count)):
             return False
         offers = plan_offers(chosen, self._window_bytes, OFFER_BLOCKS)
         return not any(self._pause(self._offer(offer)) for offer in offers)
 
     # ---- passes
     def _begin_pass_if_due(self, namespaces: frozenset[NodeNamespace], now_s: float) -> None:
-        volumes = self._membership.volumes
+        volumes, members = self._membership.volumes, self._membership.members
         if self._read_token != self._token or now_s >= self._membership.until_s:
             token = self._token
             statuses = self._calls.nodes()
@@ -252,7 +267,12 @@ class Copier:
             hot, cold = self._held_blocks()
             self._left_out_due_s, self._new_left_out = now_s + LEFT_OUT_S, False
             self._hot_due_s = now_s + HOT_CHECK_S
-            self._queue.begin_pass(hot, cold, now_s)
+            if lost:
+                goes_on = self._queue.sifting
+                self._lost = frozenset(self._lost | lost if goes_on else lost)
+                before = self._before_loss if goes_on else members
+                self._before_loss = self._membership.members.with_lost(before, self._lost)
+            self._queue.begin_pass(hot, cold, now_s, sifting=bool(lost))
             self._counters.add(node_metrics.COPY_PASSES)
             log.info("pass over second copies started: %s (blocks=%d)", why, len(hot) + len(cold))
         elif now_s >= self._hot_due_s and not self._queue.passing:
@@ -263,6 +283,13 @@ class Copier:
         """Return the durable blocks of namespaces with two copies: those in DRAM, and the others."""
         held = [block for block in self._table.snapshot() if _is_held(block)]
         return [block for block in held if block.dram is not None], [block for block in held if block.dram is None]
+
+    def _sift(self, candidates: Sequence[Candidate[Block]]) -> list[Candidate[Block]]:
+        """Return the blocks that a lost node probably shared. The others are put off to the end of the pass."""
+        units = self._units(candidates)
+        shared = {unit: self._before_loss.probably_shared(unit, self._lost) for unit in set(units.values())}
+        self._queue.put_off(one for one in candidates if not shared[units[one.block.key]])
+        return [one for one in candidates if shared[units[one.block.key]]]
 
     # ---- checks
     def _choose(self, candidates: Sequence[Candidate[Block]], now_s: float) -> list[tuple[NodeId, Candidate[Block]]]:

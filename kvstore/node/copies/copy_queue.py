@@ -39,12 +39,14 @@ class Candidate(Generic[Held]):
         hot: whether it was stored or used lately, so that its copy may evict the coldest blocks of a full partner.
         since_s: when it was added.
         tries: offers so far.
+        may_wait: whether the caller may put it off to the end of the pass.
     """
 
     block: Held
     hot: bool
     since_s: float
     tries: int = 0
+    may_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +74,25 @@ class CopyQueue(Generic[Held]):
         self._cold = 0
         """Cold blocks among them, when the pass began."""
         self._pass_since_s = 0.0
+        self._put_off: tuple[list[Held], list[Held]] = ([], [])
+        """Cold and hot blocks that the pass will check at its end, the next first."""
+        self.sifting = False
+        """Whether the caller may put blocks of the pass off."""
         self.left_out = 0
         """Blocks that were left to a later pass since the last call of ``begin_pass``."""
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._pass)
+        return len(self._waiting) + len(self._pass) + sum(map(len, self._put_off))
 
     @property
     def passing(self) -> bool:
         """Whether a pass has not ended."""
-        return bool(self._pass)
+        return bool(self._pass or any(self._put_off))
 
     def clear(self) -> None:
         """Forget all blocks."""
         self._waiting.clear()
-        self._pass.clear()
-        self.left_out = 0
+        self.begin_pass([], [], 0.0)
 
     def add(self, candidate: Candidate[Held], due_s: float) -> None:
         """Add a block that is due at some time."""
@@ -96,29 +101,41 @@ class CopyQueue(Generic[Held]):
             return
         heapq.heappush(self._waiting, (due_s, next(self._numbers), candidate))
 
-    def begin_pass(self, hot: Sequence[Held], cold: Sequence[Held], now_s: float) -> None:
+    def begin_pass(self, hot: Sequence[Held], cold: Sequence[Held], now_s: float, *, sifting: bool = False) -> None:
         """Begin a pass, in place of one that has not ended.
 
         Args:
             hot: blocks that were used lately, parents before their children.
             cold: other blocks, oldest first.
             now_s: the time.
+            sifting: whether the caller puts blocks off that need no check soon.
         """
         self.left_out = 0
+        self._put_off = [], []
+        self.sifting = sifting
         self._pass = [*cold, *reversed(hot)]
         self._cold = len(cold)
         self._pass_since_s = now_s
+
+    def put_off(self, candidates: Iterable[Candidate[Held]]) -> None:
+        """Check blocks of the pass at its end."""
+        for one in candidates:
+            self._put_off[one.hot].append(one.block)
 
     def take(self, now_s: float, most: int) -> list[Candidate[Held]]:
         """Take the blocks to check next: those that are due, else some of the pass."""
         due: list[Candidate[Held]] = []
         while self._waiting and self._waiting[0][0] <= now_s and len(due) < most:
             due.append(heapq.heappop(self._waiting)[2])
-        if due or not self._pass:
+        if due:
             return due
+        if not self._pass and self.sifting:
+            cold, hot = self._put_off
+            self.sifting, self._put_off = False, ([], [])
+            self._pass, self._cold = [*reversed(cold), *reversed(hot)], len(cold)
         first = max(0, len(self._pass) - most)
         taken = [
-            Candidate(block, hot=first + at >= self._cold, since_s=self._pass_since_s)
+            Candidate(block, hot=first + at >= self._cold, since_s=self._pass_since_s, may_wait=self.sifting)
             for at, block in enumerate(self._pass[first:])
         ]
         del self._pass[first:]

@@ -9,13 +9,15 @@ Theory of operation.
    begins a new unit, because all chains that share a system prompt would else have the same partner.
 3. A block is held twice if another node holds it that is as far away as a partner would be. Where a copy is does not depend on
    today's ranking: the index says who holds it, so no copy moves if nodes come or units change.
-4. If several nodes hold a block and all are too close to each other, e.g. in one zone, the first of them in the ranking acts.
+4. If a node is lost, the ranking as it was tells which blocks it probably shared with another node: those whose partner it was,
+   and those that it had its partner copy. These are checked first.
+5. If several nodes hold a block and all are too close to each other, e.g. in one zone, the first of them in the ranking acts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import xxhash
@@ -71,8 +73,34 @@ class Members:
         here = self._by_id.get(self.here)
         if here is None or not self.reach:
             return []
-        far = [one.node_id for one in self._by_id.values() if one.takes and _distance(here, one) == self.reach]
-        return sorted(far, key=lambda node_id: _rank(unit, node_id), reverse=True)[:PARTNERS]
+        return sorted(self._far_from(here), key=lambda node_id: _rank(unit, node_id), reverse=True)[:PARTNERS]
+
+    def _far_from(self, member: Member) -> list[NodeId]:
+        reach = self._reach[member.node_id]
+        return [one.node_id for one in self._by_id.values() if one.takes and 0 < _distance(member, one) == reach]
+
+    @property
+    def count(self) -> int:
+        """Number of nodes whose blocks count."""
+        return len(self._by_id)
+
+    def with_lost(self, before: Members, lost: Collection[NodeId]) -> Members:
+        """These nodes, and some of earlier ones as they were before they were lost: they took blocks."""
+        members = {**self._by_id}
+        members.update((node_id, replace(one, takes=True)) for node_id, one in before._by_id.items() if node_id in lost)
+        return Members(self.here, members.values())
+
+    def probably_shared(self, unit: bytes, others: Collection[NodeId]) -> bool:
+        """Whether this node and one of some others are the holders of a unit's blocks, as far as the ranking tells."""
+        here = self._by_id.get(self.here)
+        if here is None:
+            return False
+        if self._first(here, unit) in others:
+            return True
+        return any(self._first(self._by_id[other], unit) == self.here for other in others if other in self._by_id)
+
+    def _first(self, member: Member, unit: bytes) -> NodeId | None:
+        return max(self._far_from(member), key=lambda node_id: _rank(unit, node_id), default=None)
 
     def must_copy(self, unit: bytes, holders: Collection[NodeId]) -> bool:
         """Whether this node has to get another copy made.
