@@ -113,7 +113,9 @@ class Puller:
             why = why or reason
         good = sum(outcome in (StoreOutcome.STORED, StoreOutcome.EXISTS) for outcome in outcomes)
         if second_copy:
-            self._table.drop_staged(filter(None, self._table.find(namespace, [key for run in runs for key in run.keys])))
+            keys = [key for run in runs for key in run.keys]
+            stored = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is StoreOutcome.STORED]
+            self._table.drop_staged(filter(None, self._table.find(namespace, stored)))
         self._counters.add(node_metrics.COPIES_TAKEN_BLOCKS if second_copy else node_metrics.DRAIN_PULLED_BLOCKS, good)
         self._counters.add(
             node_metrics.COPIES_NOT_TAKEN_BLOCKS if second_copy else node_metrics.DRAIN_NOT_PULLED_BLOCKS, len(outcomes) - good

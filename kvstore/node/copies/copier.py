@@ -53,8 +53,10 @@ MAX_NEW: Final = 65_536
 CHECKS_PER_S: Final = 4_096
 ALL_CHECKS_PER_S: Final = 262_144
 """Checks of all nodes together."""
+LOCKED_BLOCKS: Final = 32
+"""Blocks whose units are found under one hold of the table's lock: up to ``UNIT_BLOCKS`` steps each."""
 SIFTED_BLOCKS: Final = 1_024
-"""Blocks that are looked at together for whether a lost node shared them. The table is locked meanwhile."""
+"""Blocks that are looked at together for whether a lost node shared them."""
 SIFTED_PER_S: Final = 65_536
 OFFER_BLOCKS: Final = 1_024
 RETRY_S: Final = 5.0
@@ -63,7 +65,7 @@ REBUILD_S: Final = 60.0
 """Time in which all nodes send their inventories to a new index."""
 HOT_CHECK_S: Final = 600.0
 """Time between two checks of the blocks in DRAM."""
-LEFT_OUT_S: Final = 600.0
+LEFT_OUT_S: Final = 3_600.0
 """Least time between two passes over blocks that were left out of the queue."""
 MAX_RETRY_S: Final = 300.0
 LATE_S: Final = 600.0
@@ -195,6 +197,7 @@ class Copier:
                 self._pause(RETRY_S)
             except Exception:  # thread edge: copies must go on after a bug
                 self._counters.add(node_metrics.COPY_BUGS)
+                self._new_left_out = True
                 log.exception("second copies failed: unexpected error, trying again")
                 self._pause(RETRY_S)
 
@@ -324,9 +327,10 @@ class Copier:
     def _units(self, candidates: Sequence[Candidate[Block]]) -> dict[BlockKey, BlockKey]:
         residency = self._table.residency
         known: dict[BlockKey, BlockKey] = {}
-        with residency.lock:
-            for one in candidates:
-                unit_of(one.block, residency.blocks, residency.volume_evictor.children, known)
+        for at in range(0, len(candidates), LOCKED_BLOCKS):
+            with residency.lock:
+                for one in candidates[at : at + LOCKED_BLOCKS]:
+                    unit_of(one.block, residency.blocks, residency.volume_evictor.children, known)
         return known
 
     # ---- offers
