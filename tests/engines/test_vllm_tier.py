@@ -1,4 +1,4 @@
-"""vLLM's own offloading with the store behind it: the tokens of vLLM alone, also for models that the connector refuses."""
+"""The store as a secondary tier of vLLM: the tokens of vLLM alone, also for models that the connector refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vLLM engine in this process, with the store behind vLLM's own offloading. As a script: the process that stored before."""
+"""A vLLM engine in this process with the store as a secondary tier. As a script: the process that stored before."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TierEngine:
         return found
 
     def settle(self) -> None:
-        """Step until vLLM has no offloading work left."""
+        """Step until all offloading work of vLLM has ended."""
         end_s = time.monotonic() + SETTLED_S
         while self.connector.has_pending_push_work():
             assert time.monotonic() < end_s, "offloading has not ended"

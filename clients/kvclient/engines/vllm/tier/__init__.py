@@ -1,4 +1,4 @@
-"""The store behind vLLM's own offloading: a secondary tier, and the connector that gives it an identity.
+"""The store as a secondary tier of vLLM, and the connector that gives it an identity.
 
 vLLM copies pages between the device and host memory itself, so every model, layout and device that its offloading serves works.
 Loaded out of tree: ``kv_connector`` is ``KVStoreOffloadingConnector``, ``kv_connector_module_path`` this package. See README.md.
