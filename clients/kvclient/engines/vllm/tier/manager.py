@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,41 +51,48 @@ class _Done:
     nbytes: int
 
 
+@dataclass(slots=True)
+class _Request:
+    """One of vLLM's requests, and the last lookup of its chain in each group."""
+
+    request: Any
+    found: dict[int, Lookup] = field(default_factory=dict)
+
+
 class _Requests:
-    """vLLM's requests whose chunks may be asked for. Written by the scheduler's thread."""
+    """vLLM's requests whose chunks may be asked for. The scheduler's thread adds and removes them; others read."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Any] = {}
-        self._found: dict[tuple[str, int], Lookup] = {}
+        self._known: dict[str, _Request] = {}
 
     def add(self, request: Any) -> None:  # noqa: ANN401
         """Remember a request, unless it uses an adapter."""
         if getattr(request, "lora_request", None) is None:
-            self._known[request.request_id] = request
+            self._known[request.request_id] = _Request(request)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._known.pop(request_id, None)
-        for key in [key for key in self._found if key[0] == request_id]:
-            self._found.pop(key, None)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._known
 
     def chain(self, request_id: str, group: TierGroup, chunks: int) -> list[bytes]:
         """Return vLLM's hashes of the leading chunks of a request."""
-        request = self._known.get(request_id)
-        hashes = () if request is None else request.block_hashes
+        known = self._known.get(request_id)
+        hashes = () if known is None else known.request.block_hashes
         return [bytes(one) for one in hashes[group.hashes - 1 : chunks * group.hashes : group.hashes]]
 
     def found(self, request_id: str, group_id: int) -> Lookup | None:
         """Return the last lookup of a request's chain."""
-        return self._found.get((request_id, group_id))
+        known = self._known.get(request_id)
+        return None if known is None else known.found.get(group_id)
 
     def record_found(self, request_id: str, group_id: int, lookup: Lookup) -> None:
         """Keep the lookup of a chain for the load that follows it."""
-        if request_id in self._known:
-            self._found[request_id, group_id] = lookup
+        known = self._known.get(request_id)
+        if known is not None:
+            known.found[group_id] = lookup
 
 
 class _Finder(AsyncLookupManager):
