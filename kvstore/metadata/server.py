@@ -55,6 +55,7 @@ from kvstore.observe.http import MetricsServer, serve
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import reachable_address
 from kvstore.rpc.auth.tokens import tokens_file
+from kvstore.rpc.health_probe import SHARED_STATE
 from kvstore.rpc.server import BoundServer, build_aio_server
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,8 @@ class MetadataServer:
             health = self._health = self._make_health(parts, settings, tls, servers)
             history = History(functools.partial(read_totals, self.counters, index))
             self._bound = await self._build_server(parts, path_policy, health, history, tls, servers)
+            if index.leases_roles:
+                await self._bound.show_serving(SHARED_STATE, serving=True)
             shown = self._bound.addresses[0]
             if self._leased is not None:
                 shown = await self._advertised(shown)

@@ -153,7 +153,7 @@ def test_failover_publishing_node_loses_nothing(store: Store, fault: str) -> Non
     """The node publishes what was stored before, during and after the fault of its server."""
     with connect_metadata(store.pair.setting, caller=NODE) as channel:
         assert isinstance(channel, FailoverChannel)
-        route = channel.servers.pick(CallPlacement.COMMON)
+        route = channel.servers.pick(CallPlacement.SHARED)
     assert route is not None
     publishes_to = store.pair.name_of(route.address)
     chains = [store.store_chain(f"before {number}") for number in range(3)]
