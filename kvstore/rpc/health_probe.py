@@ -17,6 +17,14 @@ MAX_CHANNELS = 128
 _NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 
+def _has_service(check: Any) -> bool | None:  # noqa: ANN401  # untyped in gRPC
+    """The answer of a health check; None: the server stops, or did not answer."""
+    code = check.code()
+    if code is grpc.StatusCode.OK:
+        return True if check.result().status == health_pb2.HealthCheckResponse.SERVING else None
+    return False if code is grpc.StatusCode.NOT_FOUND else None
+
+
 class HealthProbe:
     """Check whether servers answer. Thread-safe; implements ``kvstore.transport.liveness.Probe``.
 
@@ -59,14 +67,7 @@ class HealthProbe:
             told(None)
             return
 
-        def ended(done: Any) -> None:  # untyped in gRPC
-            code = done.code()
-            if code is grpc.StatusCode.OK:
-                told(True if done.result().status == health_pb2.HealthCheckResponse.SERVING else None)
-            else:
-                told(False if code is grpc.StatusCode.NOT_FOUND else None)
-
-        asked.add_done_callback(ended)
+        asked.add_done_callback(lambda done: told(_has_service(done)))
 
     def close(self) -> None:
         """Close all channels. Running probes end without an answer."""

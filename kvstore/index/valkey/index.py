@@ -534,11 +534,6 @@ class ValkeyIndex(PrefixIndex):
         return dict(leases) if time.monotonic() - self._small.read_s < LEASES_STALE_S else {}
 
     async def refresh(self) -> None:
-        """Read the small state again, on the event loop of the index.
-
-        Raises:
-            Unavailable: the shard does not answer.
-        """
         await self._small.refresh()
 
     def shared_value(self, name: bytes) -> SharedValue:

@@ -255,13 +255,16 @@ class SmallStateStore:
             self.founded = epoch
 
     async def refresh(self) -> None:
-        """Read what changed since the last call.
+        """Read what changed since the last call. One read serves all callers that wait for it.
 
         Raises:
             Unavailable: the shard does not answer.
             Unsupported: another version of this software wrote the state.
         """
+        asked_s = time.monotonic()
         async with self._reading:
+            if self.read_s >= asked_s:
+                return
             began_s = time.monotonic()
             found = await self._read_state()
             if found is not None:

@@ -173,7 +173,7 @@ class _Unary(_Method):
     def _cancellable(
         method: Given, server: WatchedServer, request: Given, timeout_s: float | None, metadata: Given, more: dict[str, Given]
     ) -> Given:
-        """Call a method on a server, and return the call when it has succeeded; raises ``Unavailable`` if the server becomes hung."""
+        """Call a method on a server. Returns the successful call; raises ``Unavailable`` if the server becomes hung."""
         future = method.future(request, timeout=timeout_s, metadata=metadata, **more)
         with server.waiting(future.cancel):
             future.result()
