@@ -3,7 +3,8 @@
 Three metadata servers serve the same chains of 1,600 blocks with replicas on two volumes (as in ``lookup.py``): from LMDB, from a
 Valkey Cluster of one shard, and from one of three shards. Clients look them up in turn, one call in flight. The limit is a gRPC
 server that answers with a constant. The records also have the commands per lookup that the shards ran, and the CPU time of server
-and shards, of which the notes say how much the shards use at rest. Publishing is compared with the same keys as plain ``SET`` commands in one pipeline.
+and shards. The notes say how much of it the shards use at rest. Publishing is compared with the same keys as plain ``SET``
+commands in one pipeline.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_planner_is_found_by_calls_that_are_not_forwarded(planner: str) -> None:
     assert chosen(state, 0.0, CallPlacement.PLANNER) not in {other, None}
 
 
-def test_planner_that_caller_cannot_reach_is_called_through_another_server() -> None:
+def test_planner_out_of_reach_is_called_through_another_server() -> None:
     state = selection()
     state.share_state(True)
     called = plan_calls(state, "10.0.0.99:7400")
