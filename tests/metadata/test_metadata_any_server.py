@@ -1,6 +1,6 @@
-"""Two servers over one index in Valkey: whatever a caller does at one of them, the other one knows.
+"""Two servers over one index in Valkey: each knows the registrations, orders and figures of the other one.
 
-The servers do not poll the index in most tests: what they know of each other, they read because they were asked.
+In most tests the servers do not poll the index, so they read each other's changes only because a caller named them.
 """
 
 from __future__ import annotations
