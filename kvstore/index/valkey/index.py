@@ -105,9 +105,11 @@ LEASES_STALE_S: Final = 3.0
 """Age of the copy from which its leases count as ended."""
 BEATS_STALE_S: Final = 1.0
 """Age of the copy of heartbeats after which it says nothing about which nodes are alive."""
-_STATS_POLLS: Final = 20
+_QUIET_POLLS: Final = 10
+"""Notes that are not announced are read with every tenth poll: reports of nodes are large."""
+_STATS_POLLS: Final = 50
 QUIET_ASKED_S: Final = 5.0
-"""How long after a question on the event loop the notes that are not announced are read with the heartbeats."""
+"""How long after a question on the event loop the notes that are not announced are read once per second."""
 _RANGES_AT_ONCE: Final = 64
 
 
@@ -208,12 +210,13 @@ class ValkeyIndex(PrefixIndex):
         for turn in itertools.count():
             await asyncio.sleep(POLL_S)
             try:
+                began_s = self.feed.now_s()
                 await self._small.refresh()
-                await self.feed.poll()
+                self.feed.learn(self._small.state.feed, began_s)
                 if turn % _BEATS_POLLS == 0:
                     await self._small.refresh_beats()
-                    if time.monotonic() - self._quiet_asked_s < QUIET_ASKED_S:
-                        await self._small.refresh_quiet_notes()
+                if turn % _QUIET_POLLS == 0 and time.monotonic() - self._quiet_asked_s < QUIET_ASKED_S:
+                    await self._small.refresh_quiet_notes()
                 if turn % _STATS_POLLS == 0:
                     self._stats = await self._read_stats()
             except KVStoreError as error:
@@ -530,11 +533,6 @@ class ValkeyIndex(PrefixIndex):
         return dict(leases) if time.monotonic() - self._small.read_s < LEASES_STALE_S else {}
 
     async def refresh(self) -> None:
-        """Read the small state again, on the event loop of the index.
-
-        Raises:
-            Unavailable: the shard does not answer.
-        """
         await self._small.refresh()
 
     def shared_value(self, name: bytes) -> SharedValue:

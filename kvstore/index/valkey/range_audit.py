@@ -1,7 +1,7 @@
 """Reads and writes the markers of ranges (``range_states``), so that a lost shard makes records unknown instead of absent.
 
-A server reads all markers at its start, those of a shard whose primary changed or was connected again at once, and a few others
-every second. So a shard that an operator emptied is found within seconds, too.
+A server reads all markers at its start, those of a shard whose primary changed or was connected again at once, and one of each
+shard every second. So a shard that an operator emptied is found within seconds, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
 from kvstore.index.valkey.range_states import RangeState, RangeStates, complete_marker, new_token, repair_marker
 from kvstore.index.valkey.small_state import SmallStateStore
+from kvstore.index.valkey.topology import EMPTY, Topology
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
@@ -31,10 +32,6 @@ AUDIT_S: Final = 1.0
 RETRY_S: Final = 0.05
 """Pause before markers of a shard that is away are read again."""
 READ_S: Final = 1.0
-_SAMPLE: Final = 16
-"""Markers that the routine reads each time; all in 256 rounds."""
-_STRIDE: Final = 257
-"""Neighbours in a sample are far from each other, so that each sample meets most shards. Prime to the number of ranges."""
 _PART: Final = 1_024
 _CLAIM: Final = """#!lua flags=allow-oom
 local now = redis.call('GET', KEYS[1])
@@ -82,6 +79,8 @@ class RangeAudit:
         self._moved_since: set[int] = set()
         self._wake = asyncio.Event()
         self._turn = 0
+        self._by_shard: tuple[Topology, list[list[int]]] = EMPTY, []
+        """Ranges of each shard in a topology."""
 
     def moved(self, slots: Iterable[int]) -> None:
         """Slots may have other contents: read the markers of their ranges before absence counts."""
@@ -132,10 +131,8 @@ class RangeAudit:
         if self._small.founded == epoch != self._founded:
             self._founded = epoch
             await self._set_all(epoch)
-        sample = [(self._turn * _SAMPLE + at) * _STRIDE % DIGEST_RANGES for at in range(_SAMPLE)]
-        self._turn += 1
         under_repair = [number for check in self.states.checks() if check.lost for number in check.ranges]
-        await self._read(sorted({*self.states.unread(), *under_repair, *self.states.lost(), *sample}))
+        await self._read(sorted({*self.states.unread(), *under_repair, *self.states.lost(), *self._sample()}))
         if neighbours := self._neighbours_of_lost():
             await self._read(neighbours)
         if self._writes():
@@ -143,6 +140,17 @@ class RangeAudit:
             await self._end_repairs()
 
     # ---- parts
+    def _sample(self) -> list[int]:
+        """The next range of each shard."""
+        topology = self._cluster.topology
+        if self._by_shard[0] is not topology:
+            by_shard: dict[int, list[int]] = {}
+            for number, slot in enumerate(RANGE_SLOTS):
+                by_shard.setdefault(topology.of_slot[slot], []).append(number)
+            self._by_shard = topology, list(by_shard.values())
+        self._turn += 1
+        return [ranges[self._turn % len(ranges)] for ranges in self._by_shard[1]]
+
     def _neighbours_of_lost(self) -> list[int]:
         """Ranges on shards that lost a range: the shard was emptied, so these are lost, too."""
         of_slot = self._cluster.topology.of_slot
