@@ -272,6 +272,14 @@ VOLUME_READ_ONLY: Final = _error(
     "Read the reason, and free space or repair the disk. The node then writes to the volume again without a restart. After a"
     " repair, compare its blocks with their checksums: `kvstore volumes check VOLUME`.",
 )
+VOLUME_ADOPTED: Final = _warning(
+    "VOLUME_ADOPTED",
+    "A volume is owned by another node than the one it is named after",
+    "Its first owner was gone, and a node with node.adopt_mounts has adopted the volume. Its blocks are found, loaded and evicted"
+    " there. No block is lost. If the first owner runs, it only reads the volume.",
+    "Nothing is urgent. To give the volume back, start its first owner, then stop the adopter in order: the first owner takes the"
+    " volume back within seconds.",
+)
 VOLUME_HUNG: Final = _error(
     "VOLUME_HUNG",
     "A volume does not answer reads or writes",
