@@ -274,11 +274,18 @@ VOLUME_READ_ONLY: Final = _error(
 )
 VOLUME_ADOPTED: Final = _warning(
     "VOLUME_ADOPTED",
-    "A volume is owned by another node than the one it is named after",
-    "Its first owner was gone, and a node with node.adopt_mounts has adopted the volume. Its blocks are found, loaded and evicted"
-    " there. No block is lost. If the first owner runs, it only reads the volume.",
+    "A node has adopted the volume of another node",
+    "The first owner was gone, so a node with node.adopt_mounts took its volume over. Blocks are found, loaded and evicted there,"
+    " and none is lost.",
     "Nothing is urgent. To give the volume back, start its first owner, then stop the adopter in order: the first owner takes the"
     " volume back within seconds.",
+)
+VOLUME_FENCED: Final = _warning(
+    "VOLUME_FENCED",
+    "Another node has adopted a volume of this node",
+    "This node was gone for longer than node.adopt_after of the adopter, or was paused. It writes nothing to the volume, reads it"
+    " like any node that mounts it, and has less space for new blocks.",
+    "Find out why the node was gone. To get the volume back, stop the adopter in order: this node takes it back within seconds.",
 )
 VOLUME_HUNG: Final = _error(
     "VOLUME_HUNG",

@@ -107,8 +107,9 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
     """Start stores. At the end of the test all are stopped, and the ends of their logs are printed."""
     made: list[Store] = []
 
-    def make(*nodes: NodeSpec, arguments: Sequence[str] = ()) -> Store:
-        store = Store(LocalCluster(nodes, tmp_path / str(len(made)), arguments=arguments).__enter__())
+    def make(*nodes: NodeSpec, arguments: Sequence[str] = (), shards: int = 0) -> Store:
+        cluster = LocalCluster(nodes, tmp_path / str(len(made)), arguments=arguments, shards=shards, replicas=0)
+        store = Store(cluster.__enter__())
         made.append(store)
         return store
 

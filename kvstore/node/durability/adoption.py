@@ -358,4 +358,4 @@ def findings(adopters: Sequence[VolumeAdopter]) -> Iterator[HealthFinding]:
             yield HealthFinding(codes.VOLUME_ADOPTED, volume_id, facts)
         elif (owner := adopter.lost_to) is not None:
             facts = f"Volume {volume_id} of this node was adopted by node {owner or 'unknown'}; this node only reads it."
-            yield HealthFinding(codes.VOLUME_ADOPTED, volume_id, facts)
+            yield HealthFinding(codes.VOLUME_FENCED, volume_id, facts)

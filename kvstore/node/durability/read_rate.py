@@ -78,7 +78,8 @@ class ReadRate:
 
     def measure_if_due(self) -> bool:
         """Measure once, when every volume holds enough blocks. Returns whether this call measured."""
-        if not self._due or any(node_volume.volume.usage().used_bytes < LEAST_BYTES for node_volume in self._table.node_volumes):
+        volumes = [node_volume.volume for node_volume in self._table.node_volumes]
+        if not self._due or not volumes or any(volume.usage().used_bytes < LEAST_BYTES for volume in volumes):
             return False
         self._due = False
         node_volumes = list(self._table.node_volumes)

@@ -21,7 +21,6 @@ from typing import Final
 from kvstore.config.node import NodeConfig
 from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.types import BlockKey, NodeId, VolumeId
-from kvstore.node.eviction.execution import finish_eviction
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
@@ -221,19 +220,19 @@ def _remove_doubles(node_volume: NodeVolume, doubles: Sequence[tuple[Slot, Block
 def drop_blocks(table: BlockTable, node_volume: NodeVolume) -> int:
     """Forget the blocks of a volume that another node has adopted. Returns how many are still in use.
 
-    Blocks that are in DRAM too are written to another volume before they leave it.
+    What is in DRAM too stays there as a copy of another node's block: its new owner keeps it durable.
     """
     residency = table.residency
     mine = [block for block in table.snapshot() if block.nvme_volume is node_volume]
     for first in range(0, len(mine), _REMOVALS):
         with residency.lock:
-            idle = [
-                block
-                for block in mine[first : first + _REMOVALS]
-                if block.nvme_volume is node_volume and residency.is_idle(block)
-            ]
-            residency.mark_evicting(idle)
-        finish_eviction(residency, node_volume, idle)
+            for block in mine[first : first + _REMOVALS]:
+                if block.nvme_volume is node_volume and residency.is_idle(block):
+                    residency.mark_evicting((block,))
+                    residency.remove_from_volume(block, node_volume)
+                    block.produced_here = False
+                    residency.drop_if_nowhere(block)
+            residency.changed.notify_all()
     return sum(block.nvme_volume is node_volume for block in mine)
 
 

@@ -323,10 +323,8 @@ class NvmeSlab(PooledVolume, DurableVolume):
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
         if self._read_only is not None:
             return [self._refusal(self._read_only)] * len(items)
-        try:
-            self._check_owned()
-        except KVStoreError as refusal:
-            return [refusal] * len(items)
+        if reason := self._why_not_written():
+            return [self._refusal(reason)] * len(items)
         results: list[Exception | None] = [None] * len(items)
         slots: list[SlotIO] = []
         places: list[int] = []
@@ -443,10 +441,19 @@ class NvmeSlab(PooledVolume, DurableVolume):
             for key, header in self._catalog.entries():
                 yield BlockKey(key), place_in(header)
 
+    def _why_not_written(self) -> str | None:
+        """Why nothing may be written because of who owns the volume; None: this node does."""
+        try:
+            if self._owned():
+                return None
+        except Unavailable as error:
+            return str(error)
+        self._counters.add(volumes_metrics.FENCED_WRITES_REFUSED)
+        return self._read_only or "another node has adopted it"
+
     def _check_owned(self) -> None:
-        if not self._owned():
-            self._counters.add(volumes_metrics.FENCED_WRITES_REFUSED)
-            raise self._refusal(self._read_only or "adopted")
+        if reason := self._why_not_written():
+            raise self._refusal(reason)
 
     def _refusal(self, reason: str) -> Unavailable:
         return Unavailable("this volume is read-only", volume_id=self.volume_id, reason=reason)
