@@ -114,12 +114,12 @@ class NodeSection(Section):
     )
     adopt_mounts: bool = Field(
         default=False,
-        description="adopt a mounted volume whose owner is gone: own, evict and publish its blocks; requires nvme and metadata",
+        description="adopt mounted volumes of absent owners: own, evict and publish their blocks; requires nvme and metadata",
     )
     adopt_after_ms: DurationMs = Field(
         default=10_000,
         gt=0,
-        description="how long the metadata server must consider the owner of a volume gone before this node adopts the volume",
+        description="time for which the metadata server must see nothing of a volume's owner before this node adopts the volume",
     )
     write_back_to: Annotated[str, AfterValidator(check_node_id)] | None = Field(
         default=None, description="node id of the storage node for write-back; unset: this node's NVMe volumes"

@@ -202,7 +202,7 @@ def test_owner_returns_reads_only_and_gets_volume_back(make_store: MakeStore, tm
     reader = store.engine("owner")
     assert reader.load("c1", 20).hit_blocks == 20
     assert VOLUME not in volumes(store, "owner")[:2]
-    wait_until(lambda: "was adopted by node a0" in status(store), "operators are told")
+    wait_until(lambda: "was adopted by node a0" in status(store), "operators see it")
     store.cluster.stop("a0")
     wait_adopted(store, "owner")
     on_shared = {chain for chain in chains if chain.startswith("c")}

@@ -1,4 +1,4 @@
-"""Adoption at a node: when an owner counts as gone, and how a volume joins and leaves the block table while the node runs."""
+"""Adoption at a node: when an owner counts as absent, and how a volume joins and leaves the block table while the node runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Registered:
 
 
 class Bed:
-    """A node, the folder of another node's volume, and what the node is told about that one."""
+    """A node, the folder of another node's volume, and the answers about that node."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "shared"
@@ -96,7 +96,7 @@ class Bed:
         )
         return VolumeAdopter(shared or SharedVolume(THEIRS, self.folder), parts, held)
 
-    def look_until_gone(self, adopter: VolumeAdopter) -> None:
+    def look_until_absent(self, adopter: VolumeAdopter) -> None:
         """Look every second until the owner has been away for long enough."""
         self.away = True
         for _ in range(int(AFTER_S) + 1):
@@ -127,12 +127,12 @@ def bed(tmp_path: Path) -> Iterator[Bed]:
     made.node.close()
 
 
-# ---- when an owner is gone
+# ---- when an owner is absent
 observations = st.lists(st.tuples(st.sampled_from([OTHER, THIRD]), st.booleans(), st.floats(0.1, 15.0)), max_size=40)
 
 
 @given(observations)
-def test_owner_is_gone_only_after_unbroken_absence(seen: list[tuple[NodeId, bool, float]]) -> None:
+def test_owner_is_absent_only_after_unbroken_absence(seen: list[tuple[NodeId, bool, float]]) -> None:
     timer = OwnerTimer(AFTER_S)
     now_s, history = 0.0, list[tuple[float, NodeId, bool]]()
     for node_id, away, step_s in seen:
@@ -145,7 +145,7 @@ def test_owner_is_gone_only_after_unbroken_absence(seen: list[tuple[NodeId, bool
                 break
             absent_since_s = at_s
         expected = away and now_s - absent_since_s >= AFTER_S
-        assert verdict is (Owner.GONE if expected else Owner.PRESENT)
+        assert verdict is (Owner.ABSENT if expected else Owner.PRESENT)
 
 
 def node_status(**fields: object) -> metadata_pb2.NodeStatus:
@@ -169,24 +169,24 @@ def test_owner_presence_follows_metadata_server(
     monkeypatch.setattr(adoption, "call", lambda *_: metadata_pb2.ListNodesResponse(nodes=found))
     presence = OwnerPresence(lambda: grpc.insecure_channel("127.0.0.1:1"))
     assert presence.is_away(OTHER, home) is away
-    assert presence.is_away(NodeId(""), home), "an unreadable claim is nobody's"
+    assert presence.is_away(NodeId(""), home), "an unreadable claim names no node"
     presence.close()
 
 
-def test_owner_presence_without_metadata_server_nobody_is_away() -> None:
+def test_owner_presence_without_metadata_server_no_owner_is_away() -> None:
     presence = OwnerPresence(lambda: grpc.insecure_channel("127.0.0.1:1"))
     assert not presence.is_away(OTHER, OTHER)
     presence.close()
 
 
 # ---- taking a volume
-def test_volume_of_owner_that_is_gone_is_adopted(bed: Bed) -> None:
+def test_volume_of_absent_owner_is_adopted(bed: Bed) -> None:
     keys = bed.node.keys("theirs", 40)
     bed.make_theirs(keys)
     adopter = bed.adopter()
     adopter.look()
     assert not adopter.adopted, "its owner is present"
-    bed.look_until_gone(adopter)
+    bed.look_until_absent(adopter)
     assert adopter.adopted
     assert claim_in_force(bed.folder, OTHER) == Claim(1, NODE_ID)
     assert bed.registered.changes == [f"+{THEIRS}"]
@@ -201,7 +201,7 @@ def test_volume_of_owner_that_is_gone_is_adopted(bed: Bed) -> None:
 
 def test_adopted_volume_is_written_and_evicted_like_own(bed: Bed) -> None:
     bed.make_theirs(bed.node.keys("theirs", 8))
-    bed.look_until_gone(bed.adopter())
+    bed.look_until_absent(bed.adopter())
     for number in range(60):
         bed.node.store_durably(f"c{number}", 16)
     used = {block.nvme_volume.volume_id for block in bed.node.table.snapshot() if block.nvme_volume is not None}
@@ -213,7 +213,7 @@ def test_busy_node_does_not_adopt(bed: Bed) -> None:
     bed.make_theirs(bed.node.keys("theirs", 4))
     bed.open = False
     adopter = bed.adopter()
-    bed.look_until_gone(adopter)
+    bed.look_until_absent(adopter)
     assert not adopter.adopted
     assert claim_in_force(bed.folder, OTHER) == Claim(0, OTHER)
 
@@ -240,7 +240,7 @@ def test_claim_of_other_candidate_restarts_the_wait(bed: Bed) -> None:
         adopter.look()
         bed.node.clock.advance(1.0)  # type: ignore[union-attr]
     assert not adopter.adopted
-    bed.look_until_gone(adopter)
+    bed.look_until_absent(adopter)
     assert claim_in_force(bed.folder, OTHER) == Claim(2, NODE_ID)
 
 
@@ -248,7 +248,7 @@ def test_damaged_catalog_is_rebuilt_while_adopting(bed: Bed) -> None:
     keys = bed.node.keys("theirs", 12)
     bed.make_theirs(keys)
     (bed.folder / "catalog" / "data.mdb").write_bytes(b"x" * 8192)
-    bed.look_until_gone(bed.adopter())
+    bed.look_until_absent(bed.adopter())
     assert bed.loaded(keys) == 12
     assert bed.node.counters.get("volume_catalogs_rebuilt_total") == 1
 
@@ -262,13 +262,13 @@ def test_blocks_known_already_keep_one_durable_replica(bed: Bed) -> None:
     for key in other:  # another engine computed other bytes under the same key
         bed.node.block(key).checksums = bytes(8 * SHAPE.layers)
     bed.make_theirs([*durable, *resident, *other])
-    bed.look_until_gone(bed.adopter())
+    bed.look_until_absent(bed.adopter())
     on = {key: bed.node.block(key).nvme_volume for key in [*durable, *resident, *other]}
     assert [on[key] for key in durable] == [bed.node.volumes[0]] * 4
     assert {volume.volume_id for key in resident if (volume := on[key]) is not None} == {THEIRS}
     assert [on[key] for key in other] == [None] * 4
     assert bed.node.counters.get("adopted_blocks_unused_total") == 4
-    assert bed.node.table.node_volumes[1].volume.usage().blocks == 8, "doubles are freed, what is left out is not"
+    assert bed.node.table.node_volumes[1].volume.usage().blocks == 8, "doubles are freed, blocks left out are not"
     bed.node.table.validate()
 
 
@@ -337,13 +337,13 @@ def test_fenced_volume_waits_for_reads_in_progress(bed: Bed, monkeypatch: pytest
     assert bed.node.table.node_volumes == []
 
 
-def test_fenced_volume_is_taken_back_after_its_adopter_is_gone(bed: Bed) -> None:
+def test_fenced_volume_is_taken_back_after_its_adopter_is_lost(bed: Bed) -> None:
     keys = bed.node.store_durably("c", 8)
     adopter = fenced(bed)
     adopter.look()
     for key in keys:
         assert bed.node.block(key).nvme_volume is None
-    bed.look_until_gone(adopter)
+    bed.look_until_absent(adopter)
     assert adopter.lost_to is None
     assert not adopter.adopted, "it is its own"
     assert bed.loaded(keys) == 8
@@ -354,7 +354,7 @@ def test_fenced_volume_is_taken_back_after_its_adopter_is_gone(bed: Bed) -> None
 def test_adopted_volume_is_released_when_node_stops(bed: Bed) -> None:
     bed.make_theirs(bed.node.keys("theirs", 4))
     adopter = bed.adopter()
-    bed.look_until_gone(adopter)
+    bed.look_until_absent(adopter)
     bed.node.table.node_volumes[1].volume.close()
     adopter.release()
     assert claim_in_force(bed.folder, OTHER) == Claim(2, OTHER)

@@ -68,7 +68,7 @@ def test_claim_many_threads_one_succeeds(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["claim.1"]
 
 
-def test_claim_in_force_is_highest_and_unreadable_one_is_nobodys(tmp_path: Path) -> None:
+def test_claim_in_force_is_highest_and_unreadable_one_names_no_node(tmp_path: Path) -> None:
     assert claim_in_force(tmp_path, OWNER) == Claim(0, OWNER)
     for token, node_id in ((1, ADOPTER), (9, OTHER), (10, ADOPTER)):
         assert claim(tmp_path, token, node_id)
@@ -96,7 +96,7 @@ def test_adopter_has_all_durable_blocks_and_owner_is_refused(tmp_path: Path) -> 
     assert "adopter has adopted it" in (owner.read_only or "")
     assert not owner.resume()
     assert owner.check_files()
-    assert good(owner, stored) == list(range(40)), "what it knows can still be read"
+    assert good(owner, stored) == list(range(40)), "its blocks can still be read"
     assert counters.get("volumes_fenced_total") == 1
     assert counters.get("fenced_writes_refused_total") >= 1
     owner.close()
@@ -146,7 +146,7 @@ def test_late_write_of_fenced_owner_is_never_wrong_bytes(tmp_path: Path, monkeyp
     assert good(adopter, theirs) == [], "they are misses"
     assert good(adopter, held) == list(range(5))
     mount.catch_up()
-    assert known(mount, range(100, 120), SHAPE) == [], "no reader is told of late slots"
+    assert known(mount, range(100, 120), SHAPE) == [], "no reader finds late slots"
     assert fetch(mount, range(220), SHAPE) == list(range(5))
     for part in (mount, owner, adopter):
         part.close()

@@ -1,7 +1,7 @@
 """Adoption of volumes as a model: nodes that run the real decisions in any interleaving, are paused at any point, and die.
 
-A node decides from what it read earlier, so each of its writes may come late. Any node may believe at any time that another one
-is gone. Still no block that was reported durable may be missing from the catalog of a later owner.
+A node decides from an earlier state, so each of its writes may come late. Any node may believe at any time that another one is
+absent. Still no block that was reported durable may be missing from the catalog of a later owner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NODES = ("home", "a", "b")
 
 @dataclass
 class Folder:
-    """What is on disk."""
+    """The files."""
 
     claims: dict[int, str] = field(default_factory=lambda: {0: "home"})
     copies: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0), (0, 0)])
@@ -49,7 +49,7 @@ class Node:
         self.durable = durable
         self.numbers = numbers
         self.held: int | None = None
-        self.believes_gone = True
+        self.believes_absent = True
         self.steps = self._live()
 
     def _live(self) -> Iterator[None]:
@@ -65,7 +65,7 @@ class Node:
             claimed = self.held + (self.held + 1 in folder.claims)
             return Seen(Owner.SELF, claimed, folder.published, self.held, self.held)
         holder = folder.claims[folder.claimed]
-        owner = Owner.SELF if holder == self.name else Owner.GONE if self.believes_gone else Owner.PRESENT
+        owner = Owner.SELF if holder == self.name else Owner.ABSENT if self.believes_absent else Owner.PRESENT
         return Seen(owner, folder.claimed, folder.published, max(folder.catalogs))
 
     def _step(self) -> Iterator[None]:
@@ -165,8 +165,8 @@ runs = st.lists(st.tuples(names, st.integers(1, 12), st.sampled_from(["run"] * 9
 def test_nodes_race_pause_and_die_no_durable_block_is_lost(runs: list[tuple[str, int, str]], adopter: str) -> None:
     volume = Volume()
     volume.run("home", 20)
-    for name, accesses, what in runs:
-        if what == "kill":
+    for name, accesses, action in runs:
+        if action == "kill":
             volume.start(name)
         else:
             volume.run(name, accesses)
@@ -190,7 +190,7 @@ ADOPTION = accesses_until(Volume(), "a", lambda node: node.held is not None)
 def test_owner_wakes_at_any_step_of_adoption_and_stops_writing(paused_at: int) -> None:
     for owner_at in range(20, 32):
         volume = Volume()
-        volume.nodes["home"].believes_gone = False
+        volume.nodes["home"].believes_absent = False
         volume.run("home", owner_at)
         volume.run("a", paused_at)
         volume.run("home", 40)
@@ -213,12 +213,12 @@ def test_adopter_dies_at_any_step_and_next_one_adopts(dies_at: int) -> None:
 
 @pytest.mark.parametrize("ahead", range(ADOPTION + 1))
 def test_two_adopters_race_and_one_adopts(ahead: int) -> None:
-    """``a`` goes ahead and waits while ``b``, which believes it gone, adopts; then ``a`` goes on."""
+    """``a`` goes ahead and pauses while ``b``, which believes it absent, adopts; then ``a`` continues."""
     volume = Volume()
     volume.run("home", 30)
     volume.run("a", ahead)
     volume.run("b", 3 * ADOPTION)
-    volume.nodes["a"].believes_gone = False
+    volume.nodes["a"].believes_absent = False
     volume.run("a", 3 * ADOPTION)
     volume.run("b", 10)
     assert [name for name, node in volume.nodes.items() if node.held == volume.folder.claimed] == ["b"]
@@ -231,7 +231,7 @@ def test_tables_cover_every_case() -> None:
     assert set(OPEN) == {(claimed, published) for claimed in (-1, 0, 1) for published in (-1, 0, 1)}
 
 
-@pytest.mark.parametrize(("owner", "step"), [(Owner.PRESENT, Step.WAIT), (Owner.GONE, Step.CLAIM), (Owner.SELF, Step.OPEN)])
+@pytest.mark.parametrize(("owner", "step"), [(Owner.PRESENT, Step.WAIT), (Owner.ABSENT, Step.CLAIM), (Owner.SELF, Step.OPEN)])
 def test_next_step_depends_on_owner(owner: Owner, step: Step) -> None:
     assert next_step(Seen(owner, 0, 0, 0)) is step
 

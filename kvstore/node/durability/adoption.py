@@ -1,17 +1,17 @@
-"""Adoption of volumes on shared storage: this node takes over the volume of an owner that is gone, and gives up its own ones.
+"""Adoption of volumes on shared storage: this node takes over the volume of an absent owner, and gives up its own ones.
 
 Theory of operation.
 
-1. One thread per volume looks at it every ``POLL_S``. What it does next is decided from the volume itself
-   (``kvstore.tiers.nvme.ownership``). The metadata servers only say whether the owner is gone.
-2. An owner is gone if the metadata servers have considered it silent or unknown for ``node.adopt_after``, without a gap in
-   their answers. A volume's first owner that stopped in order is not gone. If no metadata server answers, nobody is.
+1. One thread per volume looks at it every ``POLL_S``. The next step is decided from the volume's files
+   (``kvstore.tiers.nvme.ownership``). The metadata servers only say whether the owner is absent.
+2. An owner is absent if the metadata servers have considered it silent or unknown for ``node.adopt_after``, without a gap in
+   their answers. A volume's first owner that stopped in order is not absent. If no metadata server answers, no owner is.
 3. A volume that this node owns and does not have open is opened as at a start: from its catalog or, if that is damaged, from
    its slot headers. Its blocks join the table beside loads and stores. Then the node registers with the volume, which closes
    the replicas of the old owner in the index, and sends its inventory.
 4. A volume of this node that another node has adopted is dropped: its blocks leave the table, and the node mounts it for reading.
 5. A node's own volumes (``node.nvme``) are watched in the same way, so the node takes them back once their adopter has released
-   them or is gone. An adopter releases a volume when it stops in order.
+   them or is absent. An adopter releases a volume when it stops in order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _limited = LimitedLog(log)
 
 POLL_S: Final = 1.0
 GAP_S: Final = 10.0
-"""Observations further apart than this do not prove that the owner was gone in between."""
+"""Observations further apart than this do not prove that the owner was absent in between."""
 RETRY_S: Final = 5.0
 """Pause after a failure."""
 DROP_POLL_S: Final = 0.2
@@ -68,10 +68,10 @@ _RPC_TIMEOUT_S: Final = 5.0
 
 
 class OwnerTimer:
-    """How long the owner of one volume has been gone. Pure.
+    """How long the owner of one volume has been absent. Pure.
 
     Args:
-        after_s: time after which it counts as gone.
+        after_s: time after which it counts as absent.
     """
 
     def __init__(self, after_s: float) -> None:
@@ -88,7 +88,7 @@ class OwnerTimer:
         if node_id != self._node_id or now_s - self._last_s > GAP_S:
             self._node_id, self._since_s = node_id, now_s
         self._last_s = now_s
-        return Owner.GONE if now_s - self._since_s >= self._after_s else Owner.PRESENT
+        return Owner.ABSENT if now_s - self._since_s >= self._after_s else Owner.PRESENT
 
 
 class OwnerPresence:
@@ -110,7 +110,7 @@ class OwnerPresence:
         owner should have released the volume when it stopped.
         """
         if not node_id:
-            return True  # an unreadable claim is nobody's
+            return True  # an unreadable claim
         with self._lock:
             if self._channel is None:
                 self._channel = self._connect()
@@ -141,7 +141,7 @@ class Registration(Protocol):
 
 @dataclass(slots=True)
 class AdoptionParts:
-    """What the adopters of a node share.
+    """Parts that the adopters of a node share.
 
     Attributes:
         node_id: this node.
@@ -156,7 +156,7 @@ class AdoptionParts:
         mount: mounts a volume for reading.
         counters: metrics.
         clock: time.
-        registration: of the node; None: it has no metadata server.
+        registration: of the node; None: it runs without a metadata server.
         poll_s: time between two looks at a volume.
     """
 
@@ -247,7 +247,7 @@ class VolumeAdopter:
                 log.exception("volume not adopted: %s, unexpected error, trying again", self.shared.volume_id)
 
     def look(self) -> None:
-        """Look at the volume, and do what is to be done.
+        """Look at the volume, and do its next step.
 
         Raises:
             KVStoreError: it could not be adopted.
@@ -272,7 +272,7 @@ class VolumeAdopter:
         step = next_step(Seen(owner, found.token, read_superblock(path).token, newest_catalog(path, found.token)))
         if step is Step.CLAIM:
             log.warning(
-                "adopting volume: %s (owner=%s, gone=%.0f s or more, token=%d)",
+                "adopting volume: %s (owner=%s, absent=%.0f s or more, token=%d)",
                 self.shared.volume_id, found.node_id, parts.after_s, found.token + 1,
             )  # fmt: skip
             if claim(path, found.token + 1, parts.node_id):
@@ -313,7 +313,7 @@ class VolumeAdopter:
         )  # fmt: skip
 
     def _open(self) -> NvmeSlab:
-        """Open the volume. If its catalog is damaged, rebuild it from the slot headers: nobody else will."""
+        """Open the volume. If its catalog is damaged, rebuild it from the slot headers, as no operator is there to do it."""
         try:
             return self._parts.open_volume(self.shared)
         except CorruptBlock as error:

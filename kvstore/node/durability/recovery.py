@@ -49,7 +49,7 @@ class SharedVolume:
     Attributes:
         volume_id: its name.
         path: its folder on this host.
-        capacity_bytes: configured space for slots; 0: what it has.
+        capacity_bytes: configured space for slots; 0: the present one.
         direct: use O_DIRECT if the file system supports it.
     """
 
@@ -220,7 +220,7 @@ def _remove_doubles(node_volume: NodeVolume, doubles: Sequence[tuple[Slot, Block
 def drop_blocks(table: BlockTable, node_volume: NodeVolume) -> int:
     """Forget the blocks of a volume that another node has adopted. Returns how many are still in use.
 
-    What is in DRAM too stays there as a copy of another node's block: its new owner keeps it durable.
+    Blocks in DRAM stay there as copies of another node's blocks: the new owner keeps them durable.
     """
     residency = table.residency
     mine = [block for block in table.snapshot() if block.nvme_volume is node_volume]

@@ -1,4 +1,4 @@
-"""Ownership of a volume on a shared file system: who may write to it, and how another node takes it over.
+"""Ownership of a volume on a shared file system: the node that may write to it, and its takeover by another node.
 
 Theory of operation.
 
@@ -9,12 +9,12 @@ Theory of operation.
 2. The superblock has the highest token that was *published*. An owner whose token is lower is *fenced*: it reads the superblock
    before it writes a batch of slots, before and after each commit, and every few seconds, and writes nothing more.
 3. The owner writes every other file under a name that has its token: catalog, lock and slot manifest. A fenced owner that still
-   writes changes files that nobody reads.
+   writes changes files that no reader opens.
 4. A new owner publishes its token before it copies the old catalog. So a commit that the old owner saw succeed is in the copy.
-5. A slot that a fenced owner writes late has a generation of its own epoch, which no catalog and no manifest of the new owner
+5. A slot that a fenced owner writes late has a generation of an earlier epoch, which no catalog and no manifest of the new owner
    names. If it hits a slot that the new owner has filled, header or checksums differ: the block is a miss.
 
-``next_step`` decides from what is on disk, so a node that dies at any point is followed by itself or by another node.
+``next_step`` decides from the files alone, so after a crash at any point, the same or another node continues.
 """
 
 from __future__ import annotations
@@ -69,24 +69,24 @@ class VolumeAdopted(Conflict):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The claim in force. Token 0: there is no claim file."""
+    """The claim in force. Token 0: without a claim file."""
 
     token: int
     node_id: NodeId
 
 
 class Owner(Enum):
-    """Who has the claim in force, as a node sees it."""
+    """The node that has the claim in force, as another node sees it."""
 
     SELF = "self"
     PRESENT = "present"
     """Another node that may be alive."""
-    GONE = "gone"
-    """Another node that has been gone for long enough."""
+    ABSENT = "absent"
+    """Another node that has been absent for long enough."""
 
 
 class Step(Enum):
-    """What a node does next with a volume."""
+    """The next action of a node on a volume."""
 
     WAIT = "wait"
     """Nothing: the owner may be alive."""
@@ -113,7 +113,7 @@ class Seen:
     """A volume as a node finds it.
 
     Attributes:
-        owner: who has the claim in force.
+        owner: the node that has the claim in force.
         token: its token.
         published: token of the superblock.
         catalog: token of the newest complete catalog; -1: there is none.
@@ -131,9 +131,9 @@ NOT_OPEN: Final[Mapping[tuple[Owner, int], Step]] = {
     (Owner.PRESENT, -1): Step.WAIT,
     (Owner.PRESENT, 0): Step.WAIT,
     (Owner.PRESENT, 1): Step.WAIT,
-    (Owner.GONE, -1): Step.CLAIM,
-    (Owner.GONE, 0): Step.CLAIM,
-    (Owner.GONE, 1): Step.REFUSE,
+    (Owner.ABSENT, -1): Step.CLAIM,
+    (Owner.ABSENT, 0): Step.CLAIM,
+    (Owner.ABSENT, 1): Step.REFUSE,
     (Owner.SELF, -1): Step.PUBLISH,
     (Owner.SELF, 0): Step.OPEN,
     (Owner.SELF, 1): Step.REFUSE,
@@ -154,7 +154,7 @@ OPEN: Final[Mapping[tuple[int, int], Step]] = {
 
 
 def next_step(seen: Seen) -> Step:
-    """Decide the next step of a node from what it finds on the volume."""
+    """Decide the next step of a node from the state of the volume."""
     if seen.held is not None:
         return OPEN[_compared(seen.token, seen.held), _compared(seen.published, seen.held)]
     step = NOT_OPEN[seen.owner, _compared(seen.published, seen.token)]
@@ -167,7 +167,7 @@ def _compared(left: int, right: int) -> int:
 
 # ---- names ----
 def home_of(volume_id: VolumeId) -> NodeId:
-    """The node that a volume is named after: its owner as long as nobody has claimed it."""
+    """The node that a volume is named after: its owner until the first claim."""
     return NodeId(volume_id.partition("/")[0])
 
 
@@ -266,7 +266,7 @@ def copy_catalog(path: Path, source: int, token: int) -> None:
     """Copy the catalog of an earlier token. The copy gets its name last, so it is complete or absent.
 
     The old owner may still change its catalog. LMDB overwrites no page that the last transaction can reach, so the copy is that
-    transaction's state if no other one has ended meanwhile, which the meta pages show.
+    transaction's state if no other one has ended since, which the meta pages show.
 
     Raises:
         CorruptBlock: the source is damaged.
@@ -300,7 +300,7 @@ def _meta_pages(catalog: Path) -> bytes:
         head = file.read(lmdb_meta.META_BYTES)
     meta = lmdb_meta.parse_meta(head)
     if meta is None:
-        raise CorruptBlock("a catalog has no valid meta pages", path=catalog)
+        raise CorruptBlock("the meta pages of a catalog are invalid", path=catalog)
     return head[: 2 * meta.page_size]
 
 

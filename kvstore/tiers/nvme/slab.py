@@ -141,7 +141,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         Args:
             path: folder of the volume.
             volume_id: name of the volume; must be the one that it was created with.
-            capacity_bytes: space for slots. The volume grows if it had less. 0: what the existing volume has.
+            capacity_bytes: space for slots. The volume grows if it had less. 0: the present one.
             node_id: node that opens it; None: the node that the volume is named after.
             io_threads: number of concurrent I/O requests.
             direct: use O_DIRECT if the file system supports it (see ``io_engine``).
@@ -271,7 +271,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
     def check_files(self) -> bool:
         try:
             if not self._owned():
-                return True  # its new owner removes what it no longer needs
+                return True  # its new owner may remove files
         except KVStoreError as error:
             _log.warning("volume owner not checked: %s (error=%s)", self.volume_id, error)
         found = all(_is_at(path, file) for path, file in self._places)
@@ -442,7 +442,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
                 yield BlockKey(key), place_in(header)
 
     def _why_not_written(self) -> str | None:
-        """Why nothing may be written because of who owns the volume; None: this node does."""
+        """Why this node may not write because of the volume's owner; None: it may."""
         try:
             if self._owned():
                 return None

@@ -133,7 +133,7 @@ def open_parts(
     Args:
         path: folder of the volume.
         volume_id: its name.
-        capacity_bytes: space for slots; 0: what it has.
+        capacity_bytes: space for slots; 0: the present one.
         engine: I/O engine.
         counters: count failures.
         owned: the claim of the caller.
@@ -186,10 +186,10 @@ def writing() -> Iterator[None]:
 
 
 def _take_over(path: Path, file: SlabFile, current: Superblock, owned: Claim, *, writable: bool) -> Superblock:
-    """Do what is left between a claim and the opening of the volume. Returns the superblock then.
+    """Do the steps that are left between a claim and the opening of the volume. Returns the superblock then.
 
     Raises:
-        VolumeAdopted: another node has claimed a higher token meanwhile.
+        VolumeAdopted: another node has claimed a higher token since.
         Unavailable: something is left, and the volume is to be opened read-only.
         CorruptBlock: claims are missing, or the old catalog is damaged.
     """
