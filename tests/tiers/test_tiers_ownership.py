@@ -19,6 +19,7 @@ from kvstore.tiers.nvme.fsck import check_volume
 from kvstore.tiers.nvme.mounted import MountedSlab
 from kvstore.tiers.nvme.ownership import Claim, VolumeAdopted, claim, claim_in_force, newest_catalog, read_superblock, release
 from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.slab_io import SlabFile
 from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, pack_superblock
 
 NAME = VolumeId("owner/nvme0")
@@ -187,7 +188,9 @@ def test_late_superblocks_of_fenced_node_are_replaced(tmp_path: Path) -> None:
         file.write(2 * pack_superblock(old))
     assert read_superblock(tmp_path).token == 0
     put(adopter, range(4), SHAPE)
-    assert read_superblock(tmp_path).token == 1
+    restored = read_superblock(tmp_path)
+    assert restored.token == 1
+    assert restored.epoch > old.epoch + 2, "no epoch is used again"
     assert counters.get("volume_tokens_restored_total") == 1
     adopter.close()
     again, held = opened(tmp_path, ADOPTER)
@@ -244,6 +247,41 @@ def test_damaged_catalog_is_rebuilt_for_adopter(tmp_path: Path, damage: str) -> 
     assert good(adopter, held) == list(range(12))
     for slab in (owner, adopter):
         slab.close()
+
+
+def test_unreadable_superblock_leaves_fencing_to_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, _ = opened(tmp_path)
+    monkeypatch.setattr(SlabFile, "pread", lambda *_: bytes(2 * SUPERBLOCK_BYTES))
+    put(owner, range(3), SHAPE)
+    assert claim(tmp_path, 1, ADOPTER)
+    with pytest.raises(AssertionError):
+        put(owner, range(3, 6), SHAPE)
+    assert owner.adopted_by == ADOPTER
+    owner.close()
+
+
+def test_unreadable_claims_after_commit_stop_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit may count or not, so its slots are not named again by another commit."""
+    owner, _ = opened(tmp_path)
+    slots = owner.allocate(SHAPE, 2)
+    assert slots is not None
+    items = items_for(slots, range(2), SHAPE)
+    assert owner.write(items) == [None, None]
+
+    def fail(_path: Path, _token: int) -> bool:
+        raise OSError(5, "no such luck")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(slab_module, "is_claimed", fail)
+        with pytest.raises(Unavailable):
+            owner.commit([(slot, record) for slot, record, _ in items], [])
+    owner.free(slots)
+    with pytest.raises(Unavailable, match="until it is opened again"):
+        put(owner, range(10, 12), SHAPE)
+    owner.close()
+    again, held = opened(tmp_path)
+    assert set(good(again, held)) <= {0, 1}
+    again.close()
 
 
 def test_lost_claims_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ Theory of operation.
    another name and then linked, so it appears at once and complete, and of two nodes that claim one token exactly one succeeds.
    This requires neither file locks nor the metadata servers, works while the index is lost, and claims are never removed.
 2. The superblock has the highest token that was *published*. An owner whose token is lower is *fenced*: it reads the superblock
-   before it writes a batch of slots, before and after each commit, and every few seconds, and writes nothing more.
+   before it writes a batch of slots, after each commit, and every few seconds, and writes nothing more.
 3. The owner writes every other file under a name that has its token: catalog, lock and slot manifest. A fenced owner that still
    writes changes files that no reader opens.
 4. A new owner publishes its token before it copies the old catalog. So a commit that the old owner saw succeed is in the copy.

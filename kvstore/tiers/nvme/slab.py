@@ -41,6 +41,7 @@ from kvstore.core import limits
 from kvstore.core.errors import CorruptBlock, Internal, InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, BlockShape, NodeId, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
@@ -80,6 +81,7 @@ from kvstore.tiers.nvme.volume_open import (
 from kvstore.tiers.slot_pool import PooledVolume, SlotPool
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
 
 _RECOVERY_BATCH = 1024
 
@@ -225,17 +227,17 @@ class NvmeSlab(PooledVolume, DurableVolume):
         """Whether this node still owns the volume. If not, the volume becomes read-only for good.
 
         Raises:
-            Unavailable: the superblock cannot be read.
+            Unavailable: the claims cannot be read.
         """
         with self._ownership_lock:
             if self._adopted_by is not None:
                 return False
             held = self._claim.token
             try:
-                newest, _ = newest_superblock(self._file.pread(0, 2 * SUPERBLOCK_BYTES))
                 claimed = held + 1 if is_claimed(self._path, held + 1) else held
-            except (OSError, CorruptBlock) as error:
-                raise Unavailable("the owner of this volume cannot be read", volume_id=self.volume_id, reason=error) from error
+            except OSError as error:
+                raise Unavailable("claims of this volume cannot be read", volume_id=self.volume_id, reason=error) from error
+            newest = self._published()
             step = next_step(Seen(Owner.SELF, claimed, newest.token, held, held))
             if step is Step.RESTORE:
                 step = self._restore_token(newest)
@@ -243,12 +245,21 @@ class NvmeSlab(PooledVolume, DurableVolume):
                 self._become_adopted()
             return step is not Step.DROP
 
+    def _published(self) -> Superblock:
+        """The superblock in the slab; the last known one if it cannot be read. Then the claims alone fence this node."""
+        try:
+            return newest_superblock(self._file.pread(0, 2 * SUPERBLOCK_BYTES))[0]
+        except (OSError, CorruptBlock) as error:
+            self._counters.add(volumes_metrics.NVME_READ_ERRORS)
+            _limited.warning("superblock not read: %s (error=%s)", self.volume_id, error)
+            return self._superblock
+
     def _restore_token(self, newest: Superblock) -> Step:
         """Publish this owner's token again. Returns the step after that."""
         self._counters.add(volumes_metrics.VOLUME_TOKENS_RESTORED)
         _log.warning("volume token restored: %s (found=%d, token=%d)", self.volume_id, newest.token, self._claim.token)
         try:
-            publish_token(self._path, self._file, newest, self._claim.token)
+            publish_token(self._path, self._file, self._superblock, self._claim.token)
         except CannotWriteError as error:
             raise Unavailable("the token of this volume cannot be written", volume_id=self.volume_id, reason=error) from error
         except VolumeAdopted:
@@ -427,12 +438,12 @@ class NvmeSlab(PooledVolume, DurableVolume):
                 raise self._refusal(self._read_only or "closed")
             if entries:
                 self._sync()
-            self._check_owned()
             if not all(_is_at(path, file) for path, file in self._places):
+                self._check_owned()  # a new owner removes the catalog of the old one
                 self._lose()
                 raise self._refusal(self._read_only or "its files are gone")
             self._catalog.commit(entries, removed)
-            self._check_owned()  # if not, the new owner may have copied the catalog before this commit: it counts for nothing
+            self._check_owned_after_commit()
             self._manifest.append([(record.key, slot) for slot, record in stored], removed)
 
     def _listed(self) -> Iterator[tuple[BlockKey, Slot]]:
@@ -454,6 +465,16 @@ class NvmeSlab(PooledVolume, DurableVolume):
     def _check_owned(self) -> None:
         if reason := self._why_not_written():
             raise self._refusal(reason)
+
+    def _check_owned_after_commit(self) -> None:
+        """Check that a new owner, if there will be one, copies a commit that has just ended."""
+        try:
+            self._check_owned()
+        except Unavailable:
+            if self._adopted_by is None:
+                self._sync_failed = True  # the catalog names slots that callers free now: nothing may be committed on top
+                _log.error("volume owner unknown after a commit: %s; it stores nothing until it is opened again", self.volume_id)
+            raise
 
     def _refusal(self, reason: str) -> Unavailable:
         return Unavailable("this volume is read-only", volume_id=self.volume_id, reason=reason)
