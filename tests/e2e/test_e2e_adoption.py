@@ -58,7 +58,7 @@ def wait_adopted(store: Store, *nodes: str) -> str:
     found: list[str] = []
 
     def adopted() -> bool:
-        found[:] = [node for node in nodes if counter(store, node, "volumes_adopted_total")]
+        found[:] = [node for node in nodes if counter(store, node, "adopted_volumes_total")]
         return bool(found)
 
     wait_until(adopted, "the volume is adopted", ADOPTED_S)
@@ -121,7 +121,7 @@ def test_owner_paused_writes_nothing_after_it_wakes(make_store: MakeStore, tmp_p
     for chain, blocks in theirs.items():
         assert adopter.store(chain, blocks, durable=True).durable
     signal_node(store, "owner", signal.SIGCONT)
-    wait_until(lambda: counter(store, "owner", "volumes_fenced_total") == 1, "the owner notices")
+    wait_until(lambda: counter(store, "owner", "fenced_volumes_total") == 1, "the owner notices")
     wait_until(lambda: VOLUME not in volumes(store, "owner")[:2], "the owner drops the volume")
     expect_all(adopter, store, "a0", chains | theirs)
     assert counter(store, "a0", "nvme_corrupt_blocks_total") == 0
@@ -151,7 +151,7 @@ def test_two_candidates_one_adopts_and_next_one_follows(make_store: MakeStore, t
     first = wait_adopted(store, "a0", "a1")
     [second] = {"a0", "a1"} - {first}
     expect_all(store.engine(first), store, first, chains)
-    assert counter(store, second, "volumes_adopted_total") == 0
+    assert counter(store, second, "adopted_volumes_total") == 0
     assert sorted(path.name for path in folder(tmp_path).glob("claim.*")) == ["claim.1"]
     store.cluster.kill(first)
     wait_adopted(store, second)

@@ -196,7 +196,7 @@ def test_volume_of_absent_owner_is_adopted(bed: Bed) -> None:
     bed.node.table.validate()
     adopter.look()
     assert bed.registered.changes == [f"+{THEIRS}"]
-    assert bed.node.counters.get("volumes_adopted_total") == 1
+    assert bed.node.counters.get("adopted_volumes_total") == 1
 
 
 def test_adopted_volume_is_written_and_evicted_like_own(bed: Bed) -> None:
@@ -250,7 +250,7 @@ def test_damaged_catalog_is_rebuilt_while_adopting(bed: Bed) -> None:
     (bed.folder / "catalog" / "data.mdb").write_bytes(b"x" * 8192)
     bed.look_until_absent(bed.adopter())
     assert bed.loaded(keys) == 12
-    assert bed.node.counters.get("volume_catalogs_rebuilt_total") == 1
+    assert bed.node.counters.get("adopted_catalogs_rebuilt_total") == 1
 
 
 def test_blocks_known_already_keep_one_durable_replica(bed: Bed) -> None:

@@ -69,7 +69,7 @@ def test_claim_many_threads_one_succeeds(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["claim.1"]
 
 
-def test_claim_in_force_is_highest_and_unreadable_one_names_no_node(tmp_path: Path) -> None:
+def test_claim_in_force_is_the_highest_one(tmp_path: Path) -> None:
     assert claim_in_force(tmp_path, OWNER) == Claim(0, OWNER)
     for token, node_id in ((1, ADOPTER), (9, OTHER), (10, ADOPTER)):
         assert claim(tmp_path, token, node_id)
@@ -98,7 +98,7 @@ def test_adopter_has_all_durable_blocks_and_owner_is_refused(tmp_path: Path) -> 
     assert not owner.resume()
     assert owner.check_files()
     assert good(owner, stored) == list(range(40)), "its blocks can still be read"
-    assert counters.get("volumes_fenced_total") == 1
+    assert counters.get("fenced_volumes_total") == 1
     assert counters.get("fenced_writes_refused_total") >= 1
     owner.close()
     with pytest.raises(VolumeAdopted, match="belongs to node adopter") as refused:
@@ -191,7 +191,7 @@ def test_late_superblocks_of_fenced_node_are_replaced(tmp_path: Path) -> None:
     restored = read_superblock(tmp_path)
     assert restored.token == 1
     assert restored.epoch > old.epoch + 2, "no epoch is used again"
-    assert counters.get("volume_tokens_restored_total") == 1
+    assert counters.get("fencing_tokens_restored_total") == 1
     adopter.close()
     again, held = opened(tmp_path, ADOPTER)
     assert good(again, held) == list(range(4))

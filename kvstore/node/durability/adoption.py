@@ -239,11 +239,11 @@ class VolumeAdopter:
                 log.info("volume not adopted: %s", error)
             except (KVStoreError, OSError) as error:
                 pause_s = RETRY_S
-                self._parts.counters.add(volumes_metrics.VOLUME_ADOPTIONS_FAILED)
+                self._parts.counters.add(volumes_metrics.ADOPTIONS_FAILED)
                 _limited.warning("volume not adopted, trying again: %s (error=%s)", self.shared.volume_id, error)
             except Exception:  # thread edge: the volume would stay without an owner
                 pause_s = RETRY_S
-                self._parts.counters.add(volumes_metrics.VOLUME_ADOPTIONS_FAILED)
+                self._parts.counters.add(volumes_metrics.ADOPTIONS_FAILED)
                 log.exception("volume not adopted: %s, unexpected error, trying again", self.shared.volume_id)
 
     def look(self) -> None:
@@ -306,7 +306,7 @@ class VolumeAdopter:
             parts.registration.add_volume(
                 common_pb2.VolumeInfo(volume_id=shared.volume_id, tier=common_pb2.TIER_NVME, capacity_bytes=usage.capacity_bytes)
             )
-        parts.counters.add(volumes_metrics.VOLUMES_ADOPTED)
+        parts.counters.add(volumes_metrics.ADOPTED_VOLUMES)
         log.warning(
             "volume adopted: %s (path=%s, token=%d, blocks=%d, seconds=%.1f)",
             shared.volume_id, shared.path, token, blocks, parts.clock.now_s() - began_s,
@@ -318,7 +318,7 @@ class VolumeAdopter:
             return self._parts.open_volume(self.shared)
         except CorruptBlock as error:
             log.warning("catalog rebuilt from slot headers: %s (reason=%s)", self.shared.volume_id, error)
-            self._parts.counters.add(volumes_metrics.VOLUME_CATALOGS_REBUILT)
+            self._parts.counters.add(volumes_metrics.ADOPTED_CATALOGS_REBUILT)
             check_volume(self.shared.path, repair=True, direct=self.shared.direct)
             return self._parts.open_volume(self.shared)
 

@@ -98,7 +98,7 @@ def open_volumes(config: NodeConfig, counters: Counters) -> OpenedVolumes:
         try:
             opened.slabs.append(open_shared(config, shared, counters=counters, gds=gds))
         except VolumeAdopted as error:
-            counters.add(volumes_metrics.VOLUMES_FENCED)
+            counters.add(volumes_metrics.FENCED_VOLUMES)
             log.error("volume not opened: %s; this node only reads it", error)  # noqa: TRY400  # no bug, no trace
             opened.adopted.append(shared)
             continue

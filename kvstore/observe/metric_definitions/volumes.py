@@ -42,14 +42,14 @@ NVME_WRITE_ERRORS: Final = group.counter("nvme_write_errors_total", "writes that
 FENCED_WRITES_REFUSED: Final = group.counter(
     "fenced_writes_refused_total", "writes and commits refused because another node has adopted the volume"
 )
-VOLUMES_ADOPTED: Final = group.counter("volumes_adopted_total", "volumes that this node has adopted from another node")
-VOLUME_ADOPTIONS_FAILED: Final = group.counter("volume_adoptions_failed_total", "failed attempts to adopt a volume")
-VOLUME_CATALOGS_REBUILT: Final = group.counter(
-    "volume_catalogs_rebuilt_total", "catalogs rebuilt from slot headers while a volume was adopted"
+ADOPTED_VOLUMES: Final = group.counter("adopted_volumes_total", "volumes that this node has adopted from another node")
+ADOPTIONS_FAILED: Final = group.counter("adoptions_failed_total", "failed attempts to adopt a volume")
+ADOPTED_CATALOGS_REBUILT: Final = group.counter(
+    "adopted_catalogs_rebuilt_total", "catalogs rebuilt from slot headers while a volume was adopted"
 )
-VOLUMES_FENCED: Final = group.counter("volumes_fenced_total", "volumes of this node that another node has adopted")
-VOLUME_TOKENS_RESTORED: Final = group.counter(
-    "volume_tokens_restored_total", "superblocks written again after a late write of an earlier owner"
+FENCED_VOLUMES: Final = group.counter("fenced_volumes_total", "volumes of this node that another node has adopted")
+FENCING_TOKENS_RESTORED: Final = group.counter(
+    "fencing_tokens_restored_total", "superblocks written again after a late write of an earlier owner"
 )
 ADOPTED_BLOCKS_UNUSED: Final = group.counter(
     "adopted_blocks_unused_total", "blocks of adopted volumes left out until the next opening, as DRAM holds other bytes"

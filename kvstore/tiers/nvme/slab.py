@@ -256,7 +256,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
 
     def _restore_token(self, newest: Superblock) -> Step:
         """Publish this owner's token again. Returns the step after that."""
-        self._counters.add(volumes_metrics.VOLUME_TOKENS_RESTORED)
+        self._counters.add(volumes_metrics.FENCING_TOKENS_RESTORED)
         _log.warning("volume token restored: %s (found=%d, token=%d)", self.volume_id, newest.token, self._claim.token)
         try:
             publish_token(self._path, self._file, self._superblock, self._claim.token)
@@ -273,7 +273,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
             by = Claim(-1, NodeId("unknown"))
         self._adopted_by = by.node_id
         self._read_only = f"node {by.node_id} has adopted it (token {by.token}, ours {self._claim.token})"
-        self._counters.add(volumes_metrics.VOLUMES_FENCED)
+        self._counters.add(volumes_metrics.FENCED_VOLUMES)
         _log.error(
             "volume fenced: %s (path=%s, adopted_by=%s, token=%d, ours=%d); this node writes to it no more",
             self.volume_id, self._path, by.node_id, by.token, self._claim.token,
