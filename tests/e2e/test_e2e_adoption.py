@@ -33,7 +33,10 @@ def shared(make_store: MakeStore, tmp_path: Path, *, adopters: int = 1, shards: 
         settings.append(("adopt_after", after))
     owner = NodeSpec("owner", roles=("storage",), nvme_bytes=64 * MIB, dram_bytes=64 * MIB)
     return make_store(
-        owner, *(NodeSpec(f"a{at}", nvme_bytes=16 * MIB, settings=tuple(settings)) for at in range(adopters)), shards=shards
+        owner,
+        *(NodeSpec(f"a{at}", nvme_bytes=16 * MIB, settings=tuple(settings)) for at in range(adopters)),
+        shards=shards,
+        replicas=0,
     )
 
 

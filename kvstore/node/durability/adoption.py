@@ -302,9 +302,11 @@ class VolumeAdopter:
             residency.changed.notify_all()
         self._held, self._token, self._owner = node_volume, token, parts.node_id
         if parts.registration is not None:
-            usage = slab.usage()
+            capacity_bytes = slab.usage().capacity_bytes
             parts.registration.add_volume(
-                common_pb2.VolumeInfo(volume_id=shared.volume_id, tier=common_pb2.TIER_NVME, capacity_bytes=usage.capacity_bytes)
+                common_pb2.VolumeInfo(
+                    volume_id=shared.volume_id, tier=common_pb2.TIER_NVME, capacity_bytes=capacity_bytes, uid=slab.uid
+                )
             )
         parts.counters.add(volumes_metrics.ADOPTED_VOLUMES)
         log.warning(
