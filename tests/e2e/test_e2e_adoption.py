@@ -134,9 +134,9 @@ def test_owner_paused_writes_nothing_after_it_wakes(make_store: MakeStore, tmp_p
     for chain, blocks in theirs.items():
         assert reader.load(chain, blocks).hit_blocks == blocks
     assert counter(store, "owner", "mount_read_blocks_total") > 0
-    found = status(store)
-    assert "VOLUME_ADOPTED: This node has adopted volume owner/nvme0 of node owner" in found
-    assert "VOLUME_FENCED: Volume owner/nvme0 of this node was adopted by node a0" in found
+    fenced = "VOLUME_FENCED: Volume owner/nvme0 of this node was adopted by node a0"
+    wait_until(lambda: fenced in status(store), "the owner reports it")
+    assert "VOLUME_ADOPTED: This node has adopted volume owner/nvme0 of node owner" in status(store)
 
 
 def status(store: Store) -> str:
