@@ -22,14 +22,20 @@ pytestmark = pytest.mark.skipif(find_server() is None, reason="no valkey-server 
 
 
 class InterruptedIndex(ValkeyIndex):
-    """An index in which something happens right before records are read."""
+    """An index in which something happens right before records are read, or before each attempt to change them."""
 
     before_reading: Callable[[], None] | None = None
+    before_changes: Callable[[], None] | None = None
 
     def _interrupt(self) -> None:
         work, self.before_reading = self.before_reading, None
         if work is not None:
             work()
+
+    def _change(self, commands: Sequence[Command]) -> list[Reply]:
+        if self.before_changes is not None:
+            self.before_changes()
+        return super()._change(commands)
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         self._interrupt()
@@ -85,6 +91,19 @@ def test_publish_keeps_replicas_of_a_new_volume_epoch(index: InterruptedIndex, o
     index.before_reading = published_by(other, theirs)
     index.publish(mine, [CHAIN.run(0, 100)], [])
     assert runs(index, {mine, *theirs}) == {ReplicaRun(0, 100, mine), ReplicaRun(0, 100, theirs[0])}
+
+
+def test_publish_that_loses_many_races_wins_in_the_end(index: InterruptedIndex, other: ValkeyIndex) -> None:
+    mine, theirs = opened(index, "mine"), list[VolumeEpoch]()
+
+    def interrupt() -> None:
+        if len(theirs) < 12:
+            theirs.append(opened(other, f"other-{len(theirs)}"))
+            other.publish(theirs[-1], [CHAIN.run(0, 100)], [])
+
+    index.before_changes = interrupt
+    index.publish(mine, [CHAIN.run(0, 100)], [])
+    assert runs(index, {mine, *theirs}) == {ReplicaRun(0, 100, epoch) for epoch in (mine, *theirs)}
 
 
 def test_sweep_keeps_replicas_of_a_new_volume_epoch(index: InterruptedIndex, other: ValkeyIndex) -> None:

@@ -19,6 +19,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import logging
+import random
 import time
 from collections.abc import Callable, Collection, Container, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, Final, Self, TypeVar
@@ -86,8 +87,11 @@ PART_S: Final = 10.0
 SYNC_MARGIN_S: Final = 5.0
 SERVERS_S: Final = 1.0
 """Deadline of an exchange of the metadata servers' records."""
-MAX_RACES: Final = 5
-"""Attempts to replace records that other servers change at the same time. Then anti-entropy repairs what is left."""
+MAX_RACES: Final = 40
+"""Attempts to replace records that other servers change at the same time: more than there are servers, one of which
+wins each time. Then anti-entropy repairs what is left."""
+RACE_PAUSE_S: Final = 0.002
+"""The longest pause before the second attempt, and by how much it grows with each."""
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
 _KEYS_PER_RANGE: Final = 1 << 24
@@ -245,7 +249,8 @@ class ValkeyIndex(PrefixIndex):
         check_batch(stored, removed)
         keys_read = BatchEdit.reads(stored, removed)
         lost: dict[tuple[VolumeEpoch, int], list[BlockKey]] = {}
-        for _ in range(MAX_RACES):
+        for attempt in range(MAX_RACES):
+            time.sleep(random.uniform(0.0, attempt * RACE_PAUSE_S))  # noqa: S311  # no secret
             replies = self._run([read_command(key) for key in keys_read])
             state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
             if volume_epoch not in state.volume_epochs:
@@ -260,11 +265,14 @@ class ValkeyIndex(PrefixIndex):
                 lost[holder] = list(dict.fromkeys([*lost.get(holder, ()), *keys]))
             changes: list[tuple[BlockKey, bytes | None]] = [*edit.puts(), *((key, None) for key in edit.deletes())]
             commands = [change_command(key, existing.get(key), value, self._abilities) for key, value in changes]
-            raced = [reply for reply in self._change(commands) if not took_effect(reply)]
+            outcomes = zip(changes, self._change(commands), strict=True)
+            raced = {key for (key, _), reply in outcomes if not took_effect(reply)}
             if not raced:
                 break
             self._count(metadata_metrics.INDEX_RACES, len(raced))
-        else:
+            if raced <= {key for key, reply in zip(keys_read, replies, strict=True) if reply is not None and key not in existing}:
+                break  # damaged records never become what was expected
+        if raced:
             self._count(metadata_metrics.INDEX_RACES_LOST, len(raced))
             limited.warning(
                 "gave up on records that are damaged or that other servers keep changing (volume_epoch=%d, keys=%d)",
