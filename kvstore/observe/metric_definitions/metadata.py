@@ -147,7 +147,8 @@ SETTINGS_RESTORED: Final = group.counter(
     "metadata_settings_restored_total", "times that this server's copy of the settings replaced missing or older shared ones"
 )
 SETTINGS_LOST: Final = group.counter(
-    "metadata_settings_lost_total", "settings dropped because other settings with the same revision were kept"
+    "metadata_settings_lost_total",
+    "settings of a server dropped because others were made at the same time, in a split network",
 )
 QUOTA_SHARE_FAILURES: Final = group.counter(
     "metadata_quota_share_failures_total", "divisions of quotas that failed with an unexpected exception: a bug"
