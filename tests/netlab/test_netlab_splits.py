@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
+from netlab_hosts import HostThread
 
 from kvstore.core.errors import KVStoreError, NotFound
 from kvstore.core.types import BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
@@ -25,7 +24,6 @@ from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import SETTINGS, SMALL_SLOT
 from kvstore.metadata.retention.settings_store import FileSettings, QuotaSetting
 from kvstore.metadata.retention.shared_settings import SharedSettings
-from kvstore.netlab import netns
 from kvstore.netlab.lab import HostSpec, LabHost, NetLab
 from kvstore.observe.counters import Counters
 from samples import sample
@@ -37,7 +35,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-T = TypeVar("T")
 NAMESPACE = NamespaceId(b"n" * 16)
 CHAIN = chain("split", 1_000)
 PACKED = b"".join(CHAIN)
@@ -47,24 +44,6 @@ SPLIT_S = 5.0
 LAST_S = 3.0
 """Time after which Valkey servers of the minority have stopped serving: twice their timeout, and some."""
 HEAL_S = 30.0
-
-
-class HostThread:
-    """A thread on a host of a lab. Sockets and threads that its work opens belong to that host."""
-
-    def __init__(self, host: LabHost) -> None:
-        self._fd = os.open(netns.NETNS_DIR / host.namespace, os.O_RDONLY | os.O_CLOEXEC)
-        self._pool = ThreadPoolExecutor(1, f"on-{host.name}", initializer=netns.enter, initargs=(self._fd,))
-
-    def run(self, work: Callable[[], T]) -> T:
-        return self.begin(work).result()
-
-    def begin(self, work: Callable[[], T]) -> Future[T]:
-        return self._pool.submit(work)
-
-    def close(self) -> None:
-        self._pool.shutdown()
-        os.close(self._fd)
 
 
 class Side:
@@ -129,7 +108,7 @@ class Split:
     """The lab, the cluster and both sides."""
 
     def __init__(self, lab: NetLab, folder: Path, stack: ExitStack) -> None:
-        hosts = [ServerHost(host.compute_ip, host.popen) for host in lab.hosts]  # type: ignore[arg-type]
+        hosts = [ServerHost(host.compute_ip, host.popen) for host in lab.hosts]
         number = SMALL_SLOT * len(hosts) // SLOTS
         self.minority = lab.hosts[number]
         majority = next(host for host in lab.hosts if host is not self.minority)

@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from kvproto.v1 import admin_pb2, metadata_pb2
 from kvstore.core.errors import Unavailable
-from kvstore.rpc.errors import abort_arguments
+from kvstore.rpc.errors import USE_ANOTHER_SERVER, abort_arguments
 
 Behaviour = Callable[["ScriptedServer", grpc.ServicerContext], bytes]
 STREAMS = {
@@ -39,6 +39,14 @@ def lose_connection(_server: ScriptedServer, context: grpc.ServicerContext) -> b
 def say_unavailable(_server: ScriptedServer, context: grpc.ServicerContext) -> bytes:
     """Answer with the store's own error."""
     code, message, metadata = abort_arguments(Unavailable("the index is closed"))
+    context.set_trailing_metadata(metadata)
+    context.abort(code, message)
+    raise AssertionError
+
+
+def send_elsewhere(_server: ScriptedServer, context: grpc.ServicerContext) -> bytes:
+    """Answer that this server cannot serve the caller, while others may."""
+    code, message, metadata = abort_arguments(Unavailable("no index", **{USE_ANOTHER_SERVER: "yes"}))
     context.set_trailing_metadata(metadata)
     context.abort(code, message)
     raise AssertionError

@@ -303,6 +303,11 @@ class ValkeyClient:
         """Open a connection for the caller alone, for commands that block. The same errors as ``connect``."""
         return await connect(address, self._address.credentials, self._address.tls, CONNECT_S)
 
+    @property
+    def reachable(self) -> bool:
+        """Whether a primary answers, in time or late."""
+        return any(shard.up or shard.slow for shard in self._by_number)
+
     def away(self) -> list[str]:
         """Addresses of the primaries that are away."""
         return list(self.away_since_s())

@@ -55,11 +55,10 @@ from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_holder, check_notes
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import RETRY_S, TRY_S, Command, Lane, ValkeyClient
+from kvstore.index.valkey.cluster import Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import BlockFeed
-from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
-from kvstore.index.valkey.range_audit import RangeAudit
+from kvstore.index.valkey.range_audit import RangeAudit, keys_in_ranges
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
@@ -94,7 +93,6 @@ RACE_PAUSE_S: Final = 0.002
 """The longest pause before the second attempt, and by how much it grows with each."""
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
-_KEYS_PER_RANGE: Final = 1 << 24
 _BEATS_POLLS: Final = 3
 """Heartbeats are read with every third poll of the small state."""
 LEASES_STALE_S: Final = 3.0
@@ -407,37 +405,9 @@ class ValkeyIndex(PrefixIndex):
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         check_ranges(first, count)
-        keys = self._call(self._keys_in_ranges(range(first, first + count)))
+        keys = self._call(keys_in_ranges(self._cluster, range(first, first + count), PART_S))
         values = self._run([read_command(key) for key in keys])
         return [(key, value) for key, value in zip(keys, values, strict=True) if is_record(value)]
-
-    async def _keys_in_ranges(self, ranges: Sequence[int]) -> list[BlockKey]:
-        """List the keys of ranges, in order.
-
-        A server lists what it has, also of a slot that moves or moved. So each range is asked for a key that never exists, too:
-        only a server with the whole slot says that there is none.
-
-        Raises:
-            Unavailable: some ranges cannot be listed in time.
-        """
-        found: dict[int, list[BlockKey]] = {}
-        deadline_s = time.monotonic() + PART_S
-        while left := [at for at in ranges if at not in found]:
-            commands = [
-                (RANGE_SLOTS[at], packed)
-                for at in left
-                for packed in (pack("CLUSTER", "GETKEYSINSLOT", RANGE_SLOTS[at], _KEYS_PER_RANGE), pack("GET", TAGS[at] + b"-"))
-            ]
-            answers = await self._cluster.run(commands, budget_s=TRY_S, follow=False)
-            for at, listing, nothing in zip(left, answers[::2], answers[1::2], strict=True):
-                if isinstance(listing, list) and nothing is None:
-                    named = [name for name in listing if isinstance(name, bytes) and len(name) == TAG_BYTES + KEY_BYTES]
-                    found[at] = sorted(BlockKey(name[TAG_BYTES:]) for name in named if name.startswith(TAGS[at]))
-            if len(found) < len(ranges):
-                if time.monotonic() > deadline_s:
-                    raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))
-                await asyncio.sleep(RETRY_S)
-        return [key for at in ranges for key in found[at]]
 
     def range_checks(self) -> Sequence[RangeCheck]:
         return self._audit.states.checks()
@@ -521,6 +491,10 @@ class ValkeyIndex(PrefixIndex):
         return dict(self._small.state.beats)
 
     # ---- servers ----
+    @property
+    def reachable(self) -> bool:
+        return self._cluster.reachable
+
     def backend(self) -> IndexBackend:
         return self._watch.backend()
 

@@ -84,6 +84,9 @@ PUBLISH_DUPLICATES: Final = group.counter("metadata_publish_duplicates_total", "
 PUBLISH_GAPS: Final = group.counter("metadata_publish_gaps_total", "publish streams rejected because a batch was missing")
 REGISTRATIONS: Final = group.counter("metadata_registrations_total", "registrations of nodes, restarts included")
 HEARTBEATS: Final = group.counter("metadata_heartbeats_total", "heartbeats received from all nodes")
+NODES_SENT_ELSEWHERE: Final = group.counter(
+    "metadata_nodes_sent_elsewhere_total", "heartbeats and registrations refused because this server cannot reach the index"
+)
 NODES_APPEARED: Final = group.counter("metadata_nodes_appeared_total", "nodes that became alive, again or for the first time")
 NODES_EXPIRED: Final = group.counter("metadata_nodes_expired_total", "nodes hidden because their heartbeats stopped")
 NODES_LEFT: Final = group.counter("metadata_nodes_left_total", "nodes that reported their stop")
