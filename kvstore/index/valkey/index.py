@@ -28,6 +28,7 @@ import hiredis
 
 from kvstore.core import limits
 from kvstore.core.checksum import key_range
+from kvstore.core.clock import BootTimeClock
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.index_backend import IndexBackend, MetadataServerRecord
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
@@ -57,7 +58,7 @@ from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
-from kvstore.index.valkey.feed import BlockFeed
+from kvstore.index.valkey.feed import FRESH_S, BlockFeed, still_true
 from kvstore.index.valkey.range_audit import RangeAudit, keys_in_ranges
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
@@ -131,6 +132,7 @@ class ValkeyIndex(PrefixIndex):
         self._cluster = ValkeyClient(address, budget_s=lookup_budget_s, count=count, observe=observe, on_moved=self._moved)
         self._watch = ServerWatch(address, self._cluster)
         self._small = SmallStateStore(self._cluster, count)
+        self._clock = BootTimeClock()
         self._audit = RangeAudit(self._cluster, self._small, count)
         self.feed = BlockFeed(self._cluster, count)
         """Block events for the watchers of all servers."""
@@ -263,6 +265,7 @@ class ValkeyIndex(PrefixIndex):
                 lost[holder] = list(dict.fromkeys([*lost.get(holder, ()), *keys]))
             changes: list[tuple[BlockKey, bytes | None]] = [*edit.puts(), *((key, None) for key in edit.deletes())]
             commands = [change_command(key, existing.get(key), value, self._abilities) for key, value in changes]
+            changed_s = self._clock.now_s()  # before the change, which is true from then on
             outcomes = zip(changes, self._change(commands), strict=True)
             raced = {key for (key, _), reply in outcomes if not took_effect(reply)}
             if not raced:
@@ -280,7 +283,7 @@ class ValkeyIndex(PrefixIndex):
         slots = {slot for slot, _ in commands}
         told = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in lost.items()]
         if self.feed.wanted():
-            slots |= self._append_to_feed(volume_epoch, edit.stored, told, removed)
+            slots |= self._append_to_feed(volume_epoch, edit.stored, told, removed, changed_s)
         self._replicate(slots)
         self._run_ends.record_stored(stored)
         if self._listener is not None and (edit.stored or lost):
@@ -288,7 +291,12 @@ class ValkeyIndex(PrefixIndex):
         report_ignored(edit, volume_epoch, self._count)
 
     def _append_to_feed(
-        self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], told: Sequence[RemovedKeys], removed: Sequence[BlockKey]
+        self,
+        volume_epoch: VolumeEpoch,
+        stored: Sequence[BlockRun],
+        told: Sequence[RemovedKeys],
+        removed: Sequence[BlockKey],
+        changed_s: float,
     ) -> set[int]:
         """Append a batch that took effect to the feed. Returns the hash slot that was written.
 
@@ -298,6 +306,14 @@ class ValkeyIndex(PrefixIndex):
         known = {key for entry in told if entry.volume_epoch == volume_epoch for key in entry.keys}
         before = [key for key in removed if key not in known]
         gone = [*told, RemovedKeys(volume_epoch, NamespaceId(b""), before)] if before else told
+        if self._clock.now_s() - changed_s > FRESH_S:
+            keys = sorted({*(key for run in stored for key in run.keys), *(key for entry in gone for key in entry.keys)})
+            changed_s = self._clock.now_s()
+            values = self._run([read_command(key) for key in keys])
+            holders = {key: decode(value)[2::2] for key, value in zip(keys, values, strict=True) if is_record(value)}
+            stored, gone = still_true(volume_epoch, stored, gone, holders)
+            if self._clock.now_s() - changed_s > FRESH_S:
+                raise Unavailable("Valkey is too slow for block events: publish again")
         if not stored and not gone:
             return set()
         slot = self._call(self.feed.append(volume_epoch, stored, gone))
