@@ -1,4 +1,4 @@
-"""Metadata servers are killed while nodes publish to them: afterwards the shared index equals the tables of the nodes."""
+"""Metadata servers are killed and restarted while nodes publish to them: nothing is lost, and no load fails."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kvstore.index.record import decode
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import TAGS
+from kvstore.observe.metric_definitions import client as client_metrics
 from samples import sample
 from support.server_pair import ServerPair, server_pair
 from support.wait import wait_until
@@ -71,8 +72,8 @@ class Writer:
 
 
 @contextmanager
-def writers(pair: ServerPair) -> Iterator[list[Writer]]:
-    found = [Writer(pair, spec.node_id) for spec in NODES]
+def writers(pair: ServerPair, *nodes: NodeSpec) -> Iterator[list[Writer]]:
+    found = [Writer(pair, spec.node_id) for spec in nodes]
     try:
         yield found
     finally:
@@ -106,7 +107,7 @@ def test_server_killed_while_nodes_publish_leaves_no_difference(tmp_path: Path) 
         ValkeyServers(tmp_path / "valkey", shards=2) as cluster,
         server_pair(tmp_path / "store", *NODES, engine=cluster.url) as pair,
     ):
-        with writers(pair) as found:
+        with writers(pair, *NODES) as found:
             for number in range(KILLS):
                 # the nodes have just moved to the server that is killed now, and stay there for 5 s after the other one is back
                 victim = pair.NAMES[number % 2]
@@ -127,3 +128,52 @@ def test_server_killed_while_nodes_publish_leaves_no_difference(tmp_path: Path) 
         assert keys_in_index(cluster)["full"] <= full.keys()
         for writer in found:
             writer.engine.close()
+
+
+@pytest.mark.thorough
+def test_servers_restarted_one_by_one_no_load_fails(tmp_path: Path) -> None:
+    """All metadata servers, then all shards, under load: as in an upgrade."""
+    with (
+        ValkeyServers(tmp_path / "valkey", shards=3, replicas=1) as cluster,
+        server_pair(tmp_path / "store", NODES[1], engine=cluster.url) as pair,
+    ):
+        engine = Engine(pair, None, **SHAPE)  # type: ignore[arg-type]
+        with writers(pair, NODES[1]) as (writer,):
+            wait_until(lambda: writer.chains and engine.load(writer.chains[0], BLOCKS).hit_blocks == BLOCKS)
+            chain, ended, hits = writer.chains[0], threading.Event(), list[int]()
+
+            def load() -> None:
+                while not ended.is_set():
+                    hits.append(engine.load(chain, BLOCKS, deadline_s=3.0).hit_blocks)
+
+            loading = threading.Thread(target=load)
+            loading.start()
+            try:
+                for _ in range(3):
+                    for name in pair.NAMES:
+                        pair.stop(name)
+                        pair.start_server(name)
+                        wait_until(lambda name=name: usable(engine, pair.addresses[name]), "the callers return to it")  # type: ignore[misc]
+                    for number in range(3):
+                        replica = next(one for one in cluster.servers[number::3] if one.call("ROLE")[0] == b"slave")  # type: ignore[index]
+                        former = next(one for one in cluster.servers[number::3] if one is not replica)
+                        assert replica.call("CLUSTER", "FAILOVER") == b"OK"
+                        wait_until(lambda former=former: cluster.is_replaced(former), "the replica is the primary")  # type: ignore[misc]
+                        cluster.restart(former)
+                        wait_until(lambda: cluster.whole, "it is a replica again", 60.0, poll_s=0.1)
+            finally:
+                ended.set()
+                loading.join()
+        counts = engine.client.stats()
+        failed = counts.get(client_metrics.LOOKUPS_FAILED, 0)
+        print(f"{len(hits)} loads, fewest blocks {min(hits)} of {BLOCKS}, failed lookups {failed}")
+        assert failed == 0
+        assert min(hits) >= 0.97 * BLOCKS, "a hit may be a block or two shorter while a shard fails over"
+        wait_until(lambda: keys_in_index(cluster)["wide"] == writer.keys(), "everything is published", 60.0, poll_s=0.2)
+        for one in (engine, writer.engine):
+            one.close()
+
+
+def usable(engine: Engine, address: str) -> bool:
+    """Whether a client uses a server without reserve."""
+    return any(one.address == address and one.condition == "usable" for one in engine.client.metadata_servers)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(find_server() is None, reason="no valkey-server 
 
 FOLDER = Path(__file__).parent
 PORT = 7400
-CUT_S, CALLS_S = 5.0, 8.0
+CUT_S, CALLS_S = 4.0, 5.5
 MOST_S = 2.0
 """Bound of a lookup: it waits for a server that is cut off, and then asks another one."""
 
