@@ -4,9 +4,10 @@ Steps are measured in two ways. The share of a step that vLLM's thread spends in
 times with and without the connector also include the CPU time of the connector's threads, but contain the noise of a machine
 whose core speed changes within seconds.
 
-One engine process runs alternately with the connector, which looks up every prompt and stores every block, and with the connector
-detached. Two processes of the same engine would differ by more than the cost to be measured. The node writes back to NVMe and
-finishes this before the next measurement. Every prompt is new.
+One engine process runs alternately with the connector, which looks up every prompt and stores every block, with the connector
+detached, and with one that does nothing, which is the least that vLLM's interface costs. Two processes of the same engine would
+differ by more than the cost to be measured. The node writes back to NVMe and finishes this before the next measurement. Every
+prompt is new.
 
 The model is a Llama with random weights in float32: 8 layers, width 512, 16 KiB of KV per token. Run with an interpreter that has
 vLLM (``make install-engines``).
@@ -59,8 +60,8 @@ def measure(options: Options, scratch: Path) -> None:
         child = stack.enter_context(EngineChild(model, store, scratch / "engine.log", **engine))
 
         def prepare(name: str) -> None:
-            """Attach or detach the connector, and wait for pending writes to disk."""
-            child.ask("connector", on=name == "with")
+            """Attach a connector or none, and wait for pending writes to disk."""
+            child.ask("connector", which=name)
             stub.Flush(node_pb2.FlushRequest(timeout_ms=10_000), timeout=12)
 
         shares: list[float] = []
@@ -69,7 +70,7 @@ def measure(options: Options, scratch: Path) -> None:
             prepare(name)
             prompts = [prompt(PROMPT) for _ in range(BATCH)]
             answer = child.ask("decode", prompts=prompts, max_tokens=steps)
-            if name == "with":
+            if name == "own":
                 shares.append(float(answer["inside"]) / float(answer["seconds"]))
             return float(answer["seconds"]) * 1e3
 
@@ -78,7 +79,7 @@ def measure(options: Options, scratch: Path) -> None:
             answer = child.ask("prompt", tokens=prompt(tokens))
             return float(answer["seconds"]) * 1e3
 
-        variants = ("with", "without")
+        variants = ("own", "none", "idle")
         tpot = harness.interleave({name: partial(step, name) for name in variants}, TPOT_ROUNDS * options.repetitions)
         ttft = harness.interleave({name: partial(first_token, name) for name in variants}, TTFT_ROUNDS * options.repetitions)
     options.keep(
@@ -104,8 +105,9 @@ def measure(options: Options, scratch: Path) -> None:
     ):
         options.keep(
             Figure(name, title, {**parameters, "kv_bytes_token": SIZE.kv_bytes}, "ms", lower_is_better=True),
-            samples["with"],
-            peer=Reference("the same engine without its connector", samples["without"]),
+            samples["own"],
+            peer=Reference("the same engine without its connector", samples["none"]),
+            limit=Reference("a connector that does nothing", samples["idle"]),
             target=Target("peer", bound),
         )
 

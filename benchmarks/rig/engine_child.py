@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 from unittest import mock
 
 HERE = Path(__file__).resolve()
@@ -115,11 +115,12 @@ class _Engine:
         )
         self._engine = self._llm.llm_engine
         self._numbers = iter(range(1 << 62))
-        self._detached: tuple[Any, Any] | None = None
-        """The scheduler's and the worker's connector while they are detached."""
+        self._connectors: dict[str, tuple[Any, Any]] = {"none": (None, None)}
+        """The scheduler's and the worker's connector."""
         self._in_connector_s = 0.0
         self._inside = False
         if transfer is not None:
+            self._open_connectors()
             self._watch_connector()
 
     def prompt(self, tokens: Sequence[int], max_tokens: int = 1) -> dict[str, Any]:
@@ -160,28 +161,44 @@ class _Engine:
             self._engine.step()
         return {"seconds": seconds, "inside": inside, "steps": steps + 1}
 
-    def connector(self, *, on: bool) -> dict[str, Any]:
-        """Detach or attach the engine's connector. Without it, vLLM steps like an engine started without a connector."""
+    def connector(self, *, which: Literal["own", "idle", "none"]) -> dict[str, Any]:
+        """Replace the engine's connector by one that does nothing, or detach it, or attach it again.
+
+        Without a connector, vLLM steps like an engine started without one.
+        """
         from vllm.distributed.kv_transfer import (
             ensure_kv_transfer_initialized,
             ensure_kv_transfer_shutdown,
             get_kv_transfer_group,
+            has_kv_transfer_group,
         )
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         self.forget()
         core = self._engine.engine_core.engine_core
-        if on and self._detached is not None:
-            core.scheduler.connector, worker = self._detached
+        if has_kv_transfer_group():
+            with mock.patch.object(get_kv_transfer_group(), "shutdown"):  # vLLM forgets the worker's connector, which stays open
+                ensure_kv_transfer_shutdown()
+        core.scheduler.connector, worker = self._connectors[which]
+        if worker is not None:
             with mock.patch.object(KVConnectorFactory, "create_connector", return_value=worker):
                 ensure_kv_transfer_initialized(core.vllm_config, core.scheduler.kv_cache_config)
-            self._detached = None
-        elif not on and self._detached is None:
-            self._detached = core.scheduler.connector, get_kv_transfer_group()
-            core.scheduler.connector = None
-            with mock.patch.object(self._detached[1], "shutdown"):  # vLLM forgets the worker's connector, which stays open
-                ensure_kv_transfer_shutdown()
         return {}
+
+    def _open_connectors(self) -> None:
+        """Remember the engine's own connector, and make one that does nothing."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+
+        from rig.idle_connector import IdleConnector
+
+        core = self._engine.engine_core.engine_core
+        self._connectors["own"] = core.scheduler.connector, get_kv_transfer_group()
+        scheduler, worker = (
+            IdleConnector(core.vllm_config, role, core.scheduler.kv_cache_config)
+            for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+        )
+        self._connectors["idle"] = scheduler, worker
 
     def _watch_connector(self) -> None:
         """Sum the time that vLLM's thread spends in the connector."""

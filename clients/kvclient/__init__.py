@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvclient.memory.buffers import as_block_buffer
     from kvclient.nodes.namespaces import list_namespaces
     from kvclient.options import ClientOptions
-    from kvclient.results import LoadResult, Lookup, NodeRef, Run, StoreResult
+    from kvclient.results import HeadLookup, LoadResult, Lookup, NodeRef, Run, StoreResult
     from kvclient.scheduling.client import AsyncGroupLeader, AsyncSchedulerClient, GroupLeader, SchedulerClient
     from kvclient.scheduling.types import (
         Assigned,
@@ -64,6 +64,7 @@ _HOMES = {
     "EngineRequest": "kvclient.scheduling.types",
     "GroupLeader": "kvclient.scheduling.client",
     "GroupUpdates": "kvclient.scheduling.types",
+    "HeadLookup": "kvclient.results",
     "InvalidArgument": "kvstore.core.errors",
     "KVClient": "kvclient.client",
     "KVStoreError": "kvstore.core.errors",
@@ -97,6 +98,7 @@ __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
     "CacheSpec",
     "TlsConfig",
     "Lookup",
+    "HeadLookup",
     "Run",
     "NodeRef",
     "LoadResult",

@@ -16,7 +16,7 @@ from kvclient.call.execution import PreparedCall, Result
 from kvclient.client import Keys, KVClient
 from kvclient.load.paths import Paths
 from kvclient.options import ClientOptions, Verify
-from kvclient.results import LoadResult, Lookup, StoreResult
+from kvclient.results import HeadLookup, LoadResult, Lookup, StoreResult
 from kvstore.core.keys import Tokens
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey
@@ -76,9 +76,16 @@ class AsyncKVClient:
         """
         return await self._run(self.blocking.lookup_call(keys, deadline_s))
 
+    async def lookup_heads(self, keys: Keys, *, deadline_s: float | None = None) -> HeadLookup:
+        """See ``KVClient.lookup_heads``.
+
+        Example: ``found = await client.lookup_heads(page_keys)``
+        """
+        return await self._run(self.blocking.lookup_heads_call(keys, deadline_s))
+
     async def load(
         self,
-        what: Lookup | Keys,
+        what: Lookup | HeadLookup | Keys,
         buffer: object,
         *,
         deadline_s: float | None = None,

@@ -22,7 +22,7 @@ from kvclient.handoff.receiver import PromptReceiver
 from kvclient.handoff.sender import PromptSender, abandon_prompt, check_transfer_id, find_decode_node
 from kvclient.load.accounting import HitAccounting
 from kvclient.load.layerwise import LayerBarrier, LoadHandle
-from kvclient.load.load import Load, LookupCall
+from kvclient.load.load import HeadLookupCall, Load, LookupCall
 from kvclient.load.paths import Paths
 from kvclient.memory.buffers import as_block_buffer
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
@@ -35,7 +35,7 @@ from kvclient.nodes.remote_sessions import RemoteSessionCache
 from kvclient.nodes.run_ends import RunEndMemory
 from kvclient.nodes.store_node import StoreNodeFinder
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
-from kvclient.results import LoadResult, Lookup, StoreResult
+from kvclient.results import HeadLookup, LoadResult, Lookup, StoreResult
 from kvclient.store.demotions import Demotions
 from kvclient.store.handle import StoreHandle
 from kvclient.store.layerwise import LayerwiseStore
@@ -250,10 +250,31 @@ class KVClient:
         chain = self._slice(keys)
         return LookupCall(self._context, chain, self._scope(deadline_s, self._context.options.lookup_deadline_s))
 
+    def lookup_heads(self, keys: Keys, *, deadline_s: float | None = None) -> HeadLookup:
+        """Return which blocks, each the head of a separate chain, the store can serve according to its index.
+
+            found = client.lookup_heads(page_keys)
+            found.held                           # one bool per key
+            client.load(found, pages)            # loads those that are held, with one outcome per key
+
+        Args:
+            keys: keys of blocks that ``store_heads`` stored, in any order.
+            deadline_s: seconds it may take; None: the option's.
+
+        Raises:
+            InvalidArgument: malformed keys, or too many.
+        """
+        return self._runner.run(self.lookup_heads_call(keys, deadline_s))
+
+    def lookup_heads_call(self, keys: Keys, deadline_s: float | None) -> HeadLookupCall:
+        """Prepare ``lookup_heads``: the arguments are checked, the work has not begun."""
+        heads = self._slice(keys, heads=True)
+        return HeadLookupCall(self._context, heads, self._scope(deadline_s, self._context.options.lookup_deadline_s))
+
     # ---- loads ----
     def load(
         self,
-        what: Lookup | Keys,
+        what: Lookup | HeadLookup | Keys,
         buffer: object,
         *,
         deadline_s: float | None = None,
@@ -268,8 +289,9 @@ class KVClient:
             result.hit_blocks                    # leading blocks whose bytes are in the buffer
 
         Args:
-            what: a ``Lookup``: its first ``hit_blocks`` blocks are loaded (``lookup.part`` for fewer). Or keys: they are looked
-                up first if they begin a chain, and the local node is asked for all of them even if the index lists none.
+            what: a ``Lookup``: its first ``hit_blocks`` blocks are loaded (``lookup.part`` for fewer). A ``HeadLookup``: all of
+                its blocks are. Or keys: they are looked up first if they begin a chain, and the local node is asked for all of
+                them even if the index lists none.
             buffer: space for exactly these blocks; see ``as_block_buffer``.
             deadline_s: seconds it may take; None: the option's.
             verify: whether checksums are compared here; None: the option's.
@@ -284,7 +306,7 @@ class KVClient:
 
     def start_load(
         self,
-        what: Lookup | Keys,
+        what: Lookup | HeadLookup | Keys,
         buffer: object,
         *,
         deadline_s: float | None = None,
@@ -321,7 +343,7 @@ class KVClient:
 
     def load_call(
         self,
-        what: Lookup | Keys,
+        what: Lookup | HeadLookup | Keys,
         buffer: object,
         deadline_s: float | None,
         verify: Verify | None,
@@ -333,11 +355,13 @@ class KVClient:
         layerwise: bool = False,
     ) -> Load:
         """Prepare ``load``: the arguments are checked, the work has not begun."""
-        lookup = what if isinstance(what, Lookup) else None
+        lookup = what if isinstance(what, Lookup | HeadLookup) else None
+        if lookup is not None and (parent is not None or depth):
+            raise InvalidArgument("parent and depth belong to keys: a lookup has its own")
         if isinstance(what, Lookup):
-            if parent is not None or depth:
-                raise InvalidArgument("parent and depth belong to keys: a lookup has its own")
             chain = self._slice(what.keys[: what.hit_blocks], what.parent, what.depth)
+        elif isinstance(what, HeadLookup):
+            chain = self._slice(what.keys, heads=True)
         else:
             chain = self._slice(what, parent, depth)
         verify = self._context.options.verify if verify is None else verify
@@ -411,7 +435,8 @@ class KVClient:
 
             client.store_heads(page_keys, pages)
 
-        For pages of engines that do not name the preceding pages. Such pages are looked up one by one and evicted in any order.
+        For pages of engines that do not name the preceding pages, or keep only some of them. Such pages are found by
+        ``lookup_heads`` and evicted in any order.
 
         Raises:
             InvalidArgument: a buffer or keys that do not fit.
@@ -431,7 +456,7 @@ class KVClient:
         heads: bool = False,
     ) -> Store:
         """Prepare ``store`` or ``store_heads``: the arguments are checked, the work has not begun."""
-        chain = self._slice(keys, parent, depth)
+        chain = self._slice(keys, parent, depth, heads=heads)
         blocks = as_block_buffer(buffer, self._context.shape, len(chain), writable=False, spec=self._context.spec)
         scope = self._scope(deadline_s, self._context.options.default_deadline_s)
         in_pool = not heads  # the engine's own pool is for prompts
@@ -442,7 +467,6 @@ class KVClient:
             scope,
             durable=durable,
             wait_visible=wait_visible,
-            heads=heads,
             keep_in_pool=in_pool,
         )
 
@@ -656,9 +680,9 @@ class KVClient:
         """For ``kvclient.aio``: where calls run."""
         return self._runner
 
-    def _slice(self, keys: Keys, parent: BlockKey | None = None, depth: int = 0) -> ChainSlice:
+    def _slice(self, keys: Keys, parent: BlockKey | None = None, depth: int = 0, *, heads: bool = False) -> ChainSlice:
         self._check_usable()
-        return ChainSlice(self._context.namespace, keys, parent, depth)
+        return ChainSlice(self._context.namespace, keys, parent, depth, heads=heads)
 
     def _scope(self, deadline_s: float | None, default_s: float) -> CallScope:
         seconds = default_s if deadline_s is None else check_seconds("deadline_s", deadline_s)

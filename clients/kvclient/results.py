@@ -127,6 +127,31 @@ class Lookup:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class HeadLookup:
+    """Which of several blocks, each the head of a separate chain, can be served according to the index. Only a load proves it.
+
+    Attributes:
+        keys: all requested keys.
+        runs: the volumes that hold them; runs of different volumes may overlap.
+        seconds: duration of the lookup.
+        error: the failure of the store, if there was one: then blocks may be missing.
+    """
+
+    keys: Sequence[BlockKey]
+    runs: tuple[Run, ...] = ()
+    seconds: float = 0.0
+    error: KVStoreError | None = None
+
+    @property
+    def held(self) -> npt.NDArray[np.bool_]:
+        """Whether each block can be served."""
+        held = np.zeros(len(self.keys), bool)
+        for run in self.runs:
+            held[run.start : run.end] = True
+        return held
+
+
 def outcome_table(*outcomes: int) -> npt.NDArray[np.bool_]:
     """Return a table that is True at the given outcomes, to be indexed with arrays of outcomes."""
     table = np.zeros(256, bool)

@@ -1,4 +1,4 @@
-"""Consecutive blocks of one chain, as one value that lookups, loads and stores pass on."""
+"""Consecutive blocks of one chain, or heads of several chains, as one value that lookups, loads and stores pass on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.core.types import KEY_BYTES, BlockKey, NamespaceId, pack_keys, unpa
 
 @dataclass(frozen=True, slots=True, init=False)
 class ChainSlice:
-    """Consecutive blocks of one chain. ``len`` is the number of blocks.
+    """Consecutive blocks of one chain, or heads of separate chains. ``len`` is the number of blocks.
 
     The constructor checks its arguments once; ``part`` does not check again.
 
@@ -23,6 +23,7 @@ class ChainSlice:
         packed: all keys in one ``bytes``, as they travel.
         parent: key of the block before the first; None if the first block is the head of the chain.
         depth: position of the first block in the chain.
+        heads: each block is the head of a separate chain.
     """
 
     namespace: NamespaceId
@@ -30,9 +31,16 @@ class ChainSlice:
     packed: bytes
     parent: BlockKey | None
     depth: int
+    heads: bool
 
     def __init__(
-        self, namespace: NamespaceId, keys: Sequence[BlockKey] | bytes, parent: BlockKey | None = None, depth: int = 0
+        self,
+        namespace: NamespaceId,
+        keys: Sequence[BlockKey] | bytes,
+        parent: BlockKey | None = None,
+        depth: int = 0,
+        *,
+        heads: bool = False,
     ) -> None:
         """Check and keep the arguments.
 
@@ -41,12 +49,15 @@ class ChainSlice:
             keys: 16-byte keys, or all of them packed in one ``bytes``.
             parent: see the class.
             depth: see the class.
+            heads: see the class.
 
         Raises:
-            InvalidArgument: a malformed key, too many keys, a parent at depth 0, or no parent at another depth.
+            InvalidArgument: a malformed key, too many keys, a parent at depth 0, no parent at another depth, or heads at a depth.
         """
         check_position(parent, depth)
-        self._set(namespace, *_both_forms(keys), parent, depth)
+        if heads and depth:
+            raise InvalidArgument("heads of chains have depth 0", depth=depth)
+        self._set(namespace, *_both_forms(keys), parent, depth, heads)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -60,7 +71,11 @@ class ChainSlice:
 
         ``index`` may be ``len(self)``: the result is the parent of the block that would follow.
         """
-        return self.keys[index - 1] if index else self.parent
+        return self.keys[index - 1] if index and not self.heads else self.parent
+
+    def depth_of(self, index: int) -> int:
+        """Return the position of block ``index`` of this slice in its chain."""
+        return 0 if self.heads else self.depth + index
 
     def part(self, start: int, stop: int) -> Self:
         """Return blocks ``[start, stop)`` of this slice."""
@@ -72,16 +87,26 @@ class ChainSlice:
             self.keys[start:stop],
             self.packed[start * KEY_BYTES : stop * KEY_BYTES],
             self.parent_of(start),
-            self.depth + start,
+            self.depth_of(start),
+            self.heads,
         )
         return part
 
-    def _set(self, namespace: NamespaceId, keys: Sequence[BlockKey], packed: bytes, parent: BlockKey | None, depth: int) -> None:
+    def _set(
+        self,
+        namespace: NamespaceId,
+        keys: Sequence[BlockKey],
+        packed: bytes,
+        parent: BlockKey | None,
+        depth: int,
+        heads: bool,
+    ) -> None:
         object.__setattr__(self, "namespace", namespace)
         object.__setattr__(self, "keys", keys)
         object.__setattr__(self, "packed", packed)
         object.__setattr__(self, "parent", parent)
         object.__setattr__(self, "depth", depth)
+        object.__setattr__(self, "heads", heads)
 
 
 def _both_forms(keys: Sequence[BlockKey] | bytes) -> tuple[Sequence[BlockKey], bytes]:

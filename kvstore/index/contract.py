@@ -16,6 +16,7 @@ and needs no scan. Records of closed volume epochs are removed in the background
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -252,6 +253,10 @@ class PrefixIndex(ABC):
     @abstractmethod
     def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
         """Open volume epochs that hold each key of a namespace, at any depth, visible or not."""
+
+    async def holders_async(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
+        """As ``holders``, for a caller on an event loop. Keys whose shard does not answer in time have no holders."""
+        return await asyncio.to_thread(self.holders, namespace, keys)
 
     # ---- the whole ----
     @abstractmethod

@@ -257,6 +257,10 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self._namespace_owners.check(request.namespace_id)
         return await self._lookups.answer(request)
 
+    async def LookupHeads(self, request: pb.LookupHeadsRequest, context: object) -> pb.LookupHeadsResponse:
+        self._namespace_owners.check(request.namespace_id)
+        return await self._lookups.answer_heads(request)
+
     async def PlanLoad(self, request: pb.PlanLoadRequest, context: object) -> pb.LoadPlan:
         return self._parts.planner.plan(request)
 

@@ -16,6 +16,7 @@ from kvclient.results import PATH_LOCAL, PATH_PREFILL
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 SPEC = CacheSpec(model="cluster", block_tokens=16, layers=4, layer_block_bytes=4096)
 OPTIONS = ClientOptions(reopen_pause_s=0.05, breaker_pause_s=0.1, default_deadline_s=20.0)
@@ -86,6 +87,27 @@ def test_heads_of_chains_are_stored_and_loaded(cluster: LocalCluster, node: str 
             out = np.zeros_like(block)
             assert client.load([key], out, verify="always").hit_blocks == 1
             assert np.array_equal(out, block)
+
+
+@pytest.mark.parametrize("reader", ["prefill", "decode", None])
+def test_heads_are_looked_up_together(cluster: LocalCluster, reader: str | None) -> None:
+    """Any of them may be missing. A node that brings them from another one keeps them as heads."""
+    seed = {"prefill": 50, "decode": 51, None: 52}[reader]
+    data = content(6, seed)
+    with connect(cluster, "prefill") as writer, connect(cluster, reader) as client:
+        keys = client.keys(tokens(6, seed))
+        held = [keys[at] for at in (1, 2, 4)]
+        assert writer.store_heads(held, data[[1, 2, 4]]).held_blocks == 3
+        wait_until(lambda: int(client.lookup_heads(held).held.sum()) == 3, "the index shows the blocks")
+        found = client.lookup_heads(keys)
+        assert found.held.tolist() == [False, True, True, False, True, False]
+        out = np.zeros_like(data)
+        result = client.load(found, out, verify="always")
+        hit = Outcome.HIT
+        assert (result.outcomes == hit).tolist() == found.held.tolist()
+        assert np.array_equal(out[[1, 2, 4]], data[[1, 2, 4]])
+        assert not out[[0, 3, 5]].any()
+        assert client.store_heads(held, data[[1, 2, 4]]).count(StoreOutcome.EXISTS) == 3
 
 
 def test_layerwise_store_is_loaded(cluster: LocalCluster) -> None:

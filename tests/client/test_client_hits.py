@@ -12,12 +12,12 @@ from client_fakes import FakeMetadata, FakeNode, payloads
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient import CacheSpec, ClientOptions, KVClient, Lookup
+from kvclient import CacheSpec, ClientOptions, KVClient
 from kvclient.load.accounting import HitAccounting, LoadTrace, missed_reasons
 from kvclient.load.sink import BlockSink
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
-from kvstore.core.types import BlockKey, Outcome, Tier
+from kvstore.core.types import Outcome, Tier
 from kvstore.lab.accounting_check import check_accounts
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions.label_values import MISS_REASONS, PATHS
@@ -42,8 +42,8 @@ def loads(draw: st.DrawFn) -> tuple[BlockSink, LoadTrace, bool]:
     return sink, trace, draw(st.booleans())
 
 
-@given(st.lists(loads(), max_size=5), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans()), max_size=5))
-def test_hit_accounting_adds_up(done: list[tuple[BlockSink, LoadTrace, bool]], lookups: list[tuple[int, int, bool]]) -> None:
+@given(st.lists(loads(), max_size=5), st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=5))
+def test_hit_accounting_adds_up(done: list[tuple[BlockSink, LoadTrace, bool]], lookups: list[tuple[int, bool]]) -> None:
     incidents = LimitedLog(logging.getLogger("kvclient"))
     accounts = HitAccounting(BLOCK_TOKENS, 4096, incidents, ClientOptions())
     asked = 0
@@ -55,9 +55,9 @@ def test_hit_accounting_adds_up(done: list[tuple[BlockSink, LoadTrace, bool]], l
         assert all(missed.values())
         assert "other" not in missed, "every outcome has its reason"
         assert sum(missed.values()) == int(np.count_nonzero(sink.outcomes != Outcome.HIT))
-    for hit, left, fails in lookups:
+    for left, fails in lookups:
         error = Internal("x") if fails else None
-        accounts.looked_up(Lookup([BlockKey(bytes(16))] * (hit + left), hit, error=error))
+        accounts.not_found(left, error)
         asked += left
     accounts.refused(3, CapacityExceeded("full"))
     check_accounts(incidents.counters.snapshot(), BLOCK_TOKENS)

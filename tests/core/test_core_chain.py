@@ -34,7 +34,20 @@ def test_part_keeps_position(count: int, depth: int, data: st.DataObject) -> Non
     for index in range(len(part)):
         assert part.key(index) == keys[start + index]
         assert part.parent_of(index) == chain.parent_of(start + index)
+        assert part.depth_of(index) == chain.depth_of(start + index) == depth + start + index
     assert part.parent_of(len(part)) == chain.parent_of(stop)
+
+
+@given(count=st.integers(1, 20), data=st.data())
+def test_part_of_heads_has_heads(count: int, data: st.DataObject) -> None:
+    keys = some_keys(count)
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(start, count))
+    part = ChainSlice(NAMESPACE, keys, heads=True).part(start, stop)
+    assert part == ChainSlice(NAMESPACE, keys[start:stop], heads=True)
+    assert {(part.parent_of(index), part.depth_of(index)) for index in range(len(part))} <= {(None, 0)}
+    with pytest.raises(InvalidArgument):
+        ChainSlice(NAMESPACE, keys, PARENT, 1, heads=True)
 
 
 @given(count=st.integers(0, 20))

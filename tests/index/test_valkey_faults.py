@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -12,7 +13,7 @@ import hiredis
 import pytest
 
 from kvstore.core.errors import CapacityExceeded, Unavailable
-from kvstore.core.types import BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
 from kvstore.index.contract import VolumeEpoch
 from kvstore.index.valkey import cluster as cluster_module
@@ -244,6 +245,24 @@ def test_emptied_shard_makes_records_unknown_until_repaired(
     assert (hit.blocks, hit.unknown) == (len(CHAIN), 0)
     assert index.stats().blocks == len(CHAIN)
     assert counters.snapshot()[metadata_metrics.RANGES_LOST] > 1_900
+
+
+@needs_valkey
+async def test_holders_of_a_silent_shard_are_left_out(servers: ValkeyServers) -> None:
+    index = await ValkeyIndex.start(ValkeyAddress(servers.seeds), lookup_budget_s=0.5)
+    try:
+        epoch = await asyncio.to_thread(open_epoch, index)
+        await asyncio.to_thread(index.publish, epoch, [BlockRun(NAMESPACE, None, 0, tuple(CHAIN))], [])
+        assert await index.holders_async(NAMESPACE, [*CHAIN, BlockKey(bytes(16))]) == [(epoch,)] * len(CHAIN) + [()]
+        shard = without_small_state(servers)
+        shard.kill(signal.SIGSTOP)
+        try:
+            found = await index.holders_async(NAMESPACE, CHAIN)
+        finally:
+            shard.kill(signal.SIGCONT)
+        assert set(found) == {(epoch,), ()}, "the other shard has answered"
+    finally:
+        await index.close_async()
 
 
 @needs_valkey

@@ -50,6 +50,36 @@ async def test_lookup_names_each_node_once(running: Running) -> None:
     assert covered == set(range(50))
 
 
+async def test_lookup_heads_names_volumes_of_each_key(running: Running) -> None:
+    """Keys may be in any order and at any depth; hidden volumes, unknown keys and other namespaces are misses."""
+    one, two, keys = running.peer("host-1"), running.peer("host-2"), chain("a", 9)
+    for peer in (one, two):
+        await peer.register()
+    await one.publish(one.dram, run_of(keys, 0, 4))
+    await two.publish(two.dram, run_of(keys, 3, 5))
+    asked = [keys[8], keys[4], keys[0], keys[1], keys[3]]
+
+    async def found(namespace: bytes = NAMESPACE) -> dict[int, set[str]]:
+        request = pb.LookupHeadsRequest(namespace_id=namespace, keys=b"".join(asked))
+        answer = await call_aio(one.stub.LookupHeads, request, TIMEOUT_S)
+        held: dict[int, set[str]] = {}
+        for run in answer.runs:
+            node = answer.nodes[run.node]
+            for at in range(run.start, run.start + run.count):
+                held.setdefault(at, set()).add(node.volumes[run.volume].volume_id)
+        assert len({node.node_id for node in answer.nodes}) == len(answer.nodes)
+        return held
+
+    assert await found() == {1: {two.dram}, 2: {one.dram}, 3: {one.dram}, 4: {one.dram, two.dram}}
+    assert await found(b"another-tenant-1") == {}
+    two.reboot()
+    await two.register()
+    assert await found() == {2: {one.dram}, 3: {one.dram}, 4: {one.dram}}
+    asked = [BlockKey(b"short")]
+    with pytest.raises(InvalidArgument):
+        await found()
+
+
 async def test_register_twice_changes_nothing(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 10)
     first = await peer.register()

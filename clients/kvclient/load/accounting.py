@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from kvclient.options import ClientOptions
-from kvclient.results import LoadResult, Lookup, Outcomes
+from kvclient.results import LoadResult, Outcomes
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, KVStoreError
 from kvstore.core.types import Outcome, Tier
@@ -134,11 +134,10 @@ class HitAccounting:
         self._slow_s = options.slow_load_s
         self.recent = RecentLoads()
 
-    def looked_up(self, found: Lookup) -> None:
-        """Count the blocks that an engine's lookup did not find."""
-        missed = len(found.keys) - found.hit_blocks
+    def not_found(self, missed: int, error: KVStoreError | None) -> None:
+        """Count the blocks that an engine's lookup did not find, or could not, because of an error."""
         if missed:
-            reason = "unknown" if found.error is None else "index_down"
+            reason = "unknown" if error is None else "index_down"
             count_asked(self._counters, self._block_tokens, {}, {reason: missed})
 
     def refused(self, blocks: int, error: KVStoreError) -> None:

@@ -25,8 +25,9 @@ from kvclient.load.sources.engine_pool import EnginePoolSource
 from kvclient.load.sources.gds import GdsSource
 from kvclient.load.sources.local_node import LocalNodeSource
 from kvclient.load.sources.peers import PeerSource
+from kvclient.memory.engine_pool import PoolNamespace
 from kvclient.options import Verify
-from kvclient.results import LoadResult, Lookup
+from kvclient.results import HeadLookup, LoadResult, Lookup
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.chain import ChainSlice
@@ -50,7 +51,7 @@ class LookupCall:
     def run(self) -> Lookup:
         """Do the lookup, and count the blocks that it did not find."""
         found = look_up(self._context, self._chain, self.scope)
-        self._context.accounting.looked_up(found)
+        self._context.accounting.not_found(len(found.keys) - found.hit_blocks, found.error)
         return found
 
     def refused(self, error: KVStoreError) -> Lookup:
@@ -77,8 +78,41 @@ def look_up(context: ClientContext, chain: ChainSlice, scope: CancelScope) -> Lo
     return found
 
 
+class HeadLookupCall:
+    """One lookup of heads of chains; a ``PreparedCall``."""
+
+    def __init__(self, context: ClientContext, heads: ChainSlice, scope: CallScope) -> None:
+        self._context = context
+        self._heads = heads
+        self.scope = scope
+
+    def run(self) -> HeadLookup:
+        """Do the lookup, and count the blocks that it did not find."""
+        context, heads = self._context, self._heads
+        counters = context.incidents.counters
+        counters.add(client_metrics.LOOKUPS)
+        found = HeadLookup(heads.keys)
+        if len(heads) and context.metadata is not None:
+            try:
+                found = context.metadata.lookup_heads(heads, self.scope.left_s())
+            except KVStoreError as error:
+                context.incidents.report(client_metrics.LOOKUPS_FAILED, "lookup failed", error)
+                found = HeadLookup(heads.keys, seconds=self.scope.elapsed_s(), error=error)
+            else:
+                counters.add(client_metrics.LOOKUP_BLOCKS, len(heads))
+                counters.add(client_metrics.LOOKUP_HIT_BLOCKS, int(np.count_nonzero(found.held)))
+                counters.observe(client_metrics.LOOKUP_SECONDS, found.seconds)
+        context.accounting.not_found(int(np.count_nonzero(~found.held)), found.error)
+        return found
+
+    def refused(self, error: KVStoreError) -> HeadLookup:
+        """Return a lookup that found nothing."""
+        self._context.accounting.refused(len(self._heads), error)
+        return HeadLookup(self._heads.keys, error=error)
+
+
 class Load:
-    """One load of consecutive blocks of a chain; a ``PreparedCall``.
+    """One load of consecutive blocks of a chain, or of heads of chains; a ``PreparedCall``.
 
     Args:
         context: the client's parts.
@@ -96,7 +130,7 @@ class Load:
         self,
         context: ClientContext,
         chain: ChainSlice,
-        lookup: Lookup | None,
+        lookup: Lookup | HeadLookup | None,
         buffer: BlockBuffer,
         scope: CallScope,
         verify: Verify,
@@ -138,7 +172,7 @@ class Load:
         context, chain = self._context, self._chain
         trace = LoadTrace(context.clock)
         lookup = self._lookup if self._lookup is not None else self._look_up(trace)
-        pool = context.pool
+        pool = None if chain.heads else context.pool  # the pool is for prompts
         # The client knows its own pool better than the index does. Equally near runs stay in the order of the index.
         runs = [run for run in lookup.runs if pool is None or run.node_id != pool.node_id]
         runs.sort(key=lambda run: run.distance)
@@ -151,9 +185,9 @@ class Load:
         if pool_source is not None:
             fetch_from([pool_source], request, sink)
         if self._paths is None or context.metadata is None:
-            fetch_from(self._sources(), request, sink)
+            fetch_from(self._sources(pool), request, sink)
         else:
-            planned = PlannedSource(self._sources(), context.local, context.metadata, self._paths)
+            planned = PlannedSource(self._sources(pool), context.local, context.metadata, self._paths)
             fetch_from([planned], request, sink)
         sink.flush_to_device()
         if pool_source is not None:
@@ -164,9 +198,9 @@ class Load:
         context.accounting.account(result, sink.sources(), trace, cancelled=self.scope.cancelled)
         return result
 
-    def _sources(self) -> Iterator[LoadSource]:
+    def _sources(self, pool: PoolNamespace | None) -> Iterator[LoadSource]:
         """Yield the sources after the engine's own pool, nearest first. A source is made only if blocks are still missing."""
-        pool, local = self._context.pool, self._context.local
+        local = self._context.local
         node = None
         if local is not None:
             if pool is not None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvclient.load.paths import Plan, PlannedPart, plan_from_proto, replan_from_proto
 from kvclient.load.plan_progress import PlanProgressReporter
 from kvclient.options import ClientOptions
-from kvclient.results import Lookup, NodeRef, Run
+from kvclient.results import HeadLookup, Lookup, NodeRef, Run
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.chain import ChainSlice
 from kvstore.core.clock import Clock
@@ -130,17 +130,36 @@ class MetadataClient:
             KVStoreError: the server does not answer, or answers something impossible.
         """
         started_s = self._clock.now_s()
+        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=chain.packed, ends=ends)
+        answer = self._look_up(self._stub.Lookup, request, timeout_s)
+        if answer.hit_blocks > len(chain):
+            raise Internal(
+                "the metadata server answered for more keys than requested", hit_blocks=answer.hit_blocks, keys=len(chain)
+            )
+        runs = _runs(answer, len(chain))
+        return Lookup(chain.keys, answer.hit_blocks, runs, seconds=self._clock.now_s() - started_s)
+
+    def lookup_heads(self, heads: ChainSlice, timeout_s: float) -> HeadLookup:
+        """Return which of several heads of chains the store can serve.
+
+        Raises:
+            KVStoreError: the server does not answer, or answers something impossible.
+        """
+        started_s = self._clock.now_s()
+        request = metadata_pb2.LookupHeadsRequest(namespace_id=self._spec.namespace, keys=heads.packed)
+        answer = self._look_up(self._stub.LookupHeads, request, timeout_s)
+        return HeadLookup(heads.keys, _runs(answer, len(heads)), seconds=self._clock.now_s() - started_s)
+
+    def _look_up(self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float) -> _Response:
+        """Call the server; a namespace that it does not know is registered first."""
         if not self._registered:  # connect() found no server
             self.register(timeout_s)
-        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=chain.packed, ends=ends)
         try:
-            answer = self._call(self._stub.Lookup, request, timeout_s)
+            return self._call(method, request, timeout_s)
         except NotFound:  # the server lost its index and with it the namespace
             self._registered = False
             self.register(timeout_s)
-            answer = self._call(self._stub.Lookup, request, timeout_s)
-        runs = _runs(answer, len(chain))
-        return Lookup(chain.keys, answer.hit_blocks, runs, seconds=self._clock.now_s() - started_s)
+            return self._call(method, request, timeout_s)
 
     def nodes(self, timeout_s: float) -> list[common_pb2.NodeInfo]:
         """Return the living nodes, by node id.
@@ -305,10 +324,8 @@ def _nothing() -> None:
     """Cancel nothing: calls to the metadata server have short deadlines."""
 
 
-def _runs(answer: metadata_pb2.LookupResponse, count: int) -> tuple[Run, ...]:
+def _runs(answer: metadata_pb2.LookupResponse | metadata_pb2.LookupHeadsResponse, count: int) -> tuple[Run, ...]:
     """Return the runs of an answer, checked: they decide where bytes are read and written."""
-    if answer.hit_blocks > count:
-        raise Internal("the metadata server answered for more keys than requested", hit_blocks=answer.hit_blocks, keys=count)
     nodes = [_node(one) for one in answer.nodes]
     runs = []
     for run in answer.runs:

@@ -57,9 +57,7 @@ class StoreGrant:
         """Whether blocks are SKIPPED because the node drains or shuts down."""
 
     @classmethod
-    def prepare(
-        cls, context: ClientContext, session: Session, chain: ChainSlice, scope: CallScope, *, heads: bool = False
-    ) -> StoreGrant:
+    def prepare(cls, context: ClientContext, session: Session, chain: ChainSlice, scope: CallScope) -> StoreGrant:
         """Ask the node for slots.
 
         Args:
@@ -67,7 +65,6 @@ class StoreGrant:
             session: with the local node.
             chain: the blocks.
             scope: deadline and cancellation.
-            heads: each block is the head of a chain of its own.
 
         Raises:
             KVStoreError: the node refused or does not answer.
@@ -81,7 +78,7 @@ class StoreGrant:
                 namespace_id=chain.namespace, parent=chain.parent or b"", depth=chain.depth, keys=chain.packed
             ),
             wait_ms=int(min(context.options.space_wait_s, left_s * _WAIT_SHARE) * 1000),
-            heads=heads,
+            heads=chain.heads,
         )
         try:
             answer = call_within(scope, session.server, session.stub.Prepare, request, left_s, RETRY)
@@ -168,7 +165,6 @@ class Store:
         scope: deadline and cancellation.
         durable: wait until the blocks are on NVMe.
         wait_visible: wait until lookups show the blocks.
-        heads: each block is the head of a chain of its own.
         keep_in_pool: leave a copy in the engine's own pool.
     """
 
@@ -181,7 +177,6 @@ class Store:
         *,
         durable: bool = False,
         wait_visible: bool = False,
-        heads: bool = False,
         keep_in_pool: bool = False,
     ) -> None:
         self._context = context
@@ -190,7 +185,6 @@ class Store:
         self.scope = scope
         self._durable = durable
         self._wait_visible = wait_visible
-        self._heads = heads
         self._keep_in_pool = keep_in_pool
         self._result = StoreResult(np.full(len(chain), StoreOutcome.SKIPPED, np.uint8))
 
@@ -207,7 +201,7 @@ class Store:
         skip_after_gap(result.outcomes)
         result.seconds = self.scope.elapsed_s()
         count_store(context, result)
-        if not self._heads:
+        if not self._chain.heads:
             context.run_ends.record_stored(self._chain, result.held_blocks)
         if result.error is not None:
             context.store_nodes.forget()
@@ -267,7 +261,7 @@ class Store:
     def _store_chunk(self, session: Session, start: int, stop: int) -> Outcomes:
         """Prepare, copy, complete. Return one outcome per block; after the first that is not held, none is."""
         outcomes = self._result.outcomes
-        grant = StoreGrant.prepare(self._context, session, self._part(start, stop), self.scope, heads=self._heads)
+        grant = StoreGrant.prepare(self._context, session, self._chain.part(start, stop), self.scope)
         try:
             checksums = self._write(session, grant, start)
             if checksums is None:
@@ -330,7 +324,7 @@ class Store:
         peer = self._context.peers.peer(node)
 
         def store(start: int, stop: int) -> Outcomes:
-            part = self._part(start, stop)
+            part = self._chain.part(start, stop)
             run = BlockRun(part.namespace, part.parent, part.depth, tuple(part.keys))
             request = WriteRequest(run, self._context.shape, self._durable, self.scope.deadline_s)
             piece = pick_blocks(self._buffer, np.arange(start, stop))
@@ -339,16 +333,10 @@ class Store:
             self._result.bytes_stored += int(np.count_nonzero(outcomes == StoreOutcome.STORED)) * self._block_bytes
             return outcomes
 
-        through = self._store_chunks(self._block_bytes if self._heads else self._context.options.copy_chunk_bytes, store)
+        through = self._store_chunks(self._block_bytes if self._chain.heads else self._context.options.copy_chunk_bytes, store)
         self._result.durable = through and self._durable
         if self._durable and not through:
             self._not_durable(int(np.count_nonzero(~HELD[self._result.outcomes])))
-
-    def _part(self, start: int, stop: int) -> ChainSlice:
-        """Return blocks ``[start, stop)``. The head of a chain is without a parent."""
-        if self._heads and start:
-            return ChainSlice(self._chain.namespace, self._chain.keys[start:stop])
-        return self._chain.part(start, stop)
 
     @property
     def _block_bytes(self) -> int:

@@ -56,7 +56,7 @@ from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_holder, check_notes
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import Command, Lane, ValkeyClient
+from kvstore.index.valkey.cluster import Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import FRESH_S, BlockFeed, still_true
 from kvstore.index.valkey.range_audit import RangeAudit, keys_in_ranges
@@ -64,6 +64,7 @@ from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
     change_command,
+    holders_of,
     read_command,
     took_effect,
 )
@@ -378,14 +379,15 @@ class ValkeyIndex(PrefixIndex):
     def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
         check_keys(keys)
         state = self._fresh()
-        known = state.namespaces.get(namespace)
-        if known is None:
-            return [()] * len(keys)
-        values = self._run([read_command(key) for key in keys])
-        records = [decode(value) if is_record(value) else () for value in values]
-        return [
-            tuple(replicas_of(record, state.volume_epochs)) if record and record[0] == known.ordinal else () for record in records
-        ]
+        return holders_of(self._run([read_command(key) for key in keys]), state, namespace)
+
+    async def holders_async(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
+        check_keys(keys)
+        values: list[Answer] = []
+        for at in range(0, len(keys), _PART):
+            part = keys[at : at + _PART]
+            values += await self._cluster.run([read_command(key) for key in part])
+        return holders_of(values, self._small.state, namespace)
 
     # ---- the whole ----
     def listen(self, listener: IndexListener) -> None:

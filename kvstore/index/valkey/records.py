@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.core.types import BlockKey
-from kvstore.index.valkey.cluster import Command
+from kvstore.core.types import BlockKey, NamespaceId
+from kvstore.index.contract import VolumeEpoch
+from kvstore.index.record import decode, is_record, replicas_of
+from kvstore.index.valkey.cluster import Answer, Command
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.keys import NAME_BYTES, RANGE_SLOTS, TAGS, record_name
+from kvstore.index.valkey.small_state import SmallState
 
 CAS_SCRIPT: Final = """
 local now = redis.call('GET', KEYS[1])
@@ -60,6 +64,17 @@ def read_command(key: BlockKey) -> Command:
     """Read a record."""
     at = key[0] << 4 | key[1] >> 4
     return RANGE_SLOTS[at], b"%b%b%b\r\n" % (_GET, TAGS[at], key)
+
+
+def holders_of(answers: Sequence[Answer], state: SmallState, namespace: NamespaceId) -> list[tuple[VolumeEpoch, ...]]:
+    """Open volume epochs that records name; none for answers that are no record of the namespace."""
+    known = state.namespaces.get(namespace)
+    if known is None:
+        return [()] * len(answers)
+    records = [decode(answer) if is_record(answer) else () for answer in answers]
+    return [
+        tuple(replicas_of(record, state.volume_epochs)) if record and record[0] == known.ordinal else () for record in records
+    ]
 
 
 def change_command(key: BlockKey, before: bytes | None, after: bytes | None, abilities: Abilities) -> Command:

@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
+from kvproto.v1.metadata_pb2 import LookupHeadsRequest, LookupHeadsResponse, LookupRequest, LookupResponse, ReplicaRun
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import NamespaceId, NodeId
-from kvstore.index.contract import PrefixIndex
+from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
-from kvstore.rpc.codec import check_id, count_keys
+from kvstore.rpc.codec import check_id, count_keys, keys_from_packed
 
 _COUNTERS = (metadata_metrics.LOOKUPS, metadata_metrics.LOOKUP_KEYS, metadata_metrics.LOOKUP_HIT_BLOCKS)
 
@@ -95,3 +95,33 @@ class Lookups:
             location = nodes.server_of(volume_epoch)
             add(start=start, count=count, node=positions.setdefault(location.node_id, len(positions)), volume=location.volume)
         return b"".join([answer.SerializeToString(), *[encoded_nodes[node_id] for node_id in positions]])
+
+    async def answer_heads(self, request: LookupHeadsRequest) -> LookupHeadsResponse:
+        """Find the volumes that hold blocks, each of which is the head of a separate chain.
+
+        Raises:
+            InvalidArgument: wrong lengths, or too many keys.
+        """
+        namespace = NamespaceId(check_id(request.namespace_id, "namespace_id"))
+        keys = keys_from_packed(request.keys)
+        holders = await self._index.holders_async(namespace, keys)
+        view, visible = self._nodes.view(), self._nodes.visible
+        answer = LookupHeadsResponse()
+        positions: dict[NodeId, int] = {}
+        last: dict[VolumeEpoch, ReplicaRun] = {}
+        hits = 0
+        for at, volume_epochs in enumerate(holders):
+            served = visible.intersection(volume_epochs)
+            hits += bool(served)
+            for volume_epoch in served:
+                run = last.get(volume_epoch)
+                if run is not None and run.start + run.count == at:
+                    run.count += 1
+                    continue
+                location = self._nodes.server_of(volume_epoch)
+                if location.node_id not in positions:
+                    positions[location.node_id] = len(positions)
+                    answer.nodes.append(view.nodes[location.node_id])
+                last[volume_epoch] = answer.runs.add(start=at, count=1, node=positions[location.node_id], volume=location.volume)
+        self._count(namespace, len(keys), hits)
+        return answer

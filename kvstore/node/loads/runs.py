@@ -59,7 +59,7 @@ class BlockRequest:
     def new_block(self, index: int, checksums: bytes = b"") -> Block:
         """Return a block object for block ``index``, which is in no tier of this node yet."""
         chain = self.chain
-        return Block(self.namespace, chain.key(index), chain.parent_of(index), chain.depth + index, checksums)
+        return Block(self.namespace, chain.key(index), chain.parent_of(index), chain.depth_of(index), checksums)
 
 
 @dataclass(slots=True)

@@ -229,8 +229,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     def _block_request(self, session: Session, request: node_pb2.LoadRequest, deadline_s: float) -> BlockRequest:
         parent = BlockKey(check_id(request.parent, "parent")) if request.parent else None
-        chain = ChainSlice(session.namespace.namespace_id, request.keys, parent, request.depth)
-        if request.depth + len(chain) > MAX_DEPTH:
+        chain = ChainSlice(session.namespace.namespace_id, request.keys, parent, request.depth, heads=request.heads)
+        if not chain.heads and request.depth + len(chain) > MAX_DEPTH:
             raise InvalidArgument("the chain is too deep", depth=request.depth, keys=len(chain), limit=MAX_DEPTH)
         layers = session.namespace.shape.layers
         if request.layer_group and request.first_layer >= layers:

@@ -34,7 +34,8 @@ ERRORS: Final = (
 METHODS: Final = (
     "RegisterNode", "Heartbeat", "CompareDigests", "RepairRange", "RegisterNamespace", "ListNamespaces", "ListNodes", "Lookup",
     "PlanLoad", "ReportLoads", "ReplanLoad", "ReportEngines", "AssignRequest", "CancelRequest", "GetStats",
-    "UnregisterNode", "DrainNode", "UndrainNode", "RemoveNode", "LocateBlocks", "PullBlocks",
+    "UnregisterNode", "DrainNode", "UndrainNode", "RemoveNode", "LocateBlocks", "LookupHeads",
+    "PullBlocks",
     "GetNode", "IssueTicket", "OpenSession", "Prepare", "Complete", "Abort", "Load", "LoadResident", "Locate",
     "AwaitPrompt", "AbandonPrompt", "Release", "Flush", "Evict", "GetNodeStats",
     "DescribeServer", "DescribeNamespaces", "DescribeBlocks", "DescribePlanning", "SetPathPolicy", "RebuildIndex",

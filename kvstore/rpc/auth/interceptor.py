@@ -80,6 +80,7 @@ _METADATA: Final = {
     "ListNamespaces": Permission.DATA,
     "ListNodes": Permission.DATA,
     "Lookup": Permission.DATA,
+    "LookupHeads": Permission.DATA,
     "PlanLoad": Permission.DATA,
     "ReportLoads": Permission.DATA,
     "ReplanLoad": Permission.DATA,

@@ -66,6 +66,7 @@ RULES: Final = {
     "/kvstore.v1.Metadata/ListNodes": _READ,
     "/kvstore.v1.Metadata/LocateBlocks": _READ,
     "/kvstore.v1.Metadata/Lookup": _READ,
+    "/kvstore.v1.Metadata/LookupHeads": _READ,
     # orders: a late repetition would undo what another operator ordered in between
     "/kvstore.v1.Metadata/DrainNode": _CHANGE,
     "/kvstore.v1.Metadata/UndrainNode": _CHANGE,

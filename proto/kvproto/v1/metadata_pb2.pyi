@@ -431,6 +431,22 @@ class LookupResponse(_message.Message):
     nodes: _containers.RepeatedCompositeFieldContainer[_common_pb2.NodeInfo]
     def __init__(self, hit_blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[ReplicaRun, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[_common_pb2.NodeInfo, _Mapping]]] = ...) -> None: ...
 
+class LookupHeadsRequest(_message.Message):
+    __slots__ = ("namespace_id", "keys")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    keys: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class LookupHeadsResponse(_message.Message):
+    __slots__ = ("runs", "nodes")
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[ReplicaRun]
+    nodes: _containers.RepeatedCompositeFieldContainer[_common_pb2.NodeInfo]
+    def __init__(self, runs: _Optional[_Iterable[_Union[ReplicaRun, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[_common_pb2.NodeInfo, _Mapping]]] = ...) -> None: ...
+
 class ReplicaRun(_message.Message):
     __slots__ = ("start", "count", "node", "volume")
     START_FIELD_NUMBER: _ClassVar[int]

@@ -105,6 +105,11 @@ class MetadataStub:
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_metadata__pb2.LookupResponse.FromString,
                 _registered_method=True)
+        self.LookupHeads = channel.unary_unary(
+                '/kvstore.v1.Metadata/LookupHeads',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.LookupHeadsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.LookupHeadsResponse.FromString,
+                _registered_method=True)
         self.PlanLoad = channel.unary_unary(
                 '/kvstore.v1.Metadata/PlanLoad',
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.PlanLoadRequest.SerializeToString,
@@ -256,6 +261,13 @@ class MetadataServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LookupHeads(self, request, context):
+        """Returns the volumes that hold blocks, each of which is the head of a separate chain.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PlanLoad(self, request, context):
         """Plans over which nodes' storage links blocks are read from storage, and adds the reads to these nodes' read queues.
         """
@@ -390,6 +402,11 @@ def add_MetadataServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=kvstore_dot_v1_dot_metadata__pb2.LookupRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_metadata__pb2.LookupResponse.SerializeToString,
+            ),
+            'LookupHeads': grpc.unary_unary_rpc_method_handler(
+                    servicer.LookupHeads,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.LookupHeadsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.LookupHeadsResponse.SerializeToString,
             ),
             'PlanLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.PlanLoad,
@@ -811,6 +828,33 @@ class Metadata:
             '/kvstore.v1.Metadata/Lookup',
             kvstore_dot_v1_dot_metadata__pb2.LookupRequest.SerializeToString,
             kvstore_dot_v1_dot_metadata__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LookupHeads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/LookupHeads',
+            kvstore_dot_v1_dot_metadata__pb2.LookupHeadsRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.LookupHeadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

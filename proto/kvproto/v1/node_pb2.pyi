@@ -120,7 +120,7 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("session_id", "operation_id", "keys", "sources", "want_checksums", "parent", "depth", "layer_group", "first_layer")
+    __slots__ = ("session_id", "operation_id", "keys", "sources", "want_checksums", "parent", "depth", "layer_group", "first_layer", "heads")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,7 @@ class LoadRequest(_message.Message):
     DEPTH_FIELD_NUMBER: _ClassVar[int]
     LAYER_GROUP_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     operation_id: bytes
     keys: bytes
@@ -139,7 +140,8 @@ class LoadRequest(_message.Message):
     depth: int
     layer_group: int
     first_layer: int
-    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., want_checksums: _Optional[bool] = ..., parent: _Optional[bytes] = ..., depth: _Optional[int] = ..., layer_group: _Optional[int] = ..., first_layer: _Optional[int] = ...) -> None: ...
+    heads: bool
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., want_checksums: _Optional[bool] = ..., parent: _Optional[bytes] = ..., depth: _Optional[int] = ..., layer_group: _Optional[int] = ..., first_layer: _Optional[int] = ..., heads: _Optional[bool] = ...) -> None: ...
 
 class LoadSource(_message.Message):
     __slots__ = ("start", "count", "node_id", "control_address", "data_address", "volume_id")

@@ -139,6 +139,7 @@ class NodeLoadStream:
             want_checksums=want_checksums,
             parent=part.parent or b"",
             depth=part.depth,
+            heads=part.heads,
             layer_group=layer_group,
             first_layer=first_layer,
         )
