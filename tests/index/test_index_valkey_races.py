@@ -146,7 +146,7 @@ async def mirrored(index: ValkeyIndex) -> set[bytes]:
 
 
 async def test_events_of_a_server_that_was_stopped_are_still_true(address: ValkeyAddress) -> None:
-    """A server is stopped between a change and its events; meanwhile the node publishes at another server."""
+    """A server is stopped between a change and its events, while the node publishes at another server."""
     index = await InterruptedIndex.start(address, lookup_budget_s=5.0)
     other = await ValkeyIndex.start(address, lookup_budget_s=5.0)
     for one in (index, other):

@@ -78,7 +78,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 class Watch:
-    """A node that beats at both servers in turn, and figures of what its callers see."""
+    """A node that beats at both servers in turn, and figures of its callers."""
 
     def __init__(self, peers: list[Peer]) -> None:
         self.peers = peers
@@ -154,7 +154,7 @@ async def test_wall_clocks_step_an_hour_nothing_happens(store: Store) -> None:
 
 
 def _difference_s(server: ValkeyServer) -> float:
-    """What a server's clock differs from this process's by."""
+    """Difference between the clock of a server and that of this process."""
     answer = server.call("TIME")
     assert isinstance(answer, list)
     return int(answer[0]) - time.time()

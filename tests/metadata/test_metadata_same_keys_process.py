@@ -48,7 +48,7 @@ def servers(tmp_path: Path, cluster: ValkeyServers) -> Iterator[list[ServerProce
 
 
 def holders(cluster: ValkeyServers) -> dict[bytes, dict[VolumeEpoch, int]]:
-    """The replicas of all keys: where the run of each begins."""
+    """The replicas of all keys, each with the start of its run."""
     found: dict[bytes, dict[VolumeEpoch, int]] = {}
     index = ValkeyIndex.open(ValkeyAddress(cluster.seeds), lookup_budget_s=5.0)
     try:

@@ -1,4 +1,4 @@
-"""A client, run as a process on a host of a lab: looks a stored chain up until it is told to end, and prints what it found."""
+"""A client, run as a process on a host of a lab: looks a stored chain up for some seconds, and prints the result."""
 
 from __future__ import annotations
 
