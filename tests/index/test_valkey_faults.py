@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -263,6 +264,26 @@ async def test_holders_of_a_silent_shard_are_left_out(servers: ValkeyServers) ->
         assert set(found) == {(epoch,), ()}, "the other shard has answered"
     finally:
         await index.close_async()
+
+
+@needs_valkey
+def test_servers_that_begin_an_epoch_together_find_no_loss(servers: ValkeyServers, counters: Counters) -> None:
+    """One of them writes the markers; the others must not take them for lost."""
+    for server in servers.servers:
+        server.call("FLUSHALL")
+
+    def begin(_: int) -> ValkeyIndex:
+        return ValkeyIndex.open(ValkeyAddress(servers.seeds), count=counters.add, lookup_budget_s=5.0)
+
+    with ThreadPoolExecutor(6) as pool:
+        opened = list(pool.map(begin, range(6)))
+    try:
+        wait_until(lambda: all(not one.range_checks() for one in opened))
+        assert len({one.epoch for one in opened}) == 1
+        assert counters.snapshot().get(metadata_metrics.RANGES_LOST, 0) == 0
+    finally:
+        for one in opened:
+            one.close()
 
 
 @needs_valkey
