@@ -19,7 +19,7 @@ from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
 from kvstore.index.contract import VolumeEpoch
 from kvstore.index.valkey import cluster as cluster_module
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import UNANSWERED, ValkeyClient
+from kvstore.index.valkey.cluster import PATIENCE, UNANSWERED, ValkeyClient
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import RANGE_SLOTS, SLOTS, TAGS
@@ -159,7 +159,7 @@ async def test_redirections_end_with_the_budget(counters: Counters) -> None:
 
 async def test_slow_shard_takes_changes_and_no_lookups(counters: Counters) -> None:
     async with Puppet().serve() as puppet, client_of(puppet, counters, budget_s=0.02) as cluster:
-        puppet.delay_s = 0.05
+        puppet.delay_s = 2 * PATIENCE * cluster.budget_s
         assert await cluster.run(READ) == [UNANSWERED]
         for _ in range(5):
             assert await cluster.run_until(READ, time.monotonic() + 10.0) == [b"1"]
@@ -167,6 +167,15 @@ async def test_slow_shard_takes_changes_and_no_lookups(counters: Counters) -> No
         assert cluster.away() == [puppet.address]
         puppet.delay_s = 0.0
         await wait_until_async(lambda: _is_back(cluster), "the shard is fast again")
+
+
+async def test_all_shards_late_lookups_wait_for_them(counters: Counters) -> None:
+    """On a busy host, or the lookup would find nothing at all."""
+    async with Puppet().serve() as puppet, client_of(puppet, counters, budget_s=0.05) as cluster:
+        puppet.delay_s = 2 * cluster.budget_s
+        for _ in range(5):
+            assert await cluster.run(READ) == [b"1"]
+        assert cluster.away() == []
 
 
 async def test_client_closed_ends_calls_at_once(counters: Counters) -> None:

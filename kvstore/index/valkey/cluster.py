@@ -3,7 +3,8 @@
 1. A shard that does not answer within the budget of a batch, or whose connection is lost, is *away*: batches no longer wait
    for it, and its commands come back as ``UNANSWERED``. A background task probes it, and ends that after three quick answers.
    A shard that answers, but later than the budget of a lookup, is *slow*: only batches with a longer budget ask it. So changes
-   go on.
+   go on. If no shard of a lookup's batch answers within the budget, nothing could be found, and perhaps this host is only busy.
+   Then the batch waits ``PATIENCE`` times as long.
 2. The topology is read again while a shard is away, after a redirection, and every few seconds. So a promoted replica takes
    over as soon as the cluster names it.
 3. Redirections (``MOVED``, ``ASK``) are followed within the batch, and within its budget.
@@ -44,6 +45,8 @@ PROBE_S: Final = 0.1
 """Pause between two probes of a shard that is away."""
 REFRESH_S: Final = 5.0
 """Interval at which the topology is read when nothing happens."""
+PATIENCE: Final = 5
+"""Budgets that a lookup waits if no shard answers."""
 GOOD_PROBES: Final = 3
 """Consecutive probes within the budget after which a shard is no longer away."""
 MAX_REDIRECTIONS: Final = 4
@@ -126,6 +129,8 @@ class _Batch:
     def __init__(self, answers: list[Answer]) -> None:
         self.answers = answers
         self.pending: set[ShardPrimary] = set()
+        self.asked = 0
+        """Number of shards that were asked."""
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def received(self, shard: ShardPrimary, positions: Sequence[int], replies: list[Reply] | None) -> None:
@@ -139,9 +144,13 @@ class _Batch:
         if not self.pending:
             self.finished.set_result(None)
 
-    def expire(self) -> None:
-        """Stop waiting."""
-        if not self.finished.done():
+    def expire(self, *, patient: bool = False) -> None:
+        """Stop waiting.
+
+        Args:
+            patient: go on if no shard has answered.
+        """
+        if not self.finished.done() and not (patient and len(self.pending) == self.asked):
             self.finished.set_result(None)
 
 
@@ -334,11 +343,16 @@ class ValkeyClient:
             batch.pending.add(shard)
         if not batch.pending:
             return
-        timer = asyncio.get_running_loop().call_later(budget_s, batch.expire)
+        batch.asked = len(batch.pending)
+        loop, patient = asyncio.get_running_loop(), budget_s <= self.budget_s
+        timers = [loop.call_later(budget_s, partial(batch.expire, patient=patient))]
+        if patient:
+            timers.append(loop.call_later(PATIENCE * budget_s, batch.expire))
         try:
             await batch.finished
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
         for shard in batch.pending if budget_s >= self.budget_s else ():
             shard.slow = budget_s < TRY_S
             self._mark_away(shard, f"no answer within {budget_s * 1000:.0f} ms")
