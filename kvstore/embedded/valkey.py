@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,7 +94,7 @@ class ServerStarter(Protocol):
     """Starts a server's process, which must end with this one. ``LabHost.popen`` of a lab implements it."""
 
     def __call__(
-        self, argv: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes], cwd: Path | None
+        self, argv: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes], cwd: Path | None, env: Mapping[str, str] | None
     ) -> subprocess.Popen[bytes]: ...
 
 
@@ -115,6 +115,7 @@ class ValkeyServers:
         replicas: replicas of each.
         program: server program; None: ``find_server``.
         hosts: hosts of the servers, in turn. A replica is on the host after that of its primary.
+        env: environment of the servers; None: inherited.
 
     Raises:
         Unsupported: no server program was found.
@@ -129,6 +130,7 @@ class ValkeyServers:
         replicas: int = 0,
         program: Path | None = None,
         hosts: Sequence[ServerHost] = (ServerHost(),),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         found = program if program is not None else find_server()
         if found is None:
@@ -140,6 +142,7 @@ class ValkeyServers:
         self._folder = folder
         self._shards = shards
         self._host_of: dict[ValkeyServer, ServerHost] = {}
+        self._env = env
         self.servers: list[ValkeyServer] = []
         try:
             for number in range(shards * (1 + replicas)):
@@ -225,7 +228,7 @@ class ValkeyServers:
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         with (folder / "log").open("ab") as log:
-            return host.start([str(self._program), *words], stdout=log, stderr=log, cwd=folder)
+            return host.start([str(self._program), *words], stdout=log, stderr=log, cwd=folder, env=self._env)
 
     def _form(self) -> None:
         shards = self._shards

@@ -145,6 +145,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
             hit_blocks=stats.hit_blocks,
             ttl_ms=rule.ttl_ms,
             pinned=rule.pinned,
+            copies=rule.copies,
         )
 
     async def DescribeBlocks(self, request: pb.DescribeBlocksRequest, context: object) -> pb.DescribeBlocksResponse:

@@ -161,6 +161,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             drain=self._parts.nodes.drain_order(node_id),
             retention=await self._parts.retention.answer(request) if known else None,
             checks=self._parts.range_checks.messages(request) if known else (),
+            members=self._parts.nodes.members_token,
         )
 
     def _check_reaches_index(self) -> None:
@@ -379,8 +380,12 @@ def _check_node(info: NodeInfo) -> None:
     for volume in info.volumes:
         check_name(volume.volume_id, "volume_id")
         tier_from_proto(volume.tier)
+        if volume.uid:
+            check_id(volume.uid, "uid")
     if len({volume.volume_id for volume in info.volumes}) != len(info.volumes):
         raise InvalidArgument("duplicate volume id", node_id=info.node_id)
+    if info.zone:
+        check_name(info.zone, "zone")
     if len(info.mounts) > limits.MAX_VOLUMES_PER_NODE:
         raise InvalidArgument("too many mounts", got=len(info.mounts), limit=limits.MAX_VOLUMES_PER_NODE)
     for mount in info.mounts:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvproto.v1 import metadata_pb2 as pb
-from kvstore.core.types import BootId, NodeId, Tier, VolumeId
+from kvstore.core.errors import Unavailable
+from kvstore.core.types import BlockKey, BootId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.contract import ReplicaRun, VolumeEpoch
 from kvstore.index.valkey.address import ValkeyAddress
@@ -20,6 +21,7 @@ from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import FRESH_S, StreamPosition
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import STREAMS, TAGS, record_name
+from kvstore.index.valkey.records import records_of
 from kvstore.metadata.events.shared_feed import encode_events
 from kvstore.rpc.codec import keys_from_packed
 from kvstore.testing.index.small_records_suite import CHAIN, NAMESPACE
@@ -52,9 +54,9 @@ class InterruptedIndex(ValkeyIndex):
         self._interrupt()
         return super().records_in_ranges(first, count)
 
-    def _run(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Reply]:
+    def _run(self, commands: Sequence[Command], lane: Lane = Lane.READS, at_once: int = 2_048) -> list[Reply]:
         self._interrupt()
-        return super()._run(commands, lane)
+        return super()._run(commands, lane, at_once)
 
 
 @pytest.fixture
@@ -188,3 +190,13 @@ def test_record_damaged_is_unknown_and_harms_no_other(index: InterruptedIndex, a
     while not index.sweep(1_000):
         pass
     assert index.lookup(NAMESPACE, CHAIN.packed, {mine}).blocks == 99
+
+
+def test_records_of_range_damaged_and_absent_are_left_out() -> None:
+    keys, record = [bytes([number]) * 16 for number in range(4)], bytes(16)
+    names = [record_name(BlockKey(key)) for key in keys]
+    assert records_of(names, [record, None, b"damaged", bytes(24)]) == [(keys[0], record), (keys[3], bytes(24))]
+    assert records_of(names, [record] * 3 + [bytes(17)]) == [(key, record) for key in keys[:3]]
+    assert records_of(names, [record] * 4) == [(key, record) for key in keys]
+    with pytest.raises(Unavailable):
+        records_of(names, RuntimeError("ERR"))

@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import IO
@@ -62,8 +62,10 @@ class Store:
 
 
 def _starter(clock: SteppedClock) -> ServerStarter:
-    def begin(argv: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes], cwd: Path | None) -> subprocess.Popen[bytes]:
-        return children.start(argv, stdout=stdout, stderr=stderr, cwd=cwd, env={**os.environ, **clock.environment})
+    def begin(
+        argv: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes], cwd: Path | None, env: Mapping[str, str] | None
+    ) -> subprocess.Popen[bytes]:
+        return children.start(argv, stdout=stdout, stderr=stderr, cwd=cwd, env={**(env or os.environ), **clock.environment})
 
     return begin
 

@@ -3,7 +3,7 @@
 A server reads all markers at its start, those of a shard whose primary changed or was connected again at once, and a few others
 every second. So a shard that an operator emptied is found within seconds, too.
 
-``keys_in_ranges`` lists the records of ranges.
+``names_in_ranges`` lists the records of ranges.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Final
 
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.limits import DIGEST_RANGES
-from kvstore.core.types import KEY_BYTES, BlockKey
 from kvstore.index.counts import Count
 from kvstore.index.valkey.cluster import Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import pack
-from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
+from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
 from kvstore.index.valkey.range_states import RangeState, RangeStates, complete_marker, new_token, repair_marker
+from kvstore.index.valkey.records import list_commands, listed_names
 from kvstore.index.valkey.small_state import SmallStateStore
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -43,7 +43,6 @@ _SAMPLE: Final = 16
 _STRIDE: Final = 257
 """Neighbours in a sample are far from each other, so that each sample meets most shards. Prime to the number of ranges."""
 _PART: Final = 1_024
-_KEYS_PER_RANGE: Final = 1 << 24
 _CLAIM: Final = """#!lua flags=allow-oom
 local now = redis.call('GET', KEYS[1])
 if now and string.sub(now, 1, 16) == ARGV[1] then return now end
@@ -204,33 +203,23 @@ class RangeAudit:
             states.read(found, epoch, time.monotonic())  # type: ignore[arg-type]  # checked above
 
 
-async def keys_in_ranges(cluster: ValkeyClient, ranges: Sequence[int], timeout_s: float) -> list[BlockKey]:
-    """List the keys of ranges, in order.
-
-    A server lists what it has, also of a slot that moves or moved. So each range is asked for a key that never exists, too:
-    only a server with the whole slot says that there is none.
+async def names_in_ranges(cluster: ValkeyClient, ranges: Sequence[int], timeout_s: float) -> list[list[bytes]]:
+    """List the names of the records of ranges: for each range, in the order of its keys.
 
     Raises:
         Unavailable: some ranges cannot be listed in time.
     """
-    found: dict[int, list[BlockKey]] = {}
+    found: dict[int, list[bytes]] = {}
     deadline_s = time.monotonic() + timeout_s
     while left := [at for at in ranges if at not in found]:
-        commands = [
-            (RANGE_SLOTS[at], packed)
-            for at in left
-            for packed in (pack("CLUSTER", "GETKEYSINSLOT", RANGE_SLOTS[at], _KEYS_PER_RANGE), pack("GET", TAGS[at] + b"-"))
-        ]
-        answers = await cluster.run(commands, budget_s=READ_S, follow=False)
-        for at, listing, nothing in zip(left, answers[::2], answers[1::2], strict=True):
-            if isinstance(listing, list) and nothing is None:
-                named = [name for name in listing if isinstance(name, bytes) and len(name) == TAG_BYTES + KEY_BYTES]
-                found[at] = sorted(BlockKey(name[TAG_BYTES:]) for name in named if name.startswith(TAGS[at]))
+        answers = await cluster.run(list_commands(left), budget_s=READ_S, follow=False)
+        listed = [listed_names(*of) for of in zip(left, answers[::2], answers[1::2], strict=True)]
+        found |= {at: names for at, names in zip(left, listed, strict=True) if names is not None}
         if len(found) < len(ranges):
             if time.monotonic() > deadline_s:
                 raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))
             await asyncio.sleep(AGAIN_S)
-    return [key for at in ranges for key in found[at]]
+    return [found[at] for at in ranges]
 
 
 def _is_marker(answer: Answer) -> bool:

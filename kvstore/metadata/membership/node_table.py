@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import xxhash
+
 from kvproto.v1.common_pb2 import NODE_STATE_ACTIVE, NODE_STATE_DRAINING, DrainOrder, DrainProgress, NodeInfo, NodeState
 from kvproto.v1.metadata_pb2 import HeartbeatRequest, NodeStatus
 from kvstore.core.clock import Clock
@@ -85,6 +87,8 @@ class NodeTable:
         self._mounting_nodes: dict[VolumeEpoch, tuple[VolumeLocation, ...]] = {}
         """Live nodes that mount the volume of a silent owner."""
         self._turn = 0
+        self.members_token = 0
+        """Changes with the nodes, their volumes, zones and drain orders, and with who is alive. Equal at all servers."""
 
     # ---- reading ----
     def view(self) -> MembershipView:
@@ -376,3 +380,13 @@ class NodeTable:
             if epoch not in owned and (live := tuple(location for location in locations if location.node_id in alive))
         }
         self._visible = owned | self._mounting_nodes.keys()
+        self.members_token = _members_token(view, alive)
+
+
+def _members_token(view: MembershipView, alive: Collection[NodeId]) -> int:
+    known = []
+    for node_id, record in sorted(view.nodes.items()):
+        order = view.drain_orders.get(node_id)
+        volumes = [volume.uid for volume in record.volumes]
+        known.append((node_id, record.zone, volumes, node_id in alive, None if order is None else order.move))
+    return xxhash.xxh3_64_intdigest(repr(known).encode())

@@ -106,18 +106,20 @@ class VolumeUsage(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., read_only: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("index_epoch", "register_again", "drain", "retention", "checks")
+    __slots__ = ("index_epoch", "register_again", "drain", "retention", "checks", "members")
     INDEX_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REGISTER_AGAIN_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
     CHECKS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     index_epoch: bytes
     register_again: bool
     drain: _common_pb2.DrainOrder
     retention: Retention
     checks: _containers.RepeatedCompositeFieldContainer[RangeCheck]
-    def __init__(self, index_epoch: _Optional[bytes] = ..., register_again: _Optional[bool] = ..., drain: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., checks: _Optional[_Iterable[_Union[RangeCheck, _Mapping]]] = ...) -> None: ...
+    members: int
+    def __init__(self, index_epoch: _Optional[bytes] = ..., register_again: _Optional[bool] = ..., drain: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., checks: _Optional[_Iterable[_Union[RangeCheck, _Mapping]]] = ..., members: _Optional[int] = ...) -> None: ...
 
 class RangeCheck(_message.Message):
     __slots__ = ("token", "ranges", "lost")
@@ -152,14 +154,16 @@ class Retention(_message.Message):
     def __init__(self, shares: _Optional[_Iterable[_Union[TenantShare, _Mapping]]] = ..., rules: _Optional[_Iterable[_Union[NamespaceRule, _Mapping]]] = ..., report: _Optional[int] = ...) -> None: ...
 
 class NamespaceRule(_message.Message):
-    __slots__ = ("namespace_id", "ttl_ms", "pinned")
+    __slots__ = ("namespace_id", "ttl_ms", "pinned", "copies")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     ttl_ms: int
     pinned: bool
-    def __init__(self, namespace_id: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    copies: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ..., copies: _Optional[int] = ...) -> None: ...
 
 class TenantShare(_message.Message):
     __slots__ = ("tenant", "dram_bytes", "nvme_bytes")
