@@ -19,6 +19,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import logging
+import random
 import time
 from collections.abc import Callable, Collection, Container, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, Final, Self, TypeVar
@@ -27,6 +28,7 @@ import hiredis
 
 from kvstore.core import limits
 from kvstore.core.checksum import key_range
+from kvstore.core.clock import BootTimeClock
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.index_backend import IndexBackend, MetadataServerRecord
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
@@ -54,18 +56,16 @@ from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_holder, check_notes
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import RETRY_S, TRY_S, Answer, Command, Lane, ValkeyClient
+from kvstore.index.valkey.cluster import Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
-from kvstore.index.valkey.feed import BlockFeed
+from kvstore.index.valkey.feed import FRESH_S, BlockFeed, still_true
 from kvstore.index.valkey.keys import RANGE_SLOTS
-from kvstore.index.valkey.range_audit import RangeAudit
+from kvstore.index.valkey.range_audit import RangeAudit, names_in_ranges
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
     change_command,
     holders_of,
-    list_commands,
-    listed_names,
     read_command,
     records_of,
     sweep_commands,
@@ -91,8 +91,11 @@ PART_S: Final = 10.0
 SYNC_MARGIN_S: Final = 5.0
 SERVERS_S: Final = 1.0
 """Deadline of an exchange of the metadata servers' records."""
-MAX_RACES: Final = 5
-"""Attempts to replace records that other servers change at the same time. Then anti-entropy repairs what is left."""
+MAX_RACES: Final = 40
+"""Attempts to replace records that other servers change at the same time: more than there are servers, one of which
+wins each time. Then anti-entropy repairs what is left."""
+RACE_PAUSE_S: Final = 0.002
+"""The longest pause before the second attempt, and by how much it grows with each."""
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
 _NAMES: Final = 256
@@ -139,6 +142,7 @@ class ValkeyIndex(PrefixIndex):
         self._cluster = ValkeyClient(address, budget_s=lookup_budget_s, count=count, observe=observe, on_moved=self._moved)
         self._watch = ServerWatch(address, self._cluster)
         self._small = SmallStateStore(self._cluster, count)
+        self._clock = BootTimeClock()
         self._audit = RangeAudit(self._cluster, self._small, count)
         self.feed = BlockFeed(self._cluster, count)
         """Block events for the watchers of all servers."""
@@ -256,7 +260,8 @@ class ValkeyIndex(PrefixIndex):
         check_batch(stored, removed)
         keys_read = BatchEdit.reads(stored, removed)
         lost: dict[tuple[VolumeEpoch, int], list[BlockKey]] = {}
-        for _ in range(MAX_RACES):
+        for attempt in range(MAX_RACES):
+            time.sleep(random.uniform(0.0, attempt * RACE_PAUSE_S))  # noqa: S311  # no secret
             replies = self._run([read_command(key) for key in keys_read])
             state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
             if volume_epoch not in state.volume_epochs:
@@ -271,11 +276,15 @@ class ValkeyIndex(PrefixIndex):
                 lost[holder] = list(dict.fromkeys([*lost.get(holder, ()), *keys]))
             changes: list[tuple[BlockKey, bytes | None]] = [*edit.puts(), *((key, None) for key in edit.deletes())]
             commands = [change_command(key, existing.get(key), value, self._abilities) for key, value in changes]
-            raced = [reply for reply in self._change(commands) if not took_effect(reply)]
+            changed_s = self._clock.now_s()  # before the change, which is true from then on
+            outcomes = zip(changes, self._change(commands), strict=True)
+            raced = {key for (key, _), reply in outcomes if not took_effect(reply)}
             if not raced:
                 break
             self._count(metadata_metrics.INDEX_RACES, len(raced))
-        else:
+            if raced <= {key for key, reply in zip(keys_read, replies, strict=True) if reply is not None and key not in existing}:
+                break  # damaged records never become what was expected
+        if raced:
             self._count(metadata_metrics.INDEX_RACES_LOST, len(raced))
             limited.warning(
                 "gave up on records that are damaged or that other servers keep changing (volume_epoch=%d, keys=%d)",
@@ -285,7 +294,7 @@ class ValkeyIndex(PrefixIndex):
         slots = {slot for slot, _ in commands}
         told = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in lost.items()]
         if self.feed.wanted():
-            slots |= self._append_to_feed(volume_epoch, edit.stored, told, removed)
+            slots |= self._append_to_feed(volume_epoch, edit.stored, told, removed, changed_s)
         self._replicate(slots)
         self._run_ends.record_stored(stored)
         if self._listener is not None and (edit.stored or lost):
@@ -293,7 +302,12 @@ class ValkeyIndex(PrefixIndex):
         report_ignored(edit, volume_epoch, self._count)
 
     def _append_to_feed(
-        self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], told: Sequence[RemovedKeys], removed: Sequence[BlockKey]
+        self,
+        volume_epoch: VolumeEpoch,
+        stored: Sequence[BlockRun],
+        told: Sequence[RemovedKeys],
+        removed: Sequence[BlockKey],
+        changed_s: float,
     ) -> set[int]:
         """Append a batch that took effect to the feed. Returns the hash slot that was written.
 
@@ -303,6 +317,14 @@ class ValkeyIndex(PrefixIndex):
         known = {key for entry in told if entry.volume_epoch == volume_epoch for key in entry.keys}
         before = [key for key in removed if key not in known]
         gone = [*told, RemovedKeys(volume_epoch, NamespaceId(b""), before)] if before else told
+        if self._clock.now_s() - changed_s > FRESH_S:
+            keys = sorted({*(key for run in stored for key in run.keys), *(key for entry in gone for key in entry.keys)})
+            changed_s = self._clock.now_s()
+            values = self._run([read_command(key) for key in keys])
+            holders = {key: decode(value)[2::2] for key, value in zip(keys, values, strict=True) if is_record(value)}
+            stored, gone = still_true(volume_epoch, stored, gone, holders)
+            if self._clock.now_s() - changed_s > FRESH_S:
+                raise Unavailable("Valkey is too slow for block events: publish again")
         if not stored and not gone:
             return set()
         slot = self._call(self.feed.append(volume_epoch, stored, gone))
@@ -415,30 +437,12 @@ class ValkeyIndex(PrefixIndex):
         width = self._width(_LISTED)
         for start in range(first, first + count, width):
             ranges = range(start, min(start + width, first + count))
-            listed = self._call(self._names_in_ranges(ranges))
+            listed = self._call(names_in_ranges(self._cluster, ranges, PART_S))
             parts = [(at, of[i : i + _NAMES]) for at, of in zip(ranges, listed, strict=True) for i in range(0, len(of), _NAMES)]
             replies = self._run([(RANGE_SLOTS[at], pack("MGET", *part)) for at, part in parts], at_once=_PART // _NAMES)
             for (_, part), values in zip(parts, replies, strict=True):
                 found += records_of(part, values)
         return found
-
-    async def _names_in_ranges(self, ranges: Sequence[int]) -> list[list[bytes]]:
-        """List the names of the records of ranges: for each range, in the order of its keys.
-
-        Raises:
-            Unavailable: some ranges cannot be listed in time.
-        """
-        found: dict[int, list[bytes]] = {}
-        deadline_s = time.monotonic() + PART_S
-        while left := [at for at in ranges if at not in found]:
-            answers = await self._cluster.run(list_commands(left), budget_s=TRY_S, follow=False)
-            listed = [listed_names(*of) for of in zip(left, answers[::2], answers[1::2], strict=True)]
-            found |= {at: names for at, names in zip(left, listed, strict=True) if names is not None}
-            if len(found) < len(ranges):
-                if time.monotonic() > deadline_s:
-                    raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))
-                await asyncio.sleep(RETRY_S)
-        return [found[at] for at in ranges]
 
     def range_checks(self) -> Sequence[RangeCheck]:
         return self._audit.states.checks()
@@ -512,6 +516,10 @@ class ValkeyIndex(PrefixIndex):
         return dict(self._small.state.beats)
 
     # ---- servers ----
+    @property
+    def reachable(self) -> bool:
+        return self._cluster.reachable
+
     def backend(self) -> IndexBackend:
         return self._watch.backend()
 

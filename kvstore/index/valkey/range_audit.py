@@ -2,6 +2,8 @@
 
 A server reads all markers at its start, those of a shard whose primary changed or was connected again at once, and one of each
 shard every second. So a shard that an operator emptied is found within seconds, too.
+
+``names_in_ranges`` lists the records of ranges.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.index.counts import Count
 from kvstore.index.valkey.cluster import Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
 from kvstore.index.valkey.range_states import RangeState, RangeStates, complete_marker, new_token, repair_marker
+from kvstore.index.valkey.records import list_commands, listed_names
 from kvstore.index.valkey.small_state import SmallStateStore
 from kvstore.index.valkey.topology import EMPTY, Topology
 from kvstore.observe.limited_log import LimitedLog
@@ -32,6 +35,10 @@ AUDIT_S: Final = 1.0
 RETRY_S: Final = 0.05
 """Pause before markers of a shard that is away are read again."""
 READ_S: Final = 1.0
+FOUNDING_S: Final = 2.0
+"""Time in which the server that began an epoch writes all markers. Until then, missing ones are not a loss."""
+AGAIN_S: Final = 0.02
+"""Pause before ranges that were not listed are listed again."""
 _PART: Final = 1_024
 _CLAIM: Final = """#!lua flags=allow-oom
 local now = redis.call('GET', KEYS[1])
@@ -74,6 +81,7 @@ class RangeAudit:
         self._writes = writes
         self.states = RangeStates()
         self._epoch = b""
+        self._epoch_s = 0.0
         self._founded = b""
         self._reported: frozenset[int] = frozenset()
         self._moved_since: set[int] = set()
@@ -126,7 +134,7 @@ class RangeAudit:
         if not epoch:
             return
         if epoch != self._epoch:
-            self._epoch, self.states = epoch, RangeStates()
+            self._epoch, self.states, self._epoch_s = epoch, RangeStates(), time.monotonic()
         self.states.tick(time.monotonic())
         if self._small.founded == epoch != self._founded:
             self._founded = epoch
@@ -136,7 +144,8 @@ class RangeAudit:
         if neighbours := self._neighbours_of_lost():
             await self._read(neighbours)
         if self._writes():
-            await self._begin_repairs()
+            if time.monotonic() - self._epoch_s > FOUNDING_S:
+                await self._begin_repairs()
             await self._end_repairs()
 
     # ---- parts
@@ -200,6 +209,25 @@ class RangeAudit:
                 if number not in self._moved_since and _is_marker(answer)
             }
             states.read(found, epoch, time.monotonic())  # type: ignore[arg-type]  # checked above
+
+
+async def names_in_ranges(cluster: ValkeyClient, ranges: Sequence[int], timeout_s: float) -> list[list[bytes]]:
+    """List the names of the records of ranges: for each range, in the order of its keys.
+
+    Raises:
+        Unavailable: some ranges cannot be listed in time.
+    """
+    found: dict[int, list[bytes]] = {}
+    deadline_s = time.monotonic() + timeout_s
+    while left := [at for at in ranges if at not in found]:
+        answers = await cluster.run(list_commands(left), budget_s=READ_S, follow=False)
+        listed = [listed_names(*of) for of in zip(left, answers[::2], answers[1::2], strict=True)]
+        found |= {at: names for at, names in zip(left, listed, strict=True) if names is not None}
+        if len(found) < len(ranges):
+            if time.monotonic() > deadline_s:
+                raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))
+            await asyncio.sleep(AGAIN_S)
+    return [found[at] for at in ranges]
 
 
 def _is_marker(answer: Answer) -> bool:
