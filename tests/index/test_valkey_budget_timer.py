@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvstore.index.valkey.cluster import PATIENCE, UNANSWERED, ShardBatch, BudgetTimer, ShardPrimary
+from kvstore.index.valkey.cluster import PATIENCE, UNANSWERED, BudgetTimer, ShardBatch, ShardPrimary
 
 BUDGET_S = 0.05
 
