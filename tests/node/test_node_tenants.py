@@ -115,6 +115,19 @@ def test_share_of_zero_on_nvme_keeps_dram_and_delays_no_drain(node: QuotaNode) -
     assert node.held(1, Tier.NVME) == 8
 
 
+def test_chain_that_left_nvme_leaves_dram_in_one_round(node: QuotaNode) -> None:
+    """Its blocks are no longer durable, and each may leave only after its child."""
+    node.store_durably(1, 30)
+    node.set_shares(("acme", None, 0))
+    node.enforcer.round()
+    assert node.held(0, Tier.NVME) == 0
+    node.set_shares(("acme", 0, 0))
+    node.enforcer.round()
+    node.write_back()
+    node.enforcer.round()
+    assert node.held(0, Tier.DRAM) == 0
+
+
 def test_namespace_without_spec_has_no_tenant_until_known(node: QuotaNode, tmp_path: Path) -> None:
     node.set_shares(("acme", None, 4))
     strange = node.registry.of_shape(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvstore.core.types import BlockKey, BlockShape, StoreOutcome
+from kvstore.core.types import BlockShape, StoreOutcome
 from kvstore.node.eviction.quotas import (
     count_kept,
     evict_over_quota,
@@ -35,7 +35,7 @@ def allocate_dram(residency: Residency, shape: BlockShape, count: int) -> list[S
             continue
         victims, dirty = residency.arena_evictor.victims(shape, count)
         if residency.cascades_chains:
-            dirty = _with_parents(residency, dirty, max(PIECE_BLOCKS, 2 * count))
+            dirty = residency.with_parents(dirty, max(PIECE_BLOCKS, 2 * count))
         for block in dirty:
             residency.enqueue_writeback(block)
         residency.counters.add(node_metrics.CASCADED_BLOCKS, len(dirty))
@@ -44,22 +44,6 @@ def allocate_dram(residency: Residency, shape: BlockShape, count: int) -> list[S
         residency.evict_from_dram(victims)
         count_kept(residency, victims)
     return slots
-
-
-def _with_parents(residency: Residency, leaves: Sequence[Block], limit: int) -> list[Block]:
-    """Return leaves, each followed by its dirty ancestors, at most ``limit`` blocks in all.
-
-    Policies yield a parent only after its children, so a chain would otherwise be written one block at a time.
-    """
-    found: dict[BlockKey, Block] = {}
-    for leaf in leaves:
-        block: Block | None = leaf
-        while block is not None and block.key not in found and block.dram is not None and len(found) < limit:
-            if block.clean or block.namespace is not leaf.namespace or not residency.is_idle(block):
-                break
-            found[block.key] = block
-            block = residency.blocks.get(block.parent) if block.parent is not None else None
-    return list(found.values())
 
 
 def grant_slots(residency: Residency, grant: SlotGrant, positions: Sequence[int], wait: Callable[[], bool]) -> None:

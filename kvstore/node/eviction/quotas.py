@@ -140,13 +140,14 @@ def space_may_free_up(residency: Residency, waiting: SlotGrant, *, own: bool) ->
 def evict_tenant_dram(residency: Residency, order: EvictionOrder, wanted_bytes: int) -> int:
     """Evict the coldest blocks of an order from DRAM. Returns how many bytes.
 
-    Dirty blocks among them are sent to write-back, so that they may be evicted later.
+    Dirty blocks among them are sent to write-back with their parents, so that they may be evicted later.
     """
     passed: dict[BlockKey, Block] = {}
     leaving = list(_coldest(residency, order, wanted_bytes, lambda block: _may_leave_dram(residency, order, block, passed)))
-    for block in passed.values():
+    dirty = residency.with_parents(passed.values(), MOST_GIVEN)
+    for block in dirty:
         residency.enqueue_writeback(block)
-    residency.counters.add(node_metrics.CASCADED_BLOCKS, len(passed))
+    residency.counters.add(node_metrics.CASCADED_BLOCKS, len(dirty))
     residency.evict_from_dram(leaving)
     residency.counters.add(_evicted_event(order), len(leaving))
     return sum(block.nbytes for block in leaving)

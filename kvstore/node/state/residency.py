@@ -182,6 +182,21 @@ class Residency:
                 self.gone.add(block.key)
 
     # ---- write-back
+    def with_parents(self, leaves: Iterable[Block], limit: int) -> list[Block]:
+        """Return dirty blocks, each followed by its dirty ancestors, at most ``limit`` blocks in all.
+
+        Policies yield a parent only after its children, so a chain would otherwise be written one block at a time.
+        """
+        found: dict[BlockKey, Block] = {}
+        for leaf in leaves:
+            block: Block | None = leaf
+            while block is not None and block.key not in found and block.dram is not None and len(found) < limit:
+                if block.clean or block.namespace is not leaf.namespace or not self.is_idle(block):
+                    break
+                found[block.key] = block
+                block = self.blocks.get(block.parent) if block.parent is not None else None
+        return list(found.values())
+
     def enqueue_writeback(self, block: Block) -> None:
         """Send a block in DRAM to write-back."""
         self.set_dram_state(block, DramState.WRITING)
