@@ -57,6 +57,7 @@ class ServerReport:
         index_disk: space on its file system; None: unknown.
         settings_problem: why the file of quotas and rules cannot be read; empty: it can be read.
         settings_path: that file.
+        unwritten: files of the server that could not be written, with the reason.
         quotas: tenants with a quota.
         findings: findings of the process, for example about its certificate.
         backend: the servers that hold the index.
@@ -69,6 +70,7 @@ class ServerReport:
     index_disk: FileSystem | None = None
     settings_problem: str = ""
     settings_path: str = ""
+    unwritten: Mapping[str, str] = field(default_factory=dict)
     quotas: Sequence[QuotaUse] = ()
     findings: Sequence[HealthFinding] = ()
     backend: IndexBackend = field(default_factory=IndexBackend)
@@ -116,6 +118,8 @@ def _of_server(server: ServerReport) -> Iterator[HealthFinding]:
     if server.settings_problem:
         facts = f"{server.settings_path} cannot be read: {server.settings_problem}"
         yield HealthFinding(codes.SETTINGS_FILE_UNREADABLE, "", facts)
+    for path, why in server.unwritten.items():
+        yield HealthFinding(codes.FILE_NOT_WRITTEN, path, f"{path} cannot be written: {why}")
     for use in server.quotas:
         if use.quota_bytes and use.held_bytes > QUOTA_SHARE * use.quota_bytes:
             name = use.tenant or "(default)"

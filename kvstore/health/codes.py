@@ -97,6 +97,13 @@ SETTINGS_FILE_UNREADABLE: Final = _error(
     "Nodes keep their last quotas, times to live and pins. Changes are rejected.",
     "Repair the file or restore it from a backup. If you remove it, all quotas and rules are lost.",
 )
+FILE_NOT_WRITTEN: Final = _warning(
+    "FILE_NOT_WRITTEN",
+    "A file of a metadata server cannot be written",
+    "The server keeps its copy of quotas, pins and times to live, or its cluster events, in memory only. They are lost if Valkey"
+    " loses its data and all metadata servers end.",
+    "Free space, or correct the owner of the folder. The file is then written without a restart.",
+)
 NO_NODES: Final = _warning(
     "NO_NODES",
     "No node has registered",

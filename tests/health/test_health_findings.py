@@ -48,6 +48,12 @@ CASES = [
         "/i.json cannot be read: truncated",
     ),
     (
+        "FILE_NOT_WRITTEN",
+        "/i.json",
+        ClusterReport(ServerReport(unwritten={"/i.json": "Is a directory"}), [WELL]),
+        "/i.json cannot be written: Is a directory",
+    ),
+    (
         "QUOTA_NEARLY_USED",
         "team-a",
         ClusterReport(ServerReport(quotas=[QuotaUse("team-a", "NVMe", 96, 100)]), [WELL]),

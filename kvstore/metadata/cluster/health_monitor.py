@@ -135,11 +135,16 @@ class HealthMonitor:
             index_disk=self._disk,
             settings_problem="" if readable else self._settings.problem,
             settings_path=str(self._settings.path),
+            unwritten=self._unwritten(),
             quotas=self._quotas() if readable else (),
             findings=list(self._certificate.findings()),
             backend=self._index.backend(),
             metadata_servers=len(self._servers.servers()),
         )
+
+    def _unwritten(self) -> dict[str, str]:
+        problems = {self._settings.path: self._settings.copy_problem, self._journal.path: self._journal.problem}
+        return {str(path): why for path, why in problems.items() if why}
 
     def _quotas(self) -> list[QuotaUse]:
         found = []

@@ -180,7 +180,9 @@ class SharedSettings(SettingsStore):
         self._newest = max(self._newest, settings, key=age)
         try:
             await self._file.keep(settings)
+            self.copy_problem = ""
         except KVStoreError as error:
+            self.copy_problem = str(error)
             limited.warning("settings in force, but not copied to %s: %s", self.path, error)
 
     @staticmethod
