@@ -115,8 +115,9 @@ NO_NODES: Final = _warning(
 SHARD_AWAY: Final = _error(
     "SHARD_AWAY",
     "A shard of the index does not answer",
-    "Its records are unknown: some lookups find a few blocks less, and blocks whose records belong there cannot be published."
-    " Nodes repeat their changes. If the shard has a replica, the cluster promotes the replica within seconds.",
+    "Its records are unknown: some lookups find a few blocks less. New blocks are published without the records that belong"
+    " there; nodes compare these ranges after the shard is back. If it has a replica, the cluster promotes the replica within"
+    " seconds. While the shard of the small state is away, nothing is published: nodes repeat their changes.",
     "If it lasts longer than a few seconds, check the server's process and host, and `CLUSTER NODES` on another server. Without a"
     " replica, start the server again, even without data: nodes send its records again.",
 )

@@ -12,7 +12,7 @@ from kvstore.core.types import BootId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.contract import ReplicaRun, VolumeEpoch
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import Command, Lane
+from kvstore.index.valkey.cluster import Answer, Command, Lane
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import record_name
@@ -38,6 +38,10 @@ class InterruptedIndex(ValkeyIndex):
     def _run(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Reply]:
         self._interrupt()
         return super()._run(commands, lane)
+
+    def _run_without_lost(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Answer]:
+        self._interrupt()
+        return super()._run_without_lost(commands, lane)
 
 
 @pytest.fixture

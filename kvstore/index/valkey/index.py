@@ -54,11 +54,10 @@ from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_holder, check_notes
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import RETRY_S, TRY_S, Answer, Command, Lane, ValkeyClient
+from kvstore.index.valkey.cluster import UNANSWERED, Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import BlockFeed
-from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
-from kvstore.index.valkey.range_audit import RangeAudit
+from kvstore.index.valkey.range_audit import RangeAudit, keys_in_ranges
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
@@ -79,6 +78,7 @@ from kvstore.observe.metric_definitions import metadata as metadata_metrics
 logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
 T = TypeVar("T")
+A = TypeVar("A", bound=Answer)
 
 LOOKUP_BUDGET_S: Final = 0.02
 """Time that a lookup waits for one shard, by default."""
@@ -91,7 +91,6 @@ MAX_RACES: Final = 5
 """Attempts to replace records that other servers change at the same time. Then anti-entropy repairs what is left."""
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
-_KEYS_PER_RANGE: Final = 1 << 24
 _BEATS_POLLS: Final = 3
 """Heartbeats are read with every third poll of the small state."""
 LEASES_STALE_S: Final = 3.0
@@ -246,8 +245,10 @@ class ValkeyIndex(PrefixIndex):
         check_batch(stored, removed)
         keys_read = BatchEdit.reads(stored, removed)
         lost: dict[tuple[VolumeEpoch, int], list[BlockKey]] = {}
+        missed: set[BlockKey] = set()
         for _ in range(MAX_RACES):
-            replies = self._run([read_command(key) for key in keys_read])
+            replies = self._run_without_lost([read_command(key) for key in keys_read])
+            missed |= {key for key, reply in zip(keys_read, replies, strict=True) if reply is UNANSWERED}
             state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
             if volume_epoch not in state.volume_epochs:
                 raise NotFound("the volume epoch is not open", volume_epoch=volume_epoch)
@@ -259,9 +260,11 @@ class ValkeyIndex(PrefixIndex):
                 edit.store(run)
             for holder, keys in edit.removed.items():
                 lost[holder] = list(dict.fromkeys([*lost.get(holder, ()), *keys]))
-            changes: list[tuple[BlockKey, bytes | None]] = [*edit.puts(), *((key, None) for key in edit.deletes())]
+            changes = [(key, value) for key, value in edit.changes() if key not in missed]
             commands = [change_command(key, existing.get(key), value, self._abilities) for key, value in changes]
-            raced = [reply for reply in self._change(commands) if not took_effect(reply)]
+            answers = self._change(commands, self._run_without_lost)
+            missed |= {key for (key, _), answer in zip(changes, answers, strict=True) if answer is UNANSWERED}
+            raced = [answer for answer in answers if answer is not UNANSWERED and not took_effect(answer)]
             if not raced:
                 break
             self._count(metadata_metrics.INDEX_RACES, len(raced))
@@ -272,6 +275,7 @@ class ValkeyIndex(PrefixIndex):
                 volume_epoch,
                 len(raced),
             )
+        self._note_missed(missed & {*removed, *(key for run in stored for key in run.keys)}, volume_epoch)
         slots = {slot for slot, _ in commands}
         told = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in lost.items()]
         if self.feed.wanted():
@@ -281,6 +285,13 @@ class ValkeyIndex(PrefixIndex):
         if self._listener is not None and (edit.stored or lost):
             self._listener.published(volume_epoch, edit.stored, told)
         report_ignored(edit, volume_epoch, self._count)
+
+    def _note_missed(self, missed: Collection[BlockKey], volume_epoch: VolumeEpoch) -> None:
+        """Nodes compare the ranges of records that were not changed, because their shard is away, after it is back."""
+        if missed:
+            self._count(metadata_metrics.INDEX_CHANGES_MISSED, len(missed))
+            limited.warning("published without shards that are away: volume epoch %d (keys=%d)", volume_epoch, len(missed))
+            self._loop.call_soon_threadsafe(self._audit.missed, {key_range(key) for key in missed})
 
     def _append_to_feed(
         self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], told: Sequence[RemovedKeys], removed: Sequence[BlockKey]
@@ -401,37 +412,9 @@ class ValkeyIndex(PrefixIndex):
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         check_ranges(first, count)
-        keys = self._call(self._keys_in_ranges(range(first, first + count)))
+        keys = self._call(keys_in_ranges(self._cluster, range(first, first + count), PART_S))
         values = self._run([read_command(key) for key in keys])
         return [(key, value) for key, value in zip(keys, values, strict=True) if is_record(value)]
-
-    async def _keys_in_ranges(self, ranges: Sequence[int]) -> list[BlockKey]:
-        """List the keys of ranges, in order.
-
-        A server lists what it has, also of a slot that moves or moved. So each range is asked for a key that never exists, too:
-        only a server with the whole slot says that there is none.
-
-        Raises:
-            Unavailable: some ranges cannot be listed in time.
-        """
-        found: dict[int, list[BlockKey]] = {}
-        deadline_s = time.monotonic() + PART_S
-        while left := [at for at in ranges if at not in found]:
-            commands = [
-                (RANGE_SLOTS[at], packed)
-                for at in left
-                for packed in (pack("CLUSTER", "GETKEYSINSLOT", RANGE_SLOTS[at], _KEYS_PER_RANGE), pack("GET", TAGS[at] + b"-"))
-            ]
-            answers = await self._cluster.run(commands, budget_s=TRY_S, follow=False)
-            for at, listing, nothing in zip(left, answers[::2], answers[1::2], strict=True):
-                if isinstance(listing, list) and nothing is None:
-                    named = [name for name in listing if isinstance(name, bytes) and len(name) == TAG_BYTES + KEY_BYTES]
-                    found[at] = sorted(BlockKey(name[TAG_BYTES:]) for name in named if name.startswith(TAGS[at]))
-            if len(found) < len(ranges):
-                if time.monotonic() > deadline_s:
-                    raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))
-                await asyncio.sleep(RETRY_S)
-        return [key for at in ranges for key in found[at]]
 
     def range_checks(self) -> Sequence[RangeCheck]:
         return self._audit.states.checks()
@@ -469,7 +452,7 @@ class ValkeyIndex(PrefixIndex):
             if len(replicas) * 2 + 2 < len(record):
                 left = encode(record[0], record[1], replicas) if replicas else None
                 changes.append(change_command(BlockKey(key), value, left, self._abilities))
-        self._change(changes)
+        self._change(changes, self._run)
 
     # ---- namespaces ----
     def put_namespace(self, namespace: NamespaceId, spec: bytes) -> None:
@@ -636,18 +619,25 @@ class ValkeyIndex(PrefixIndex):
             replies += self._call(self._cluster.run_until(commands[at : at + _PART], time.monotonic() + PART_S, lane))
         return replies
 
-    def _change(self, commands: Sequence[Command]) -> list[Reply]:
+    def _run_without_lost(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Answer]:
+        answers: list[Answer] = []
+        for at in range(0, len(commands), _PART):
+            part = commands[at : at + _PART]
+            answers += self._call(self._cluster.run_without_lost(part, time.monotonic() + PART_S, lane))
+        return answers
+
+    def _change(self, commands: Sequence[Command], run: Callable[[Sequence[Command], Lane], Sequence[A]]) -> Sequence[A]:
         """Run changes of records. Servers that lack the script get it first.
 
         Raises:
             CapacityExceeded: Valkey is full.
             Unavailable: Valkey rejects a change for another reason.
         """
-        replies = self._run(commands, Lane.WRITES)
+        replies = run(commands, Lane.WRITES)
         failed = [reply for reply in replies if isinstance(reply, hiredis.ReplyError)]
         if any(str(error).startswith("NOSCRIPT") for error in failed):
             self._call(self._cluster.on_each(pack("SCRIPT", "LOAD", CAS_SCRIPT), budget_s=1.0))
-            replies = self._run(commands, Lane.WRITES)
+            replies = run(commands, Lane.WRITES)
             failed = [reply for reply in replies if isinstance(reply, hiredis.ReplyError)]
         if failed:
             full = str(failed[0]).startswith("OOM")

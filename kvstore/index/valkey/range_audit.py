@@ -2,6 +2,10 @@
 
 A server reads all markers at its start, those of a shard whose primary changed or was connected again at once, and a few others
 every second. So a shard that an operator emptied is found within seconds, too.
+
+Changes of a shard that is away are not made. Nodes compare their ranges after it is back.
+
+``keys_in_ranges`` lists the records of ranges.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.limits import DIGEST_RANGES
+from kvstore.core.types import KEY_BYTES, BlockKey
 from kvstore.index.counts import Count
 from kvstore.index.valkey.cluster import Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import pack
-from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
+from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
 from kvstore.index.valkey.range_states import RangeState, RangeStates, complete_marker, new_token, repair_marker
 from kvstore.index.valkey.small_state import SmallStateStore
 from kvstore.observe.limited_log import LimitedLog
@@ -31,11 +36,14 @@ AUDIT_S: Final = 1.0
 RETRY_S: Final = 0.05
 """Pause before markers of a shard that is away are read again."""
 READ_S: Final = 1.0
+AGAIN_S: Final = 0.02
+"""Pause before ranges that were not listed are listed again."""
 _SAMPLE: Final = 16
 """Markers that the routine reads each time; all in 256 rounds."""
 _STRIDE: Final = 257
 """Neighbours in a sample are far from each other, so that each sample meets most shards. Prime to the number of ranges."""
 _PART: Final = 1_024
+_KEYS_PER_RANGE: Final = 1 << 24
 _CLAIM: Final = """#!lua flags=allow-oom
 local now = redis.call('GET', KEYS[1])
 if now and string.sub(now, 1, 16) == ARGV[1] then return now end
@@ -80,6 +88,7 @@ class RangeAudit:
         self._founded = b""
         self._reported: frozenset[int] = frozenset()
         self._moved_since: set[int] = set()
+        self._missed: set[int] = set()
         self._wake = asyncio.Event()
         self._turn = 0
 
@@ -89,6 +98,10 @@ class RangeAudit:
         self._moved_since.update(ranges)
         self.states.moved(ranges)
         self._wake.set()
+
+    def missed(self, ranges: Iterable[int]) -> None:
+        """Some records of ranges were not changed, because their shards are away: nodes compare these ranges later."""
+        self._missed.update(ranges)
 
     def report(self, tokens: Collection[int]) -> None:
         """All living nodes have done these checks."""
@@ -105,7 +118,7 @@ class RangeAudit:
     async def run(self) -> None:
         """Keep the states, until cancelled."""
         while True:
-            waits = RETRY_S if self.states.unread() else AUDIT_S
+            waits = RETRY_S if self._unread() else AUDIT_S
             try:
                 async with asyncio.timeout(waits):
                     await self._wake.wait()
@@ -132,10 +145,11 @@ class RangeAudit:
         if self._small.founded == epoch != self._founded:
             self._founded = epoch
             await self._set_all(epoch)
+        self._begin_suspicions()
         sample = [(self._turn * _SAMPLE + at) * _STRIDE % DIGEST_RANGES for at in range(_SAMPLE)]
         self._turn += 1
         under_repair = [number for check in self.states.checks() if check.lost for number in check.ranges]
-        await self._read(sorted({*self.states.unread(), *under_repair, *self.states.lost(), *sample}))
+        await self._read(sorted({*self._unread(), *under_repair, *self.states.lost(), *sample}))
         if neighbours := self._neighbours_of_lost():
             await self._read(neighbours)
         if self._writes():
@@ -143,6 +157,18 @@ class RangeAudit:
             await self._end_repairs()
 
     # ---- parts
+    def _unread(self) -> list[int]:
+        """Ranges whose markers must be read, and whose shards may answer."""
+        return [number for number in self.states.unread() if not self._cluster.is_lost(RANGE_SLOTS[number])]
+
+    def _begin_suspicions(self) -> None:
+        """Let nodes compare the ranges with missed changes whose shards are back."""
+        unread = set(self.states.unread())
+        self._missed |= unread - set(self._unread())  # this server may have missed changes before it was restarted
+        back = [number for number in self._missed - unread if not self._cluster.is_lost(RANGE_SLOTS[number])]
+        self._missed.difference_update(back)
+        self.states.moved(back)
+
     def _neighbours_of_lost(self) -> list[int]:
         """Ranges on shards that lost a range: the shard was emptied, so these are lost, too."""
         of_slot = self._cluster.topology.of_slot
@@ -192,6 +218,36 @@ class RangeAudit:
                 if number not in self._moved_since and _is_marker(answer)
             }
             states.read(found, epoch, time.monotonic())  # type: ignore[arg-type]  # checked above
+
+
+async def keys_in_ranges(cluster: ValkeyClient, ranges: Sequence[int], timeout_s: float) -> list[BlockKey]:
+    """List the keys of ranges, in order.
+
+    A server lists what it has, also of a slot that moves or moved. So each range is asked for a key that never exists, too:
+    only a server with the whole slot says that there is none.
+
+    Raises:
+        Unavailable: some ranges cannot be listed in time, or their shard is away.
+    """
+    found: dict[int, list[BlockKey]] = {}
+    deadline_s = time.monotonic() + timeout_s
+    while left := [at for at in ranges if at not in found]:
+        commands = [
+            (RANGE_SLOTS[at], packed)
+            for at in left
+            for packed in (pack("CLUSTER", "GETKEYSINSLOT", RANGE_SLOTS[at], _KEYS_PER_RANGE), pack("GET", TAGS[at] + b"-"))
+        ]
+        answers = await cluster.run(commands, budget_s=READ_S, follow=False)
+        for at, listing, nothing in zip(left, answers[::2], answers[1::2], strict=True):
+            if isinstance(listing, list) and nothing is None:
+                named = [name for name in listing if isinstance(name, bytes) and len(name) == TAG_BYTES + KEY_BYTES]
+                found[at] = sorted(BlockKey(name[TAG_BYTES:]) for name in named if name.startswith(TAGS[at]))
+        if len(found) < len(ranges):
+            is_lost = any(cluster.is_lost(RANGE_SLOTS[at]) for at in ranges if at not in found)
+            if is_lost or time.monotonic() > deadline_s:
+                raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))
+            await asyncio.sleep(AGAIN_S)
+    return [key for at in ranges for key in found[at]]
 
 
 def _is_marker(answer: Answer) -> bool:
