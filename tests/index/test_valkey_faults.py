@@ -14,7 +14,7 @@ import hiredis
 import pytest
 
 from kvstore.core.checksum import key_range
-from kvstore.core.errors import CapacityExceeded, Unavailable
+from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
 from kvstore.index.contract import VolumeEpoch
@@ -24,6 +24,7 @@ from kvstore.index.valkey.cluster import UNANSWERED, ValkeyClient
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import RANGE_SLOTS, SLOTS, TAGS
+from kvstore.index.valkey.records import too_old
 from kvstore.metadata.indexing.index_mutations import repair_range
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -45,6 +46,7 @@ class Puppet:
         self.silent = False
         self.delay_s = 0.0
         self.moved_to = ""
+        self.info = b"1"
         self.commands = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -85,7 +87,7 @@ class Puppet:
         self.commands += 1
         if self.moved_to:
             return b"-MOVED 1 " + self.moved_to.encode() + b"\r\n"
-        return b"$1\r\n1\r\n"
+        return b"$%d\r\n%s\r\n" % (len(self.info), self.info)
 
 
 @asynccontextmanager
@@ -169,6 +171,20 @@ async def test_slow_shard_takes_changes_and_no_lookups(counters: Counters) -> No
         assert cluster.away() == [puppet.address]
         puppet.delay_s = 0.0
         await wait_until_async(lambda: _is_back(cluster), "the shard is fast again")
+
+
+async def test_server_of_old_version_is_refused(counters: Counters) -> None:
+    async with Puppet().serve() as puppet:
+        puppet.info = b"redis_version:6.2.14"
+        with pytest.raises(Unsupported, match=r"Redis 6\.2: the index requires Valkey 7\.2 or Redis 7\.0"):
+            await ValkeyIndex.start(ValkeyAddress((puppet.address,)), count=counters.add)
+
+
+def test_versions_are_judged_by_product() -> None:
+    assert [bool(too_old(info)) for info in ("redis_version:7.0.15", "redis_version:7.2.4\r\nvalkey_version:9.1.2", "")] == [
+        False
+    ] * 3
+    assert too_old("redis_version:7.2.4\nvalkey_version:7.0.0").startswith("Valkey 7.0")
 
 
 async def test_client_closed_ends_calls_at_once(counters: Counters) -> None:

@@ -131,6 +131,18 @@ async def test_stopped_primary_is_a_finding_until_it_answers(asked: Asked, clust
     await asked.until("SHARD_WITHOUT_REPLICA", present=False)
 
 
+async def test_server_starts_while_a_shard_is_away(tmp_path: Path) -> None:
+    with ValkeyServers(tmp_path / "valkey", shards=3) as cluster:
+        async with metadata_server(tmp_path / "first", cluster.seeds) as asked:
+            await asked.shards()
+        away = next(server for server in cluster.primaries if server.call("EXISTS", "{kv}meta") != 1)
+        away.end()
+        async with metadata_server(tmp_path / "second", cluster.seeds) as asked:
+            assert away.address in await asked.until("SHARD_AWAY")
+            cluster.restart(away)
+            await asked.until("SHARD_AWAY", present=False)
+
+
 async def test_stopped_replica_is_a_finding_until_it_answers(asked: Asked, cluster: ValkeyServers) -> None:
     cluster.replicas[0].kill(signal.SIGSTOP)
     try:

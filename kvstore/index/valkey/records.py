@@ -35,6 +35,9 @@ _GET: Final = b"*2\r\n$3\r\nGET\r\n$%d\r\n" % NAME_BYTES
 _SET_NX: Final = b"*4\r\n$3\r\nSET\r\n$%d\r\n" % NAME_BYTES
 _VERSION: Final = re.compile(r"^(valkey|redis)_version:(\d+)\.(\d+)", re.MULTILINE)
 
+OLDEST: Final = {"valkey": (7, 2), "redis": (7, 0)}
+"""The first versions whose scripts may have flags."""
+
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
@@ -46,6 +49,16 @@ class Abilities:
     def both(self, other: Abilities) -> Abilities:
         """The abilities that both have."""
         return Abilities(self.compare_and_set and other.compare_and_set, self.compare_and_delete and other.compare_and_delete)
+
+
+def too_old(info: str) -> str:
+    """Name and version of a server that cannot hold an index; empty: it can. ``info`` is its reply to ``INFO``."""
+    versions = {name: (int(major), int(minor)) for name, major, minor in _VERSION.findall(info)}
+    name = "valkey" if "valkey" in versions else "redis"
+    oldest, found = OLDEST[name], versions.get(name)
+    if found is None or found >= oldest:
+        return ""
+    return f"{name.capitalize()} {found[0]}.{found[1]}: the index requires Valkey 7.2 or Redis 7.0, or later"
 
 
 def abilities_of(info: str) -> Abilities:

@@ -6,11 +6,12 @@ import functools
 import re
 from typing import Final
 
+from kvstore.core.errors import Unsupported
 from kvstore.index.contract import IndexStats
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.cluster import ValkeyClient
 from kvstore.index.valkey.connection import pack
-from kvstore.index.valkey.records import Abilities, abilities_of
+from kvstore.index.valkey.records import Abilities, abilities_of, too_old
 
 _ANSWER_S: Final = 1.0
 _USED_MEMORY: Final = re.compile(rb"^used_memory:(\d+)", re.MULTILINE)
@@ -18,10 +19,17 @@ _SMALL_NAMES: Final = (*names.ALL_SMALL, *names.LEASES.values(), names.SETTINGS,
 
 
 async def read_abilities(client: ValkeyClient) -> Abilities:
-    """Abilities that all primaries that answer have."""
+    """Abilities that all primaries that answer have.
+
+    Raises:
+        Unsupported: the version of a primary is too old.
+    """
     answers = await client.on_each(pack("INFO", "server"), budget_s=_ANSWER_S)
-    replies = [answer.decode(errors="replace") for answer in answers.values() if isinstance(answer, bytes)]
-    return functools.reduce(Abilities.both, map(abilities_of, replies)) if replies else Abilities()
+    replies = {address: answer.decode(errors="replace") for address, answer in answers.items() if isinstance(answer, bytes)}
+    for address, reply in replies.items():
+        if old := too_old(reply):
+            raise Unsupported(f"the server is {old}", address=address)
+    return functools.reduce(Abilities.both, map(abilities_of, replies.values())) if replies else Abilities()
 
 
 async def read_stats(client: ValkeyClient, *, dead: int, markers: int) -> IndexStats:
