@@ -77,6 +77,14 @@ METADATA_UNREACHABLE: Final = _error(
     "Start the metadata server again, and read its log: journalctl -u kvstore-metadata. If it runs, compare its address, TLS"
     " files and token with those of the caller.",
 )
+METADATA_SERVERS_DIFFER: Final = _error(
+    "METADATA_SERVERS_DIFFER",
+    "Metadata servers have different indexes",
+    "Servers that the setting `metadata` names in one list must share an index. Now each finds only the blocks of the nodes that"
+    " use it: which blocks a lookup finds depends on the server that answers.",
+    "Set the same metadata.engine on each host, and restart the servers that lacked it. Without an index in Valkey, name one"
+    " server only.",
+)
 INDEX_READ_ONLY: Final = _error(
     "INDEX_READ_ONLY",
     "The index accepts no changes",

@@ -68,6 +68,8 @@ class HealthReporter:
         self._stalls = stalls or ProcessStallDetector(clock)
         self._publishing = FailureTracker()
         self._acknowledged_s = clock.now_s()
+        self.different_indexes: HealthFinding | None = None
+        """The finding that the metadata servers of this node's list have different indexes."""
         self._seen: dict[VolumeId, tuple[int, int, float, float]] = {}
         """Per volume: corrupt replicas before the current series and in all, when the series began and when it last grew."""
 
@@ -112,6 +114,8 @@ class HealthReporter:
             why = self._publishing.reason(now_s) or "no acknowledgement"
             facts = f"The index has accepted no changes of this node for {failing_s:.0f} s ({self._waiting():,} wait): {why}"
             found.append(HealthFinding(codes.PUBLISH_FAILS, "", facts))
+        if self.different_indexes is not None:
+            found.append(self.different_indexes)
         if why := self._storage_node.reason(now_s):
             found.append(HealthFinding(codes.STORAGE_NODE_FAILS, "", f"The storage node does not accept blocks: {why}"))
         for node_volume in self._table.node_volumes:
