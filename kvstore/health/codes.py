@@ -324,6 +324,13 @@ QUOTA_NEARLY_USED: Final = _warning(
     "At the quota, new blocks of the tenant replace its own coldest blocks, and its hit ratio falls.",
     "Raise the quota with `kvstore tenants set`, or evict namespaces of the tenant that are no longer used.",
 )
+QUOTA_EXCEEDED: Final = _warning(
+    "QUOTA_EXCEEDED",
+    "A tenant holds more than its quota",
+    "Nodes evict the tenant's coldest blocks until it is within its quota. A drain that moves blocks (`kvstore nodes drain NODE"
+    " --move`) keeps the blocks of both nodes until it is cancelled or the node stops, so they count twice.",
+    "Wait for a minute after a quota was lowered. If a node drains, stop it, or cancel the drain: `kvstore nodes undrain NODE`.",
+)
 CERTIFICATE_EXPIRES: Final = _warning(
     "CERTIFICATE_EXPIRES",
     "A TLS certificate expires soon",

@@ -115,6 +115,7 @@ async def test_shards_described_with_roles_and_settings(asked: Asked, cluster: V
     assert not primary.HasField("lag_bytes")
     assert replica.HasField("lag_bytes")
     assert [one.answers_here for one in found.metadata_servers] == [True]
+    await asked.until("ONE_METADATA_SERVER")
     assert await asked.findings() == {
         "ONE_METADATA_SERVER": "Only this metadata server serves the index, which several could share."
     }
