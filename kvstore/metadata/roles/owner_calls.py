@@ -4,7 +4,8 @@ Any server accepts them. The owner handles them. Every other server forwards the
 caller's metadata (token, request id, trace) and deadline, and returns the bytes of the answer. So clients need not know the
 owner, and a call makes at most one extra hop: a forwarded call that arrives at a server that is not the owner fails.
 
-Without an owner, or if the owner does not answer, the call fails with ``Unavailable``, as if the planner were away. A call that
+Without an owner, or if the owner does not answer, the call fails with ``Unavailable``, as if the planner were away. Calls that
+describe plans and queues are then answered by the server that was asked, which has none. A call that
 waits at an owner that is lost fails at once. An owner checks its lease before a call and again before the answer, so a server
 that was stopped and continues answers nothing as the owner.
 """
@@ -28,7 +29,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect_aio
-from kvstore.rpc.errors import from_rpc_error
+from kvstore.rpc.errors import DETAILS_KEY, from_rpc_error
 from kvstore.rpc.server import decoder
 
 FORWARDED_BY: Final = "kv-forwarded-by"
@@ -37,6 +38,8 @@ PLANNING_METHODS: Final = ("PlanLoad", "ReportLoads", "ReplanLoad", "ReportEngin
 """Methods of the service Metadata that the owner answers."""
 PLANNING_ADMIN_METHODS: Final = ("DescribePlanning",)
 """Methods of the service MetadataAdmin that the owner answers."""
+TAKEOVER_S: Final = 4.0
+"""Time after which another server has the role of an owner that was killed."""
 _OF_THE_CONNECTION: Final = ("user-agent", "grpc-", ":")
 """Beginnings of the metadata keys that each connection sets itself."""
 
@@ -100,7 +103,7 @@ class OwnerCalls:
             servicer: has the behaviour of the owner.
             names: the methods, all unary.
             server: the server.
-            unowned: whether this server answers from its own state while no server is the owner.
+            unowned: whether this server answers from its own state while no server is the owner, or the owner does not answer.
         """
         handlers = {}
         for name in names:
@@ -115,7 +118,11 @@ class OwnerCalls:
         async def handle(data: bytes, context: Context) -> bytes:
             if not self._roles.holds(ServerRole.PLAN):
                 if not unowned or self._roles.owner(ServerRole.PLAN) is not None:
-                    return await self._forward(method, data, context)
+                    try:
+                        return await self._forward(method, data, context)
+                    except Unavailable:
+                        if not unowned:
+                            raise
                 described: bytes = (await behaviour(decode(data), context)).SerializeToString()
                 return described
             try:
@@ -151,6 +158,11 @@ class OwnerCalls:
                 raise self._unowned("the server that planned loads and assigned requests is lost; try again")
             return answer.result()
         except grpc.aio.AioRpcError as failed:
+            if failed.code() is grpc.StatusCode.UNAVAILABLE and DETAILS_KEY not in dict(failed.trailing_metadata() or ()):
+                raise self._unowned(
+                    f"the metadata server {owner.address}, which plans loads and assigns requests, does not answer; another one"
+                    f" takes over within {TAKEOVER_S:.0f} s: try again"
+                ) from failed
             raise from_rpc_error(failed) from failed
         except grpc.aio.UsageError as closed:
             raise self._unowned("this server stops") from closed

@@ -112,7 +112,8 @@ class HealthReporter:
         found = []
         if failing_s := self.publish_failing_s():
             why = self._publishing.reason(now_s) or "no acknowledgement"
-            facts = f"The index has accepted no changes of node {self._sources.node_id} for {failing_s:.0f} s ({self._waiting():,} wait): {why}"
+            waiting, node_id = self._waiting(), self._sources.node_id
+            facts = f"The index has accepted no changes of node {node_id} for {failing_s:.0f} s ({waiting:,} wait): {why}"
             found.append(HealthFinding(codes.PUBLISH_FAILS, "", facts))
         if self.different_indexes is not None:
             found.append(self.different_indexes)
