@@ -446,7 +446,8 @@ class NodeDaemon:
             self._publisher.start()
             self._enforcer.start()
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
-                log.warning("metadata server not reached: %s; serving without it", config.metadata)
+                why = self._health.why_not_published() or "no answer yet"
+                log.warning("metadata server not used: %s (%s); serving without it, and trying again", config.metadata, why)
         if config.metrics_listen is not None:
             collector = StoreCollector([self.counters], [NodeGauges(self._parts)], process="node")
             self._metrics = serve(config.metrics_listen, collector, {"/loads": self._recent.page}, self.counters)

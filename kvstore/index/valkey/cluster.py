@@ -30,7 +30,7 @@ import hiredis
 from kvstore.core.errors import KVStoreError, Unavailable, Unsupported
 from kvstore.index.counts import Count, Observe, observe_nothing
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.connection import Reply, ValkeyConnection, connect, pack, refusal
+from kvstore.index.valkey.connection import Reply, ValkeyConnection, connect, pack, refusal, silence
 from kvstore.index.valkey.topology import EMPTY, NO_SHARD, Topology, parse_cluster_slots
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -542,16 +542,21 @@ class ValkeyClient:
         """Read the topology from any server: those in use first, then the seeds."""
         known = [shard.address for shard in self._by_number if shard.up]
         replicas = [address for nodes in self.topology.shards for address in nodes.replicas]
-        last: KVStoreError = Unavailable("no Valkey server answers", seeds=", ".join(self._address.seeds))
+        failures: dict[str, KVStoreError] = {}
         for address in dict.fromkeys([*known, *self._address.seeds, *replicas]):
             try:
                 async with asyncio.timeout(CONNECT_S):
                     return await self._topology_of(address)
             except TimeoutError:
-                continue
+                cause = silence(CONNECT_S, self._address.tls)
+                failures[address] = Unavailable("no Valkey server answers", address=address, cause=cause)
             except KVStoreError as error:
-                last = error
-        raise last
+                failures[address] = error
+        others = [error for error in failures.values() if not isinstance(error, Unavailable)]
+        if others or len(failures) == 1:
+            raise (others or list(failures.values()))[0]
+        causes = [f"{address}: {error.fields.get('cause', error)}" for address, error in failures.items()]
+        raise Unavailable("no Valkey server answers", servers="; ".join(causes))
 
     async def _topology_of(self, address: str) -> Topology:
         shard = self._shards.get(address)

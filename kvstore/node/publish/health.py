@@ -78,6 +78,10 @@ class HealthReporter:
         """Record that publication failed."""
         self._publishing.failed(self._clock.now_s(), why)
 
+    def why_not_published(self) -> str:
+        """Return why publication fails; empty: it does not, or was not tried yet."""
+        return self._publishing.reason(self._clock.now_s())
+
     def publish_acknowledged(self) -> None:
         """Record that the index accepted some changes."""
         self._acknowledged_s = self._clock.now_s()
