@@ -1,8 +1,11 @@
-"""Measure vLLM's time to first token with 95 % of the prompt in the store, against computing all of it.
+"""Measure vLLM's time to first token with 95 % of the prompt in the store, against computing it and against vLLM's fs tier.
 
 Each contestant is an engine process on one core; only one works at a time. Every prompt is a known prefix and a new tail. The
 engines' own prefix caches are emptied before each measurement, so the prefix is loaded from the DRAM of this host's node, or from
 its NVMe with O_DIRECT after the arena was emptied.
+
+Two more engines use vLLM's own offloading, with the store or vLLM's ``fs`` tier behind its host memory. That memory holds one
+prefix, and two prefixes take turns. The files of the fs tier may be in the page cache, and it computes no checksums.
 
 The model is a Llama with random weights in float32: 8 layers, width 512, 16 KiB of KV per token. Run with an interpreter that has
 vLLM (``make install-engines``).
@@ -17,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -51,9 +55,12 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
         cluster = stack.enter_context(LocalCluster([node], scratch / f"store-{tokens}"))
         where = cluster.metadata_address, cluster.node("bench").local_socket
         store, layerwise = store_transfer(*where), store_transfer(*where, load_mode="layerwise")
+        primary_bytes = int(1.2 * volume)
+        tier, fs = tier_transfer(*where, primary_bytes), fs_transfer(scratch / f"fs-{tokens}", primary_bytes)
+        transfers = {"recompute": None, "store": store, "layerwise": layerwise, "tier": tier, "fs": fs}
         children = {
             name: stack.enter_context(EngineChild(model, transfer, scratch / f"{name}-{tokens}.log", **engine))
-            for name, transfer in {"recompute": None, "store": store, "layerwise": layerwise}.items()
+            for name, transfer in transfers.items()
         }
         for name, child in children.items():
             for prefix in prefixes:  # store the prefix once and warm up the path
@@ -67,6 +74,9 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
             turn += 1
             child = children[name]
             prompt = [*prefixes[turn % PREFIXES], *next(tails)]
+            if name in {"tier", "fs"}:  # the other prefix takes this one's place in host memory
+                child.ask("forget")
+                child.ask("prompt", tokens=[*prefixes[(turn + 1) % PREFIXES], *next(tails)])
             child.ask("forget")
             settle(cluster, cold=cold)
             answer = child.ask("prompt", tokens=prompt)
@@ -81,10 +91,37 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
                 "recompute": lambda: first_token("recompute"),
                 "nvme": lambda: first_token("store", cold=True),
                 "layerwise": lambda: first_token("layerwise"),
+                "tier": lambda: first_token("tier"),
+                "fs": lambda: first_token("fs"),
             },
             options.repetitions,
         )
     report(options, tokens, samples)
+
+
+def tier_transfer(metadata: str, node: str, primary_bytes: int) -> dict[str, Any]:
+    """Return ``kv_transfer_config`` for vLLM's own offloading with the store behind it."""
+    return {
+        "kv_connector": "KVStoreOffloadingConnector",
+        "kv_connector_module_path": "kvclient.engines.vllm.tier",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": primary_bytes, "kvstore": {"metadata": metadata, "node": node}},
+    }
+
+
+def fs_transfer(folder: Path, primary_bytes: int) -> dict[str, Any]:
+    """Return ``kv_transfer_config`` for vLLM's own offloading with its fs tier, which keeps files under ``folder``."""
+    return {
+        "kv_connector": "PausingOffloadingConnector",
+        "kv_connector_module_path": "peers.fs_tier",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "HostTieringSpec",
+            "spec_module_path": "kvclient.engines.vllm.tier",
+            "cpu_bytes_to_use": primary_bytes,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(folder), "n_read_threads": 2, "n_write_threads": 2}],
+        },
+    }
 
 
 def settle(cluster: LocalCluster, *, cold: bool) -> None:
@@ -101,7 +138,26 @@ def settle(cluster: LocalCluster, *, cold: bool) -> None:
 
 
 def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> None:
-    """Record the figures of the store against computing."""
+    """Record the figures of the store against computing, and of the ways to attach it against each other and the fs tier."""
+    for name, what, peer, called, bound in (
+        ("tier", "DRAM, by vLLM's offloading", "dram", "the connector", 1.1),
+        ("dram", "DRAM", "fs", "vLLM's fs tier", 0.8),
+        ("nvme", "NVMe", "fs", "vLLM's fs tier", 1.0),
+        ("tier", "DRAM, by vLLM's offloading", "fs", "vLLM's fs tier", 1.0),
+    ):
+        options.keep(
+            Figure(
+                f"engine_ttft_{name}_{peer}",
+                f"TTFT, 95 % hit out of {what}",
+                {"tokens": tokens, "kv_bytes_token": SIZE.kv_bytes, "hit": HIT},
+                "ms",
+                lower_is_better=True,
+            ),
+            samples[name],
+            peer=Reference(called, samples[peer]),
+            target=Target("peer", bound),
+            verified=True,
+        )
     for name, what in (("dram", "DRAM"), ("nvme", "NVMe"), ("layerwise", "DRAM, layer by layer")):
         options.keep(
             Figure(

@@ -95,11 +95,11 @@ class CpuCost:
     """CPU seconds per unit of work, by process.
 
     Attributes:
-        per: the unit: ``GiB`` or ``operation``.
+        per: the unit.
         seconds: CPU seconds of all threads, user and system, by name of the process.
     """
 
-    per: Literal["GiB", "operation"]
+    per: Literal["GiB", "operation", "second"]
     seconds: Mapping[str, float]
 
 
@@ -434,7 +434,7 @@ def cpu_text(record: Record) -> str:
     if record.cpu is None:
         return ""
     used: Mapping[str, float] = record.cpu["seconds"]  # type: ignore[assignment]
-    unit, factor = ("s/GiB", 1.0) if record.cpu["per"] == "GiB" else ("ms/operation", 1e3)
+    unit, factor = ("s/GiB", 1.0) if record.cpu["per"] == "GiB" else (f"ms/{record.cpu['per']}", 1e3)
     return f"CPU {', '.join(f'{name} {value * factor:.2g}' for name, value in used.items())} {unit}"
 
 

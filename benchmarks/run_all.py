@@ -47,6 +47,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "engines": ("engine_overhead", "engine_router_sessions", "engine_sglang", "engine_transformers", "engine_ttft"),
     "netlab": ("netlab_engines", "netlab_loads", "netlab_traffic_class", "netlab_vllm"),
+    "scale": ("audit_cost", "large_index", "server_rest", "server_scaling"),
     "simulate": ("simulate_lab", "simulate_paper"),
 }  # fmt: skip
 """Scripts by suite. Each script is in one."""

@@ -3,7 +3,8 @@
 Three metadata servers serve the same chains of 1,600 blocks with replicas on two volumes (as in ``lookup.py``): from LMDB, from a
 Valkey Cluster of one shard, and from one of three shards. Clients look them up in turn, one call in flight. The limit is a gRPC
 server that answers with a constant. The records also have the commands per lookup that the shards ran, and the CPU time of server
-and shards. Publishing is compared with the same keys as plain ``SET`` commands in one pipeline.
+and shards. The notes say how much of it the shards use at rest. Publishing is compared with the same keys as plain ``SET``
+commands in one pipeline.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -44,6 +46,13 @@ def commands(cluster: ValkeyServers) -> int:
     return total
 
 
+def shards_cpu_s(cluster: ValkeyServers, work: Callable[[], object]) -> float:
+    """CPU seconds of all shards during a call."""
+    meter = CpuMeter(**{str(number): one.process.pid for number, one in enumerate(cluster.primaries)})
+    meter.time(1, work)
+    return sum(used_s for name, used_s in meter.cost("operation").seconds.items() if name != "client")
+
+
 def measure_lookups(stack: ExitStack, opts: Options, scratch: Path) -> None:
     """Keep the figures of lookups."""
     blocks = opts.pick(full=400_000, quick=100_000, smoke=2 * CHAIN)
@@ -69,6 +78,8 @@ def measure_lookups(stack: ExitStack, opts: Options, scratch: Path) -> None:
         for shards in served
     }
     ran = dict.fromkeys(clusters, 0)
+    rest_s = opts.pick(full=10.0, quick=5.0, smoke=0.1)
+    at_rest = {shards: shards_cpu_s(cluster, lambda: time.sleep(rest_s)) / rest_s for shards, cluster in clusters.items()}
 
     def p50_of(shards: int) -> float:
         times: list[float] = []
@@ -96,7 +107,9 @@ def measure_lookups(stack: ExitStack, opts: Options, scratch: Path) -> None:
             target=Target("peer", 1.3) if shards == 3 else None,
             transport="gRPC, loopback TCP",
             cpu=meters[shards].cost("operation"),
-            notes=f"{per_lookup:.1f} GET commands per lookup" if shards else "",
+            notes=f"{per_lookup:.1f} GET commands per lookup; shards at rest: {at_rest[shards] * 1e3:.1f} ms of CPU/s"
+            if shards
+            else "",
         )
 
 

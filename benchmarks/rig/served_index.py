@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
 from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import PrefixIndex
+from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.indexing.index_mutations import register_node
 from kvstore.rpc.client import call, connect
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 CHAIN = 1_600
 DRAM_SHARE = 1_200
 NAMESPACE = NamespaceId(b"benchmark-lookup")
+NODE_ID = NodeId("host-1")
+BOOT_ID = BootId(secrets.token_bytes(16))
+TIERS = {VolumeId("host-1/dram"): Tier.DRAM, VolumeId("host-1/nvme0"): Tier.NVME}
 SAMPLE_CHAINS = 64
 """Number of chains to look up, drawn from the whole index."""
 IN_FLIGHT = 4
@@ -41,36 +44,51 @@ TTL_S = 3_600
 """Grace period after a start. It must cover the whole run, because no node sends heartbeats."""
 
 
-def fill(index: PrefixIndex, blocks: int, seed: int) -> list[bytes]:
-    """Fill an empty index with ``blocks`` blocks and return a sample of its chains, packed."""
-    tiers = {VolumeId("host-1/dram"): Tier.DRAM, VolumeId("host-1/nvme0"): Tier.NVME}
-    boot_id = BootId(secrets.token_bytes(16))
+def register_volumes(index: PrefixIndex, tiers: Mapping[VolumeId, Tier]) -> list[VolumeEpoch]:
+    """Register a node with volumes, and open their volume epochs."""
     volumes = [VolumeInfo(volume_id=name, tier=tier_to_proto(tier), capacity_bytes=1 << 40) for name, tier in tiers.items()]
     node = NodeInfo(
-        node_id="host-1",
-        boot_id=boot_id,
+        node_id=NODE_ID,
+        boot_id=BOOT_ID,
         roles=["prefill"],
         control_address="127.0.0.1:1",
         data_address="127.0.0.1:2",
         volumes=volumes,
     )
     register_node(index, node)
-    dram, nvme = [index.open_volume_epoch(name, NodeId("host-1"), tier, boot_id) for name, tier in tiers.items()]
+    return [index.open_volume_epoch(name, NODE_ID, tier, BOOT_ID) for name, tier in tiers.items()]
+
+
+def publish_chain(index: PrefixIndex, dram: VolumeEpoch, nvme: VolumeEpoch, packed: bytes) -> None:
+    """Publish a chain: all blocks on NVMe, the first ones in DRAM too."""
+    keys = tuple(BlockKey(packed[at : at + 16]) for at in range(0, len(packed), 16))
+    index.publish(nvme, [BlockRun(NAMESPACE, None, 0, keys)], [])
+    index.publish(dram, [BlockRun(NAMESPACE, None, 0, keys[:DRAM_SHARE])], [])
+
+
+def fill(index: PrefixIndex, blocks: int, seed: int) -> list[bytes]:
+    """Fill an empty index with ``blocks`` blocks and return a sample of its chains, packed."""
+    dram, nvme = register_volumes(index, TIERS)
     draw = random.Random(seed)
     chains = blocks // CHAIN
     kept = set(draw.sample(range(chains), min(chains, SAMPLE_CHAINS)))
     sample = []
     for number in range(chains):
         packed = draw.randbytes(16 * CHAIN)
-        keys = tuple(BlockKey(packed[at : at + 16]) for at in range(0, len(packed), 16))
-        index.publish(nvme, [BlockRun(NAMESPACE, None, 0, keys)], [])
-        index.publish(dram, [BlockRun(NAMESPACE, None, 0, keys[:DRAM_SHARE])], [])
+        publish_chain(index, dram, nvme, packed)
         if number in kept:
             sample.append(packed)
     return sample
 
 
-def _open_valkey(servers: tuple[str, ...]) -> PrefixIndex:
+def sweep_new_epoch(index: PrefixIndex) -> None:
+    """Sweep the index, as a new epoch in Valkey requires once, so that the server does not do that beside measurements."""
+    while not index.sweep(1 << 16):
+        pass
+
+
+def open_valkey(servers: tuple[str, ...]) -> PrefixIndex:
+    """Open an index in Valkey. Its time to wait is long, because filling keeps the machine busy."""
     from kvstore.index.valkey.address import ValkeyAddress
     from kvstore.index.valkey.index import ValkeyIndex
 
@@ -85,13 +103,22 @@ class Served:
         blocks: size of the index.
         seed: keys of the chains.
         valkey: servers of an empty Valkey Cluster that hold the index; empty: LMDB in the folder.
+        filled_by: fills the empty index, and returns a sample of its chains.
     """
 
-    def __init__(self, path: Path, blocks: int, seed: int, valkey: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        blocks: int,
+        seed: int,
+        valkey: tuple[str, ...] = (),
+        filled_by: Callable[[PrefixIndex, int, int], list[bytes]] = fill,
+    ) -> None:
         self.path, self.blocks = path, blocks
         self._engine = f"valkey://{','.join(valkey)}" if valkey else "lmdb"
-        index = _open_valkey(valkey) if valkey else LmdbIndex.open(path)
-        self.chains = fill(index, blocks, seed)
+        index = open_valkey(valkey) if valkey else LmdbIndex.open(path)
+        self.chains = filled_by(index, blocks, seed)
+        sweep_new_epoch(index)
         index.close()
         self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
@@ -136,7 +163,12 @@ class Client:
     @classmethod
     def of(cls, address: str, chains: list[bytes]) -> Self:
         """Open the channel."""
-        return cls(connect(address, own_connection=True), [LookupRequest(namespace_id=NAMESPACE, keys=keys) for keys in chains])
+        return cls.on(connect(address, own_connection=True), chains)
+
+    @classmethod
+    def on(cls, channel: grpc.Channel, chains: list[bytes]) -> Self:
+        """Use a channel."""
+        return cls(channel, [LookupRequest(namespace_id=NAMESPACE, keys=keys) for keys in chains])
 
     def times_s(self, count: int) -> list[float]:
         """Measure the durations of sequential lookups."""

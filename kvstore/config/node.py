@@ -28,6 +28,7 @@ from kvstore.config.values import (
     parse_volume,
 )
 from kvstore.core.errors import InvalidArgument
+from kvstore.core.limits import MAX_NAME_BYTES
 from kvstore.process.effective_config import EffectiveSetting
 from kvstore.process.node_id import check_node_id
 from kvstore.rpc.failover.addresses import MetadataAddresses
@@ -74,6 +75,12 @@ def _check_lease(lease_ms: int) -> int:
     return lease_ms
 
 
+def _check_zone(zone: str) -> str:
+    if len(zone.encode()) > MAX_NAME_BYTES or not zone.isprintable():
+        raise ValueError(f"a zone must be printable text of at most {MAX_NAME_BYTES} bytes")
+    return zone
+
+
 class NodeSection(Section):
     """The node daemon."""
 
@@ -97,6 +104,10 @@ class NodeSection(Section):
     metadata: str | None = Field(
         default=DEFAULT_METADATA_ADDRESS,
         description="metadata servers that the node registers with: HOST:PORT, a list, or a DNS name",
+    )
+    zone: Annotated[str, AfterValidator(_check_zone)] = Field(
+        default="",
+        description="failure domain of the host, e.g. a rack; second copies go to another zone. Empty: to another host",
     )
     dram_bytes: Memory = Field(
         default=1 << 30, gt=0, description="size of the DRAM arena, in bytes or as a share of the host's memory such as 80%"
@@ -189,15 +200,20 @@ class NodeSection(Section):
         description="time for a graceful stop: finish stores, write back, answer reads. Unset: the time to write three quarters"
         " of the arena at 1 GB/s per volume, 10s to 10m",
     )
+    recopy_after_ms: DurationMs = Field(
+        default=300_000,
+        description="how long a node must be silent before other nodes make new second copies of its blocks",
+    )
     move_bandwidth: SizeIfSet = Field(
         default=None,
-        description="limit of reads from this node while it drains with --move, in bytes per second; 0: no limit."
+        description="limit of reads from this node by drains with --move and for second copies, in bytes per second; 0: no limit."
         " Unset: a quarter of the link, or 256MiB if its speed is unknown",
     )
     move_window_bytes: SizeIfSet = Field(
         default=None,
         gt=0,
-        description="bytes in flight from this node while it drains. Unset: 1/32 s of move_bandwidth, at least 32MiB",
+        description="bytes in flight from this node by drains and for second copies. Unset: 1/32 s of move_bandwidth, at least"
+        " 32MiB",
     )
     tokens_file: Path | None = Field(default=None, description=f"who may call the node: {TOKENS_FILE}")
     token_file: Path | None = Field(

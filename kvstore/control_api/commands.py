@@ -8,7 +8,7 @@ from typing import Final
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1.common_pb2 import CacheSpec
-from kvproto.v1.metadata_pb2 import NamespaceRule, NodeStatus, RegisterNamespaceRequest
+from kvproto.v1.metadata_pb2 import NodeStatus, RegisterNamespaceRequest
 from kvstore.control_api import serializers
 from kvstore.control_api.schemas import retention as retention_models
 from kvstore.control_api.schemas import store as models
@@ -137,14 +137,12 @@ class Commands:
         return serializers.quota(tenant, done.quota), serializers.quota(tenant, done.before)
 
     async def set_rule(
-        self, namespace_id: bytes, ttl_s: float | None, *, pinned: bool, expected: retention_models.Rule | None
+        self, wanted: retention_models.Rule, expected: retention_models.Rule | None
     ) -> tuple[retention_models.Rule, retention_models.Rule]:
         """Set the retention rule of a namespace.
 
         Args:
-            namespace_id: the namespace.
-            ttl_s: time to live of unused blocks in seconds; None: no time to live.
-            pinned: whether its blocks are protected from eviction.
+            wanted: the new rule.
             expected: current rule that the change requires; None: any.
 
         Returns:
@@ -155,12 +153,8 @@ class Commands:
             Conflict: the current value is not ``expected``.
             CapacityExceeded: too many rules, or the metadata server's disk is full.
         """
-        wanted = NamespaceRule(namespace_id=namespace_id, ttl_ms=round((ttl_s or 0) * 1000), pinned=pinned)
-        seen = None
-        if expected is not None:
-            ttl_ms = round((expected.ttl_s or 0) * 1000)
-            seen = NamespaceRule(namespace_id=namespace_id, ttl_ms=ttl_ms, pinned=expected.pinned)
-        done = await self._rpc.set_rule(wanted, seen)
+        seen = None if expected is None else serializers.rule_to_proto(expected)
+        done = await self._rpc.set_rule(serializers.rule_to_proto(wanted), seen)
         return serializers.rule(done.rule), serializers.rule(done.before)
 
     async def _invalidate(self, namespace_id: bytes) -> models.NamespaceEvicted:

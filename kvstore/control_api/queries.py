@@ -227,7 +227,12 @@ class Queries:
             if kept is None:
                 raise
             return kept
-        return retention_models.Rule(namespace_id=namespace_id.hex(), ttl_s=found.ttl_ms / 1000 or None, pinned=found.pinned)
+        return retention_models.Rule(
+            namespace_id=namespace_id.hex(),
+            ttl_s=found.ttl_ms / 1000 or None,
+            pinned=found.pinned,
+            copies=found.copies or 1,
+        )
 
     async def rules(self) -> list[retention_models.Rule]:
         """All retention rules by namespace id, also of namespaces that are not registered."""

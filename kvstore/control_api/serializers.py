@@ -247,12 +247,28 @@ def namespace(found: pb.NamespaceDescription) -> models.Namespace:
         spec=spec(found.spec),
         hit_ratio=found.hit_blocks / found.asked_blocks if found.asked_blocks else None,
         ttl_s=found.ttl_ms / 1000 or None,
+        copies=found.copies or 1,
     )
 
 
 def rule(found: metadata_pb2.NamespaceRule) -> retention_models.Rule:
     """Retention rule of a namespace."""
-    return retention_models.Rule(namespace_id=found.namespace_id.hex(), ttl_s=found.ttl_ms / 1000 or None, pinned=found.pinned)
+    return retention_models.Rule(
+        namespace_id=found.namespace_id.hex(),
+        ttl_s=found.ttl_ms / 1000 or None,
+        pinned=found.pinned,
+        copies=found.copies or 1,
+    )
+
+
+def rule_to_proto(rule: retention_models.Rule) -> metadata_pb2.NamespaceRule:
+    """Encode a retention rule."""
+    return metadata_pb2.NamespaceRule(
+        namespace_id=bytes.fromhex(rule.namespace_id),
+        ttl_ms=round((rule.ttl_s or 0) * 1000),
+        pinned=rule.pinned,
+        copies=rule.copies,
+    )
 
 
 def usage(namespace_id: str, answers: Mapping[str, pb.DescribeUsageResponse], failed: Mapping[str, KVStoreError]) -> models.Usage:

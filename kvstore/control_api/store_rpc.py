@@ -251,8 +251,9 @@ class StoreRpc:
         return await self._change(self._admin.SetNamespaceRule, request)
 
     async def counters(self) -> dict[str, int]:
-        """Counters of the metadata server since its start."""
-        answer: metadata_pb2.GetStatsResponse = await self._ask(self._metadata.GetStats, metadata_pb2.GetStatsRequest())
+        """Counters of the metadata servers since their starts, added up."""
+        request = metadata_pb2.GetStatsRequest(all_servers=True)
+        answer: metadata_pb2.GetStatsResponse = await self._ask(self._metadata.GetStats, request)
         return dict(answer.counters)
 
     async def history(self, request: pb.DescribeHistoryRequest) -> pb.DescribeHistoryResponse:

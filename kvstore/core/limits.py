@@ -51,7 +51,9 @@ MAX_TENANTS_TOLD = 1_024
 MAX_QUOTAS = 256
 """Tenants with a quota."""
 MAX_RULES = 1_024
-"""Namespaces with a time to live or a pin."""
+"""Namespaces with a time to live, a pin or two copies."""
+MAX_COPIES = 2
+"""Nodes whose volumes may hold each durable block of a namespace, if an operator asks for it."""
 MAX_NODES = 10_000
 MAX_NOTE_BYTES = 1 << 20
 """Maximum size of a note in the index. The largest, a node's report with usages of 1,024 tenants, has about half of it."""

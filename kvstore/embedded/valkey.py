@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,13 +97,22 @@ class ValkeyServers:
         shards: number of primaries.
         replicas: replicas of each.
         program: server program; None: ``find_server``.
+        env: environment of the servers; None: inherited.
 
     Raises:
         Unsupported: no server program was found.
         Unavailable: the servers do not form a cluster in time.
     """
 
-    def __init__(self, folder: Path, *, shards: int = 3, replicas: int = 0, program: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        shards: int = 3,
+        replicas: int = 0,
+        program: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         found = program if program is not None else find_server()
         if found is None:
             raise Unsupported(
@@ -113,6 +122,7 @@ class ValkeyServers:
         self._program = found
         self._folder = folder
         self._shards = shards
+        self._env = env
         self.servers: list[ValkeyServer] = []
         try:
             self.servers = [self._start() for _ in range(shards * (1 + replicas))]
@@ -193,7 +203,7 @@ class ValkeyServers:
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         with (folder / "log").open("ab") as log:
-            return start([str(self._program), *words], stdout=log, stderr=log, cwd=folder)
+            return start([str(self._program), *words], stdout=log, stderr=log, cwd=folder, env=self._env)
 
     def _form(self) -> None:
         shards = self._shards

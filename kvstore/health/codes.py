@@ -268,6 +268,14 @@ PUBLISH_FAILS: Final = _error(
     "Check the metadata server (is INDEX_READ_ONLY reported?) and the network. The node repeats its changes until the"
     " server accepts them.",
 )
+SECOND_COPIES_LATE: Final = _warning(
+    "SECOND_COPIES_LATE",
+    "Second copies are late",
+    "Durable blocks of namespaces with two copies are on one node only. Loads work, but the loss of this node with its volumes"
+    " would lose these blocks.",
+    "Read the facts. No space: add volumes or nodes, or give fewer namespaces two copies. Bandwidth: raise node.move_bandwidth."
+    " No other node: start one with a volume, in another node.zone if there are zones.",
+)
 STORAGE_NODE_FAILS: Final = _error(
     "STORAGE_NODE_FAILS",
     "A node without NVMe cannot write blocks back",

@@ -394,6 +394,13 @@ class PrefixIndex(ABC):
         """The servers that hold the index, as last observed. It does not wait."""
         return IndexBackend()
 
+    async def refresh(self) -> None:  # noqa: B027  # an index of one host is always fresh
+        """Read what other servers have changed until now, on the event loop: for a caller that names something unknown here.
+
+        Raises:
+            Unavailable: the index does not answer.
+        """
+
     async def exchange_servers(self, mine: MetadataServerRecord, ended: Collection[str] = ()) -> list[MetadataServerRecord]:
         """Store the record of this metadata server, and read those of all that share the index.
 

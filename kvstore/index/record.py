@@ -41,7 +41,12 @@ def encode(ordinal: int, depth: int, replicas: Mapping[VolumeEpoch, int]) -> byt
 
 def is_record(value: object) -> TypeGuard[bytes]:
     """Whether a value from outside of this process has the length of a record."""
-    return isinstance(value, bytes) and len(value) > HEAD_BYTES and (len(value) - HEAD_BYTES) % REPLICA_BYTES == 0
+    return isinstance(value, bytes) and is_record_size(len(value))
+
+
+def is_record_size(size: int) -> bool:
+    """Whether a record can have this length."""
+    return size > HEAD_BYTES and (size - HEAD_BYTES) % REPLICA_BYTES == 0
 
 
 def decode(value: bytes) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
-"""Range digests of all volume epochs in a part of the index, from one pass over its records. Pure.
+"""Facts about all records in a part of the index: range digests of volume epochs, and records of closed ones. Pure.
 
 numpy computes them, because a loop in Python over a million records takes several seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,11 +38,8 @@ def digest_replicas(records: Sequence[tuple[bytes, bytes]]) -> Iterator[ReplicaD
     hashes = np.asarray(hash_parts(memoryview(keys), KEY_BYTES))
     heads = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[:, :2].astype(np.uint64)
     ranges = heads[:, 0] << np.uint64(4) | heads[:, 1] >> np.uint64(4)
-    sizes = np.fromiter((len(value) for _, value in records), np.int64, len(records))
     places, hashed = [], []  # of each replica: volume epoch and range in one number, and the key's hash
-    for size in np.unique(sizes):
-        chosen = np.flatnonzero(sizes == size)
-        numbers = np.frombuffer(b"".join([records[at][1] for at in chosen.tolist()]), "<u4").reshape(len(chosen), -1)
+    for chosen, numbers in _by_size(records):
         volume_epochs = numbers[:, _HEAD::2].astype(np.uint64)
         places.append((volume_epochs << np.uint64(_RANGE_BITS) | ranges[chosen, None]).ravel())
         hashed.append(np.repeat(hashes[chosen], volume_epochs.shape[1]))
@@ -58,3 +55,21 @@ def digest_replicas(records: Sequence[tuple[bytes, bytes]]) -> Iterator[ReplicaD
     borders = np.flatnonzero(np.concatenate(([True], owners[1:] != owners[:-1], [True])))
     for first, last in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
         yield ReplicaDigests(VolumeEpoch(int(owners[first])), found[first:last], digests[first:last], counts[first:last])
+
+
+def find_other_epochs(records: Sequence[tuple[bytes, bytes]], volume_epochs: Collection[VolumeEpoch]) -> list[int]:
+    """Find the positions of records that name other volume epochs than these, in order."""
+    if not records:
+        return []
+    known, found = np.array(sorted(volume_epochs), np.uint32), []
+    for chosen, numbers in _by_size(records):
+        found += chosen[~np.isin(numbers[:, _HEAD::2], known).all(axis=1)].tolist()
+    return sorted(found)
+
+
+def _by_size(records: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The records of each size: their positions, and their numbers in rows."""
+    sizes = np.fromiter((len(value) for _, value in records), np.int64, len(records))
+    for size in np.unique(sizes):
+        chosen = np.flatnonzero(sizes == size)
+        yield chosen, np.frombuffer(b"".join([records[at][1] for at in chosen.tolist()]), "<u4").reshape(len(chosen), -1)

@@ -44,6 +44,12 @@ class Family(StrEnum):
     """Sliding windows in five layers of six: several KV cache groups."""
     DEEPSEEK = "deepseek"
     """Latent attention (MLA): one head of latents a token, in bfloat16."""
+    GEMMA4 = "gemma4"
+    """Heads of two sizes, so that pages of sliding layers have twice the tokens of the others'."""
+    LLAMA4 = "llama4"
+    """Attention within chunks of the context in three layers of four, and experts."""
+    LFM2 = "lfm2"
+    """Short convolutions beside attention: a state per sequence, kept at block boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +228,70 @@ def _deepseek(model: TinyModel) -> Any:  # noqa: ANN401
     )
 
 
+def _gemma4(model: TinyModel) -> Any:  # noqa: ANN401
+    """Embeddings as in Gemma 3."""
+    import torch
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    layers = model.layers or 6
+    config = Gemma4TextConfig(
+        **{**_common(model, layers), "tie_word_embeddings": True},
+        head_dim=model.head_dim,
+        global_head_dim=2 * model.head_dim,
+        sliding_window=model.window,
+        layer_types=["full_attention" if at % 3 == 2 else "sliding_attention" for at in range(layers)],
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=VOCABULARY,
+    )
+    made = Gemma4ForCausalLM(config)
+    with torch.no_grad():
+        made.get_input_embeddings().weight *= _GEMMA_EMBEDDINGS
+    return made
+
+
+def _llama4(model: TinyModel) -> Any:  # noqa: ANN401
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    return Llama4ForCausalLM(
+        Llama4TextConfig(
+            **_common(model, 4),
+            head_dim=model.head_dim,
+            intermediate_size_mlp=2 * model.hidden,
+            num_local_experts=4,
+            num_experts_per_tok=1,
+            interleave_moe_layer_step=2,
+            attention_chunk_size=model.window,
+            attn_temperature_tuning=False,
+        )
+    )
+
+
+def _lfm2(model: TinyModel) -> Any:  # noqa: ANN401
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    layers = model.layers or 4
+    return Lfm2ForCausalLM(
+        Lfm2Config(
+            **_common(model, layers),
+            layer_types=["full_attention" if at % 2 else "conv" for at in range(layers)],
+            block_auto_adjust_ff_dim=False,
+            conv_dim=model.hidden,
+            block_dim=model.hidden,
+        )
+    )
+
+
 _GEMMA_EMBEDDINGS = 0.1
 _QWEN_QUERIES = 4.0
-_MAKERS = {Family.LLAMA: _llama, Family.QWEN3: _qwen3, Family.GEMMA3: _gemma3, Family.DEEPSEEK: _deepseek}
+_MAKERS = {
+    Family.LLAMA: _llama,
+    Family.QWEN3: _qwen3,
+    Family.GEMMA3: _gemma3,
+    Family.DEEPSEEK: _deepseek,
+    Family.GEMMA4: _gemma4,
+    Family.LLAMA4: _llama4,
+    Family.LFM2: _lfm2,
+}
 
 
 def main() -> None:

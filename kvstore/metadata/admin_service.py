@@ -7,7 +7,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
+
+from google.protobuf.message import Message
 
 import kvstore
 from kvproto.v1 import admin_pb2 as pb
@@ -21,6 +23,8 @@ from kvstore.dualpath.planner import DECISIONS_KEPT
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.cluster.event_journal import EventJournal
 from kvstore.metadata.cluster.health_monitor import HealthMonitor
+from kvstore.metadata.cluster.other_servers import OtherServers
+from kvstore.metadata.cluster.server_sums import add_namespaces, add_servers, merged_events, merged_histories
 from kvstore.metadata.cluster.shards import describe_shards
 from kvstore.metadata.indexing.explain import describe_blocks
 from kvstore.metadata.indexing.index_thread import IndexThread
@@ -36,7 +40,7 @@ from kvstore.metadata.retention.policies import (
 )
 from kvstore.metadata.scheduling.path_policy import PathPolicyOrder
 from kvstore.metadata.scheduling.planner_service import SIDES, PlannerService
-from kvstore.observe.history import History
+from kvstore.observe.history import INTERVAL_S, History
 from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.auth.interceptor import caller_name
 from kvstore.rpc.codec import check_id, history_to_proto, keys_from_packed
@@ -45,6 +49,9 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["MetadataAdmin"].full_name
 MOST_NAMESPACES: Final = 1_000
 MOST_LIVE: Final = 1_000
 MOST_EVENTS: Final = 1_000
+MOST_FINDINGS: Final = 100
+Context = Any
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,7 @@ class MetadataAdminParts:
         history: figures of the last hour.
         journal: cluster events; receives operators' orders.
         servers: the metadata servers that serve the index.
+        others: asks the other ones.
     """
 
     index: PrefixIndex
@@ -84,6 +92,7 @@ class MetadataAdminParts:
     history: History
     journal: EventJournal
     servers: ServerTable
+    others: OtherServers
 
 
 class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
@@ -94,12 +103,12 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         self._began_s = parts.clock.now_s()
 
     # ---- inspection ----
-    async def DescribeServer(self, request: pb.DescribeServerRequest, context: object) -> pb.DescribeServerResponse:
+    async def DescribeServer(self, request: pb.DescribeServerRequest, context: Context) -> pb.DescribeServerResponse:
         parts = self._parts
         stats, statuses = parts.index.stats(), parts.nodes.statuses()
         alive = sum(status.alive for status in statuses)
         refused = sum(bool(status.refused) for status in statuses)
-        return pb.DescribeServerResponse(
+        answer = pb.DescribeServerResponse(
             version=kvstore.__version__,
             index_epoch=parts.index.epoch,
             blocks=stats.blocks,
@@ -118,8 +127,14 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
             ],
             findings=[one.to_proto() for one in parts.health.findings()],
         )
+        add_servers(answer, await self._ask("DescribeServer", request, context, pb.DescribeServerResponse), MOST_FINDINGS)
+        return answer
 
-    async def DescribeNamespaces(self, request: pb.DescribeNamespacesRequest, context: object) -> pb.DescribeNamespacesResponse:
+    async def _ask(self, name: str, request: Message, context: Context, kind: type[M]) -> list[M]:
+        """Ask the other metadata servers the same."""
+        return await self._parts.others.ask(f"/{SERVICE_NAME}/{name}", request, context, kind)
+
+    async def DescribeNamespaces(self, request: pb.DescribeNamespacesRequest, context: Context) -> pb.DescribeNamespacesResponse:
         entries = self._parts.index.namespaces()
         if request.namespace_id:
             selected = check_id(request.namespace_id, "namespace_id")
@@ -131,9 +146,11 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
                 raise NotFound("the namespace in after is unknown: list from the beginning", namespace=after.hex())
             entries = entries[found + 1 :]
         limit = min(request.limit or MOST_NAMESPACES, MOST_NAMESPACES)
-        return pb.DescribeNamespacesResponse(
+        answer = pb.DescribeNamespacesResponse(
             namespaces=[self._namespace(namespace, spec) for namespace, spec in entries[:limit]], more=len(entries) > limit
         )
+        add_namespaces(answer, await self._ask("DescribeNamespaces", request, context, pb.DescribeNamespacesResponse))
+        return answer
 
     def _namespace(self, namespace: NamespaceId, spec: bytes) -> pb.NamespaceDescription:
         stats, rule = self._parts.lookups.stats(namespace), self._parts.retention.rule(namespace)
@@ -145,6 +162,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
             hit_blocks=stats.hit_blocks,
             ttl_ms=rule.ttl_ms,
             pinned=rule.pinned,
+            copies=rule.copies,
         )
 
     async def DescribeBlocks(self, request: pb.DescribeBlocksRequest, context: object) -> pb.DescribeBlocksResponse:
@@ -174,17 +192,21 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
     async def ListNamespaceRules(self, request: pb.ListNamespaceRulesRequest, context: object) -> pb.ListNamespaceRulesResponse:
         return pb.ListNamespaceRulesResponse(rules=self._parts.retention.rules())
 
-    async def DescribeHistory(self, request: pb.DescribeHistoryRequest, context: object) -> pb.DescribeHistoryResponse:
-        return history_to_proto(self._parts.history, request)
+    async def DescribeHistory(self, request: pb.DescribeHistoryRequest, context: Context) -> pb.DescribeHistoryResponse:
+        mine = history_to_proto(self._parts.history, request)
+        others = await self._ask("DescribeHistory", request, context, pb.DescribeHistoryResponse)
+        return merged_histories([mine, *others], request.step_seconds or INTERVAL_S) if others else mine
 
-    async def ListClusterEvents(self, request: pb.ListClusterEventsRequest, context: object) -> pb.ListClusterEventsResponse:
+    async def ListClusterEvents(self, request: pb.ListClusterEventsRequest, context: Context) -> pb.ListClusterEventsResponse:
         oldest_s = time.time() - request.since_ms / 1000 if request.since_ms else 0.0
         events = await asyncio.to_thread(self._parts.journal.read)
         found = [one for one in events if one.id > request.after_id and one.at_s >= oldest_s]
         limit = min(request.limit or MOST_EVENTS, MOST_EVENTS)
-        return pb.ListClusterEventsResponse(
+        mine = pb.ListClusterEventsResponse(
             events=[pb.ClusterEvent(**asdict(one)) for one in found[:limit]], more=len(found) > limit
         )
+        others = await self._ask("ListClusterEvents", request, context, pb.ListClusterEventsResponse)
+        return merged_events([mine, *others], limit) if others else mine
 
     async def DescribeShards(self, request: pb.DescribeShardsRequest, context: object) -> pb.DescribeShardsResponse:
         return describe_shards(self._parts.index, self._parts.servers)

@@ -24,6 +24,7 @@ from kvstore.metadata.admin_service import MetadataAdminParts, MetadataAdminServ
 from kvstore.metadata.cluster.event_journal import EventJournal
 from kvstore.metadata.cluster.health_monitor import HealthMonitor
 from kvstore.metadata.cluster.node_probes import NodeProbes
+from kvstore.metadata.cluster.other_servers import OtherServers
 from kvstore.metadata.events.contract import EventSource
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.events.subscription import LoggedEvents, report_served
@@ -55,6 +56,7 @@ from kvstore.observe.http import MetricsServer, serve
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import reachable_address
 from kvstore.rpc.auth.tokens import tokens_file
+from kvstore.rpc.health_probe import SHARED_STATE
 from kvstore.rpc.server import BoundServer, build_aio_server
 
 logger = logging.getLogger(__name__)
@@ -109,6 +111,7 @@ class MetadataServer:
         self._event_log: BlockEventLog | None = None
         self._leased: LeasedRoles | None = None
         self._owner_calls: OwnerCalls | None = None
+        self._others: OtherServers | None = None
         self._events: EventSource | None = None
 
     async def start(self) -> str:
@@ -126,14 +129,16 @@ class MetadataServer:
             index = await self._open_index()
             settings = self._settings = open_settings(config, index, self.counters)
             await settings.start()
-            parts = self._make_parts(index, settings)
+            tls = config.tls.resolve()
+            parts = self._make_parts(index, settings, tls)
+            servers = parts.others.table
             path_policy = PathPolicyOrder(settings, parts.planner, config.path_policy)
             path_policy.follow()
-            tls = config.tls.resolve()
-            servers = self._servers = self._make_server_table(index)
             health = self._health = self._make_health(parts, settings, tls, servers)
             history = History(functools.partial(read_totals, self.counters, index))
             self._bound = await self._build_server(parts, path_policy, health, history, tls, servers)
+            if index.leases_roles:
+                await self._bound.show_serving(SHARED_STATE, serving=True)
             shown = self._bound.addresses[0]
             if self._leased is not None:
                 shown = await self._advertised(shown)
@@ -169,7 +174,7 @@ class MetadataServer:
             await asyncio.to_thread(index.put_namespace, namespace, spec)
         return index
 
-    def _make_parts(self, index: PrefixIndex, settings: SettingsStore) -> MetadataParts:
+    def _make_parts(self, index: PrefixIndex, settings: SettingsStore, tls: TlsConfig | None) -> MetadataParts:
         config = self._config
         writes = self._writes = IndexThread("metadata-writes")
         reads = self._reads = IndexThread("metadata-reads")
@@ -185,6 +190,8 @@ class MetadataServer:
         self._leased = self._make_leased_roles(index, planner, scheduler) if index.leases_roles else None
         roles = self._leased or FixedRoles(self._worker)
         self._journal = EventJournal(config.events_path, self.counters)
+        self._servers = self._make_server_table(index)
+        self._others = OtherServers(self._servers, self.counters, tls)
         return MetadataParts(
             index,
             nodes,
@@ -205,6 +212,7 @@ class MetadataServer:
             journal=self._journal,
             digests=IndexDigests(index, reads, self._clock),
             range_checks=RangeChecks(index, nodes),
+            others=self._others,
         )
 
     def _make_leased_roles(self, index: PrefixIndex, planner: PlannerService, scheduler: SchedulerService | None) -> LeasedRoles:
@@ -264,6 +272,7 @@ class MetadataServer:
             history,
             parts.journal,
             servers,
+            parts.others,
         )
         admin = MetadataAdminServicer(admin_parts)
         register: list[Callable[[grpc.aio.Server], None]] = [
@@ -392,13 +401,15 @@ class MetadataServer:
             await _bounded("gRPC", self._bound.stop(grace_s), grace_s)
         if self._owner_calls is not None:
             await _bounded("the connection to the planning server", self._owner_calls.close())
+        if self._others is not None:
+            await _bounded("the connections to other metadata servers", self._others.close())
         if self._health is not None:
             await _bounded("the health task", self._health.stop())
         if self._servers is not None:
             await _bounded("the table of metadata servers", self._servers.stop())
         if self._journal is not None:
             if self._bound is not None:
-                self._journal.record("metadata_stopped", "", "The metadata server stopped.")
+                self._journal.record("metadata_stopped", "", f"The metadata server at {self._bound.addresses[0]} stopped.")
             await _bounded("the file of cluster events", asyncio.to_thread(self._journal.flush))
         if self._maintenance is not None:
             await _bounded("maintenance", self._maintenance.stop())
@@ -411,7 +422,7 @@ class MetadataServer:
             await _bounded("the index", self._index.close_async())
         self._bound = self._health = self._servers = self._journal = self._maintenance = self._writes = self._reads = (
             self._settings
-        ) = self._index = self._event_log = self._events = self._leased = self._owner_calls = None
+        ) = self._index = self._event_log = self._events = self._leased = self._owner_calls = self._others = None
 
 
 async def _bounded(what: str, ending: Awaitable[None], grace_s: float = 0.0) -> None:

@@ -21,6 +21,8 @@ from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Uns
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.cluster.event_journal import EventJournal
+from kvstore.metadata.cluster.other_servers import OtherServers
+from kvstore.metadata.cluster.server_sums import add_stats
 from kvstore.metadata.events.contract import EventSource
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.events.subscription import report_served
@@ -30,7 +32,7 @@ from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.indexing.publish_stream import PublishStream
 from kvstore.metadata.indexing.range_checks import RangeChecks
-from kvstore.metadata.membership.node_admin import NodeAdmin, check_progress, refuse_removed
+from kvstore.metadata.membership.node_admin import NodeAdmin, check_progress
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.policies import RetentionPolicies, check_usages
 from kvstore.metadata.retention.tenants import NamespaceOwners
@@ -47,6 +49,7 @@ from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_p
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
 MISSED_BEATS: Final = 3
 """A node's id is free for another boot after as many missed heartbeats; workers may see two of them late."""
+_GET_STATS: Final = f"/{SERVICE_NAME}/GetStats"
 _ROLES: Final = frozenset({"prefill", "decode", "storage"})
 
 
@@ -72,6 +75,7 @@ class MetadataParts:
         journal: receives operators' orders.
         digests: digests of the index for anti-entropy.
         range_checks: checks of key ranges that nodes are asked for.
+        others: the other metadata servers of the index.
     """
 
     index: PrefixIndex
@@ -91,6 +95,7 @@ class MetadataParts:
     journal: EventJournal
     digests: IndexDigests
     range_checks: RangeChecks
+    others: OtherServers
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
@@ -117,6 +122,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         check_id(request.operation_id, "operation_id")
         info = request.node
         _check_node(info)
+        await self._parts.index.refresh()  # another server may have registered the node or the volume a moment ago
         self._check_space_for(info)
         needs = await self._parts.writes.run(register_node, self._parts.index, info)
         self._parts.nodes.record_registration(NodeId(info.node_id), BootId(info.boot_id), host_of_peer(context.peer()))
@@ -149,7 +155,11 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             check_progress(request.drain)
         check_usages(request)
         check_findings(request)
-        known = self._parts.nodes.record_heartbeat(request, host_of_peer(context.peer()))
+        host = host_of_peer(context.peer())
+        known = self._parts.nodes.record_heartbeat(request, host)
+        if not known:
+            await self._parts.index.refresh()
+            known = self._parts.nodes.record_heartbeat(request, host)
         self._parts.counters.add(metadata_metrics.HEARTBEATS)
         node_id = NodeId(request.node_id)
         return pb.HeartbeatResponse(
@@ -158,6 +168,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             drain=self._parts.nodes.drain_order(node_id),
             retention=await self._parts.retention.answer(request) if known else None,
             checks=self._parts.range_checks.messages(request) if known else (),
+            members=self._parts.nodes.members_token,
         )
 
     async def UnregisterNode(self, request: pb.UnregisterNodeRequest, context: object) -> pb.UnregisterNodeResponse:
@@ -205,7 +216,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
                 counts=len(request.counts),
                 first=request.first_range,
             )
-        volume_epoch = self._parts.nodes.volume_epoch(*_volume_of(request))
+        volume_epoch = await self._parts.nodes.known_volume_epoch(*_volume_of(request))
         parts = self._parts
         ranges = await parts.digests.differing(
             volume_epoch, request.first_range, list(request.digests), list(request.counts), request.max_age_ms / 1000
@@ -218,7 +229,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         check_id(request.operation_id, "operation_id")
         if request.range >= limits.DIGEST_RANGES:
             raise InvalidArgument("range is out of bounds", range=request.range, ranges=limits.DIGEST_RANGES)
-        volume_epoch = self._parts.nodes.volume_epoch(*_volume_of(request))
+        volume_epoch = await self._parts.nodes.known_volume_epoch(*_volume_of(request))
         runs = runs_from_proto(request.blocks)
         added, removed = await self._parts.writes.run(repair_range, self._parts.index, volume_epoch, request.range, runs)
         self._parts.counters.add(metadata_metrics.REPLICAS_REPAIRED, added + removed)
@@ -245,11 +256,11 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         return pb.ListNodesResponse(nodes=self._parts.nodes.statuses())
 
     async def Lookup(self, request: pb.LookupRequest, context: object) -> bytes:  # see add_to_server
-        self._namespace_owners.check(request.namespace_id)
+        await self._namespace_owners.check(request.namespace_id)
         return await self._lookups.answer(request)
 
     async def LookupHeads(self, request: pb.LookupHeadsRequest, context: object) -> pb.LookupHeadsResponse:
-        self._namespace_owners.check(request.namespace_id)
+        await self._namespace_owners.check(request.namespace_id)
         return await self._lookups.answer_heads(request)
 
     async def PlanLoad(self, request: pb.PlanLoadRequest, context: object) -> pb.LoadPlan:
@@ -279,7 +290,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         parts = self._parts
         if parts.events is None:
             raise Unsupported("block events need one process that makes all changes: set metadata.workers to 1")
-        self._namespace_owners.check_all(request.namespace_ids)
+        await self._namespace_owners.check_all(request.namespace_ids)
         subscription = parts.events.subscribe(request)
         release = self._subscriptions.acquire()
         try:
@@ -289,15 +300,20 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         finally:
             release()
 
-    async def GetStats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
+    async def GetStats(
+        self, request: pb.GetStatsRequest, context: grpc.aio.ServicerContext[pb.GetStatsRequest, pb.GetStatsResponse]
+    ) -> pb.GetStatsResponse:
         stats = self._parts.index.stats()
         gauges = self._parts.scheduler.gauges() if self._parts.scheduler is not None else {}
-        return pb.GetStatsResponse(
+        answer = pb.GetStatsResponse(
             blocks=stats.blocks,
             index_bytes=stats.bytes,
             index_epoch=self._parts.index.epoch,
             counters={**self._parts.counters.snapshot(), **gauges},
         )
+        if request.all_servers:
+            add_stats(answer, await self._parts.others.ask(_GET_STATS, request, context, pb.GetStatsResponse))
+        return answer
 
     @property
     def _scheduling(self) -> SchedulerService:
@@ -314,7 +330,6 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         nodes = self._parts.nodes
         view = nodes.view()
         node_id = NodeId(info.node_id)
-        refuse_removed(self._parts.index, info)
         if node_id not in view.nodes and len(view.nodes) >= limits.MAX_NODES:
             raise CapacityExceeded("too many nodes", limit=limits.MAX_NODES)
         known = view.nodes.get(node_id)
@@ -370,8 +385,12 @@ def _check_node(info: NodeInfo) -> None:
     for volume in info.volumes:
         check_name(volume.volume_id, "volume_id")
         tier_from_proto(volume.tier)
+        if volume.uid:
+            check_id(volume.uid, "uid")
     if len({volume.volume_id for volume in info.volumes}) != len(info.volumes):
         raise InvalidArgument("duplicate volume id", node_id=info.node_id)
+    if info.zone:
+        check_name(info.zone, "zone")
     if len(info.mounts) > limits.MAX_VOLUMES_PER_NODE:
         raise InvalidArgument("too many mounts", got=len(info.mounts), limit=limits.MAX_VOLUMES_PER_NODE)
     for mount in info.mounts:

@@ -32,8 +32,10 @@ from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.migrator import BlockMigrator
 from kvstore.node.control.pull import Puller
+from kvstore.node.control.pull_client import PullClient
 from kvstore.node.control.retention import RetentionEnforcer
 from kvstore.node.control.rules_file import NAME as RULES_FILE
+from kvstore.node.copies.copier import Copier
 from kvstore.node.durability.read_rate import ReadRate
 from kvstore.node.durability.recovery import open_volumes, recover
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown
@@ -80,6 +82,7 @@ from kvstore.rpc.health_probe import HealthProbe
 from kvstore.rpc.server import METADATA_SERVICE, BoundServer, build_aio_server
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
+from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.liveness import LivenessMonitor
@@ -317,6 +320,9 @@ class NodeDaemon:
             self.config.metadata, caller=self.config.node_id, tls=self.config.tls.resolve(), token=self._token
         )
 
+    def _pull_client(self, metadata: str) -> PullClient:
+        return PullClient(self.info, metadata, self.counters, tls=self.config.tls.resolve(), token=self._token)
+
     def _find_storage_node(self) -> PeerAddress:
         storage_node = self.config.write_back_to
         if self.config.metadata is None or storage_node is None:
@@ -350,6 +356,7 @@ class NodeDaemon:
             compute_source=_source(config.compute_bandwidth, config.compute_link_bytes_per_s),
             local_socket=f"unix:{self._socket}",
             mounts=[mount.volume_id for mount in self._mounts],
+            zone=config.zone,
         )
         networks = {"compute": self._data.address}
         if self._storage_data is not None:
@@ -359,9 +366,9 @@ class NodeDaemon:
             self.info.storage_address = f"{config.storage_advertise_host or host}:{port}"
         for volume in (self._arena, *self._slabs):
             capacity = volume.usage().capacity_bytes
-            self.info.volumes.add(
-                volume_id=volume.volume_id, tier=cast("common_pb2.Tier", int(volume.tier)), capacity_bytes=capacity
-            )
+            uid = volume.uid if isinstance(volume, NvmeSlab) else b""
+            tier = cast("common_pb2.Tier", int(volume.tier))
+            self.info.volumes.add(volume_id=volume.volume_id, tier=tier, capacity_bytes=capacity, uid=uid)
         self._parts = NodeParts(
             config=config,
             info=self.info,
@@ -416,18 +423,26 @@ class NodeDaemon:
         self._lease_expiry_thread.start()
         self._watch.start()
         if config.metadata is not None:
+            window_bytes = min(config.move_window_bytes, config.dram_bytes // MOVE_SHARE)
             self._drainer.migrator = BlockMigrator(
-                self.info,
-                config.metadata,
+                self._pull_client(config.metadata),
                 self.counters,
-                self._clock,
-                tls=config.tls.resolve(),
-                token=self._token,
-                window_bytes=min(config.move_window_bytes, config.dram_bytes // MOVE_SHARE),
+                window_bytes=window_bytes,
                 bytes_per_s=config.move_bandwidth,
                 pause=self._drainer.pause,
             )
             self._drainer.start()
+            copier = self._parts.copier = Copier(
+                self._pull_client(config.metadata),
+                self.table,
+                self._gate,
+                self.counters,
+                self._clock,
+                window_bytes=window_bytes,
+                bytes_per_s=config.move_bandwidth,
+                recopy_after_s=config.recopy_after_ms / 1000,
+            )
+            self._health.why_copies_late = copier.late
             self._publisher = self._parts.publisher = IndexPublisher(
                 config.metadata,
                 self.info,
@@ -438,13 +453,14 @@ class NodeDaemon:
                 token=self._token,
                 anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
                 health=self._health,
-                listeners=[self._enforcer, self._drainer],
+                listeners=[self._enforcer, self._drainer, copier],
                 read_rate=lambda: self._read_rate.bytes_per_s,
                 on_connected=partial(self._show_connected, asyncio.get_running_loop(), self._server),
             )
             await self._server.show_serving(METADATA_SERVICE, serving=False)  # until the node has registered
             self._publisher.start()
             self._enforcer.start()
+            copier.start()
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
                 why = self._health.why_not_published() or "no answer yet"
                 log.warning("metadata server not used: %s (%s); serving without it, and trying again", config.metadata, why)
@@ -493,6 +509,8 @@ class NodeDaemon:
     def _finish(self, until_s: float) -> None:
         """Finish earlier work before the servers stop. Each step may use a part of the remaining time."""
         self._drainer.stop(STOP_CALLS_S)
+        if self._parts.copier is not None:
+            self._parts.copier.stop(STOP_CALLS_S)
         if self._publisher is not None:
             self._publisher.leave(min(LEAVE_S, self.config.stop_grace_ms / 1000 / STOP_PARTS))
         stores_s = self._part_of(until_s)

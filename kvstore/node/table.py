@@ -21,7 +21,7 @@ Threads: any. A wait ends at the caller's deadline, or when the caller disconnec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
 from kvstore.node.base.cancellation import wait
@@ -63,6 +63,8 @@ class BlockTable:
         self._loading = residency.loading
         self._writes = residency.writes
         self._closed = False
+        self.on_twice_held: Callable[[Block], None] = lambda _block: None
+        """Called under the lock for each block that became durable here, if its namespace has two copies."""
 
     # ---- recovery
     def restore(self, node_volume: NodeVolume, namespace: NodeNamespace, record: BlockRecord, slot: Slot) -> bool:
@@ -362,6 +364,8 @@ class BlockTable:
                 self.residency.put_on_volume(block, node_volume, slot)
                 if not block.produced_here:  # it was evicted for its tenant's quota
                     block.produced_here = True
+                if block.namespace.copies > 1:
+                    self.on_twice_held(block)
             elif not block.durable_remotely:
                 self.residency.set_replica(block, VolumeReplica.REMOTE)
             self.residency.finish_writeback(block)
@@ -465,6 +469,14 @@ class BlockTable:
             for block in blocks:
                 if block.clean and not block.transient:
                     self.residency.set_dram_state(block, DramState.DIRTY)
+
+    def drop_staged(self, blocks: Iterable[Block]) -> None:
+        """Take blocks out of DRAM that came there only to be copied, unless they are in use. Their replicas on volumes stay."""
+        with self._lock:
+            for block in blocks:
+                if block.dram is not None and block.nvme_volume is not None and block.clean and self.residency.is_idle(block):
+                    self.residency.remove_from_dram(block)
+            self._changed.notify_all()
 
     # ---- inside the lock
     def wait_changed(self, deadline_s: float) -> bool:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+SHARED_STATE: Final = "kvstore.v1.SharedState"
+"""Name under which a metadata server that shares its whole state with others reports its health. Other servers do not know it."""
 MAX_CHANNELS = 128
 """Number of open channels; the least recently used one is closed."""
 _NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+
+
+def _has_service(check: Any) -> bool | None:  # noqa: ANN401  # untyped in gRPC
+    """The answer of a health check; None: the server stops, or did not answer."""
+    code = check.code()
+    if code is grpc.StatusCode.OK:
+        return True if check.result().status == health_pb2.HealthCheckResponse.SERVING else None
+    return False if code is grpc.StatusCode.NOT_FOUND else None
 
 
 class HealthProbe:
@@ -43,6 +53,21 @@ class HealthProbe:
             ended(False)
             return
         probe.add_done_callback(lambda done: ended(done.code() not in _NO_ANSWER))
+
+    def ask(self, address: str, service: str, timeout_s: float, told: Callable[[bool | None], None]) -> None:
+        """Ask whether a server has a service. ``told`` is called once, from another thread; None: the server does not say."""
+        channel = self._channel(address)
+        if channel is None:
+            told(None)
+            return
+        check: Any = health_pb2_grpc.HealthStub(channel).Check
+        try:
+            asked = check.future(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except ValueError:  # the channel was closed by another thread
+            told(None)
+            return
+
+        asked.add_done_callback(lambda done: told(_has_service(done)))
 
     def close(self) -> None:
         """Close all channels. Running probes end without an answer."""

@@ -233,8 +233,8 @@ class EvictionPolicy(Protocol):
         None: one of them is not ``evictable``, which is called once per block. The time depends only on the blocks examined.
         """
 
-    def is_parent(self, key: BlockKey) -> bool:
-        """Whether the volume has children of a block. The block itself may be absent."""
+    def children(self, key: BlockKey) -> int:
+        """Number of a block's children in the volume. The block itself may be absent."""
 
     def __len__(self) -> int:
         """Number of blocks."""

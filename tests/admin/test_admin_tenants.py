@@ -166,14 +166,17 @@ def test_rule_ttl_evicts_unused_and_pin_keeps_blocks(store: Store) -> None:
         wait_until(lambda client=client, chain=chain: store.fill(client, chain, 10).held_blocks == 10, "there is a session")  # type: ignore[misc]
     path = f"/v1/namespaces/{old}/rule"
     shown = http.ask("GET", path)
-    assert (shown.json, shown.etag) == ({"namespace_id": old, "ttl_s": None, "pinned": False}, '"ttl=0,pinned=no"')
+    assert (shown.json, shown.etag) == (
+        {"namespace_id": old, "ttl_s": None, "pinned": False, "copies": 1},
+        '"ttl=0,pinned=no,copies=1"',
+    )
     assert http.ask("PUT", path, {"ttl_s": 1}).status == 428
-    assert http.ask("PUT", path, {"ttl_s": 1}, if_match='"ttl=5,pinned=no"').status == 412
+    assert http.ask("PUT", path, {"ttl_s": 1}, if_match='"ttl=5,pinned=no,copies=1"').status == 412
     assert http.ask("PUT", path, {"ttl_s": 0}, if_match="*").status == 400
     assert http.ask("PUT", f"/v1/namespaces/{'0' * 32}/rule", {"ttl_s": 1}, if_match="*").status == 404
     assert "pinned" in store.command("namespaces", "pin", kept)
     done = http.ask("PUT", path, {"ttl_s": 1.5}, if_match=shown.etag)
-    assert (done.status, done.etag, done.json["ttl_s"]) == (200, '"ttl=1500,pinned=no"', 1.5)
+    assert (done.status, done.etag, done.json["ttl_s"]) == (200, '"ttl=1500,pinned=no,copies=1"', 1.5)
 
     def blocks(namespace: str) -> int:
         return sum(one["blocks"] for one in http.get(f"/v1/namespaces/{namespace}/usage")["tiers"])
@@ -194,6 +197,11 @@ def test_rule_ttl_evicts_unused_and_pin_keeps_blocks(store: Store) -> None:
     assert "not pinned" in store.command("namespaces", "unpin", kept)
     assert "time to live 2h" in store.command("namespaces", "ttl", old, "2h")
     assert "no time to live" in store.command("namespaces", "ttl", old, "none")
+    assert "not pinned, 2 copies of each durable block" in store.command("namespaces", "copies", old, "2")
+    assert http.ask("GET", path).json["copies"] == 2
+    assert http.ask("PUT", path, {"copies": 3}, if_match="*").status == 400
+    assert "2 copies" in store.command("namespaces", "pin", old), "other parts of the rule stay"
+    assert "1 copy" in store.command("namespaces", "copies", old, "1")
     assert [one["outcome"] for one in store.audited("namespace.rule")][-1] == "done"
 
 
@@ -202,7 +210,7 @@ def test_rule_of_forgotten_namespace_is_listed_and_removed(store: Store) -> None
     http, orders = store.http, FileSettings(MetadataConfig(index_path=store.cluster.index_path).settings_path)
     gone, path = "ab" * 16, f"/v1/namespaces/{'ab' * 16}/rule"
     asyncio.run(orders.change(lambda known: known.with_rule(NamespaceId(bytes.fromhex(gone)), RuleSetting(60_000, True))))
-    rule = {"namespace_id": gone, "ttl_s": 60.0, "pinned": True}
+    rule = {"namespace_id": gone, "ttl_s": 60.0, "pinned": True, "copies": 1}
     assert rule in http.get("/v1/rules")["items"]
     assert http.get(path) == rule
     assert gone in store.command("namespaces", "rules")

@@ -43,7 +43,7 @@ ONE_TIME = WITHOUT_RESULT | {"demo", "stress", "replay", "simulate", "bench", "d
 CHANGES = {
     *(f"nodes {name}" for name in ("drain", "undrain", "remove")),
     *(f"volumes {name}" for name in ("check", "evict", "repair")),
-    *(f"namespaces {name}" for name in ("bump-weights", "evict", "invalidate", "pin", "unpin", "ttl")),
+    *(f"namespaces {name}" for name in ("bump-weights", "copies", "evict", "invalidate", "pin", "unpin", "ttl")),
     *(f"tenants {name}" for name in ("set", "unset")),
     "policy set",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +107,8 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
     """Start stores. At the end of the test all are stopped, and the ends of their logs are printed."""
     made: list[Store] = []
 
-    def make(*nodes: NodeSpec, arguments: Sequence[str] = ()) -> Store:
-        store = Store(LocalCluster(nodes, tmp_path / str(len(made)), arguments=arguments).__enter__())
+    def make(*nodes: NodeSpec, **how: Any) -> Store:
+        store = Store(LocalCluster(nodes, tmp_path / str(len(made)), **how).__enter__())
         made.append(store)
         return store
 

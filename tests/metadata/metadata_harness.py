@@ -46,6 +46,8 @@ class Peer:
         self.boot_id = secrets.token_bytes(16)
         self.volumes = volumes or {f"{node_id}/dram": Tier.TIER_DRAM, f"{node_id}/nvme0": Tier.TIER_NVME}
         self.sequence = 0
+        self.zone = ""
+        self.uid = b""
 
     @property
     def dram(self) -> str:
@@ -62,7 +64,10 @@ class Peer:
             roles=["prefill"],
             control_address="127.0.0.1:1",
             data_address="127.0.0.1:2",
-            volumes=[VolumeInfo(volume_id=name, tier=tier, capacity_bytes=1 << 30) for name, tier in self.volumes.items()],
+            volumes=[
+                VolumeInfo(volume_id=name, tier=tier, capacity_bytes=1 << 30, uid=self.uid) for name, tier in self.volumes.items()
+            ],
+            zone=self.zone,
         )
 
     def reboot(self) -> None:

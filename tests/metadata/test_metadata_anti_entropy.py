@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ from kvstore.core.checksum import digest_keys, key_range
 from kvstore.core.clock import ManualClock
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import VolumeEpoch
+from kvstore.index.contract import IndexStats, VolumeEpoch
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.index.record import encode
-from kvstore.index.replica_digests import digest_replicas
+from kvstore.index.replica_digests import digest_replicas, find_other_epochs
 from kvstore.metadata.indexing.anti_entropy import IndexDigests
 from kvstore.metadata.indexing.index_thread import IndexThread
 
@@ -44,14 +45,33 @@ def test_range_digests_equal_a_simple_computation(held: dict[bytes, set[int]]) -
     assert found == {place: (digest_keys(of), len(of)) for place, of in expected.items()}
 
 
+@given(st.dictionaries(keys, epochs, max_size=60), epochs)
+def test_other_epochs_equal_a_simple_search(held: dict[bytes, set[int]], known: set[int]) -> None:
+    records = [(key, encode(1, 7, {VolumeEpoch(one): 3 for one in sorted(held[key])})) for key in sorted(held)]
+    expected = [at for at, (key, _) in enumerate(records) if held[key] - known]
+    assert find_other_epochs(records, {VolumeEpoch(one) for one in known}) == expected
+
+
 class CountingIndex(LmdbIndex):
     """Counts passes over the index, in ranges, and ranges that are read again."""
 
     passes = 0
     again = 0
+    widest = 0
+    blocks: int | None = None
+    """Size that it reports, if it is not the true one."""
+    clock: ManualClock | None = None
+    """Clock that a read of a range advances by 10 ms."""
+
+    def stats(self) -> IndexStats:
+        found = super().stats()
+        return found if self.blocks is None else dataclasses.replace(found, blocks=self.blocks)
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
+        self.widest = max(self.widest, count)
         self.passes += count
+        if self.clock is not None:
+            self.clock.advance(0.01 * count)
         return super().records_in_ranges(first, count)
 
     def keys_in_range(self, volume_epoch: VolumeEpoch, key_range: int) -> list[BlockKey]:
@@ -108,6 +128,44 @@ async def test_one_pass_serves_all_volumes_of_a_round(bed: Bed) -> None:
             assert await bed.compare(volume) == []
         assert (bed.index.passes, bed.index.again) == (DIGEST_RANGES, 0)
         bed.clock.advance(ROUND_S)
+
+
+async def test_digests_large_index_is_read_in_small_parts(bed: Bed) -> None:
+    volumes = [bed.volume(f"v{number}", 300) for number in range(2)]
+    bed.index.blocks, bed.index.widest = 100_000_000, 0
+    for volume in volumes:
+        assert await bed.compare(volume) == []
+    assert (bed.index.widest, bed.index.passes) == (2, DIGEST_RANGES)
+
+
+async def test_digests_of_a_slow_index_serve_for_ten_passes(bed: Bed) -> None:
+    volume = bed.volume("v", 300)
+    bed.index.clock = bed.clock
+    took_s = 0.01 * DIGEST_RANGES
+    assert await bed.compare(volume) == []
+    for wait_s, read in ((ROUND_S, 0), (8 * took_s, 0), (2 * took_s, DIGEST_RANGES)):
+        bed.clock.advance(wait_s)
+        bed.index.passes = 0
+        assert await bed.compare(volume) == []
+        assert bed.index.passes == read
+    bed.index.passes = 0
+    assert await bed.compare(volume, 0.0) == []
+    assert bed.index.passes == DIGEST_RANGES, "the caller accepts no older digests"
+
+
+async def test_ranges_read_again_in_vain_take_no_longer_than_a_pass(bed: Bed) -> None:
+    volumes = [bed.volume(f"v{number}", 300) for number in range(40)]
+    bed.index.clock = bed.clock
+    assert await bed.compare(volumes[0]) == []
+    for seed, volume in enumerate(volumes):
+        bed.store(volume, np.random.default_rng(100 + seed).bytes(16 * 2_000))
+        assert await bed.compare(volume) == []
+    assert DIGEST_RANGES // 2 < bed.index.again <= DIGEST_RANGES + 2 * DIGEST_RANGES // 64
+    lost = sorted(bed.held[volumes[0]])[:40]
+    bed.index.publish(volumes[0], [], lost)
+    drifted = {key_range(key) for key in lost}
+    bed.clock.advance(0.1 * DIGEST_RANGES)
+    assert drifted <= set(await bed.compare(volumes[0])), "the next pass finds what the last one left"
 
 
 async def test_stores_after_the_pass_are_no_drift(bed: Bed) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -252,7 +253,8 @@ def test_exchange_report_is_written_if_its_contents_change(index: LmdbIndex) -> 
     server = Server(index)
     usages = [pb.VolumeUsage(volume_id="a/v", used_bytes=5)]
     for number in range(1, 6):
-        server.table.record_heartbeat(beat("a", number, usages=usages, unix_ms=number * 1000))
+        ahead_ms = round(time.time() * 1000) + 60_000 + number  # the time of day changes always, the offset hardly
+        server.table.record_heartbeat(beat("a", number, usages=usages, unix_ms=ahead_ms))
         changes = server.table.take_unshared()
         assert (list(changes.beats.beats), list(changes.beats.reports)) == (["a"], ["a"] if number == 1 else [])
         changes.write(index)
@@ -261,6 +263,16 @@ def test_exchange_report_is_written_if_its_contents_change(index: LmdbIndex) -> 
     server.table.record_heartbeat(beat("a", 6, usages=[]))
     server.tick()
     assert index.beats() == {"a": Beat(BOOT, 6, 6)}
+
+
+def test_exchange_clock_offset_is_known_at_other_servers(index: LmdbIndex) -> None:
+    one, two = Server(index), Server(index)
+    usages = [pb.VolumeUsage(volume_id="a/v", used_bytes=5)]
+    for number, ahead_s in enumerate((60, 60, -90), 1):
+        one.table.record_heartbeat(beat("a", number, usages=usages, unix_ms=round((time.time() + ahead_s) * 1000)))
+        one.tick()
+        two.tick()
+        assert round(two.table.status(NodeId("a")).clock_offset_ms / 1000) == ahead_s
 
 
 def test_exchange_report_is_read_when_somebody_asks(index: LmdbIndex) -> None:

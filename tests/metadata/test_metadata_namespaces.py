@@ -68,12 +68,12 @@ def test_lookup_unregistered_namespace_reads_no_namespaces(tmp_path: Path, monke
     monkeypatch.setattr(tenants, "tenant", lambda: "acme")
     unknown = NamespaceId(b"u" * 16)
     with pytest.raises(NotFound):
-        owners.check(spec.namespace)
+        asyncio.run(owners.check(spec.namespace))
     owners.register(spec)
     monkeypatch.setattr(index, "namespaces", lambda: pytest.fail("this takes a tenth of a second where there are many"))
-    owners.check(spec.namespace)
+    asyncio.run(owners.check(spec.namespace))
     for _ in range(2):
         with pytest.raises(NotFound):
-            owners.check(unknown)
+            asyncio.run(owners.check(unknown))
     assert index.spec_of(spec.namespace) == spec_to_proto(spec).SerializeToString(deterministic=True)
     index.close()

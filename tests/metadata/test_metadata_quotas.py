@@ -75,7 +75,9 @@ bounds_ = st.none() | st.integers(0, 2**62)
 
 
 names_ = st.text(st.characters(exclude_categories=("C", "Z")), max_size=20)
-rules_ = st.dictionaries(st.binary(min_size=16, max_size=16), st.builds(RuleSetting, st.integers(0, 2**40), st.booleans()))
+rules_ = st.dictionaries(
+    st.binary(min_size=16, max_size=16), st.builds(RuleSetting, st.integers(0, 2**40), st.booleans(), st.integers(1, 2))
+)
 
 
 @given(st.dictionaries(names_, st.builds(QuotaSetting, bounds_, bounds_)), rules_)
@@ -277,15 +279,20 @@ async def test_set_rule_reaches_nodes(running: Running) -> None:
         await set_rule(b"short", pinned=True)
     with pytest.raises(InvalidArgument):
         await set_rule(known.namespace_id, ttl_ms=2**60)
+    with pytest.raises(InvalidArgument):
+        await set_rule(known.namespace_id, copies=3)
     done = await set_rule(known.namespace_id, ttl_ms=5_000, pinned=True)
     assert (done.before.ttl_ms, done.before.pinned, done.rule.ttl_ms, done.rule.pinned) == (0, False, 5_000, True)
     with pytest.raises(Conflict) as changed:
         await set_rule(known.namespace_id, metadata_pb2.NamespaceRule(ttl_ms=5_000), pinned=True)
-    assert changed.value.fields["rule"] == "ttl=5000,pinned=yes"
+    assert changed.value.fields["rule"] == "ttl=5000,pinned=yes,copies=1"
     (rule,) = (await peer.beat()).retention.rules
     assert (rule.namespace_id, rule.ttl_ms, rule.pinned) == (known.namespace_id, 5_000, True)
     (shown,) = (await ask(running, "DescribeNamespaces", pb.DescribeNamespacesRequest())).namespaces
-    assert (shown.ttl_ms, shown.pinned) == (5_000, True)
+    assert (shown.ttl_ms, shown.pinned, shown.copies) == (5_000, True, 1)
+    await set_rule(known.namespace_id, copies=2)
+    (rule,) = (await peer.beat()).retention.rules
+    assert (rule.ttl_ms, rule.pinned, rule.copies) == (0, False, 2)
     await set_rule(known.namespace_id)
     assert not (await peer.beat()).retention.rules
 

@@ -123,6 +123,13 @@ def test_health_stalled_volume_is_reported_until_it_answers(case: HealthCase) ->
     assert case.health.why_not_writable(case.volume) == ""
 
 
+def test_health_late_copies_are_reported(case: HealthCase) -> None:
+    case.health.why_copies_late = lambda: "8 durable blocks wait for a second copy."
+    (found,) = case.health.findings()
+    assert (found.code, found.subject) == (codes.SECOND_COPIES_LATE, "")
+    assert found.facts == "8 durable blocks wait for a second copy."
+
+
 def test_health_slow_peer_is_named_as_the_subject(case: HealthCase) -> None:
     for _ in range(MIN_LOADS):
         case.sources.record(NodeId("host-2"), 1.8, 0)

@@ -209,6 +209,24 @@ def test_rules_restart_without_metadata_server_keeps_them(tmp_path: Path) -> Non
     third.close()
 
 
+def test_rules_restart_keeps_copies(tmp_path: Path) -> None:
+    node = QuotaNode(tmp_path / "slab")
+    node.store_durably(1, 1)
+    settings = Retention()
+    settings.rules.add(namespace_id=node.namespaces[0].namespace_id, copies=2)
+    node.enforcer.apply(settings)
+    node.enforcer.round()
+    assert node.table.accounts.twice_held == (node.namespaces[0],)
+    node.close()
+    again = QuotaNode(tmp_path / "slab")
+    again.enforcer.recall()
+    assert again.namespaces[0].copies == 2
+    again.enforcer.apply(Retention())
+    again.enforcer.round()
+    assert (again.namespaces[0].copies, again.table.accounts.twice_held) == (1, ())
+    again.close()
+
+
 DAMAGE: list[Callable[[bytes], bytes]] = [
     lambda _: b"",
     lambda raw: raw[:-1],

@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvproto.v1 import admin_pb2, metadata_pb2
 from kvstore.core.errors import Unavailable
 from kvstore.rpc.errors import abort_arguments
+from kvstore.rpc.failover.rpc_rules import FORWARDED_TO
+from kvstore.rpc.health_probe import SHARED_STATE
 
 Behaviour = Callable[["ScriptedServer", grpc.ServicerContext], bytes]
 STREAMS = {
@@ -44,6 +46,12 @@ def say_unavailable(_server: ScriptedServer, context: grpc.ServicerContext) -> b
     raise AssertionError
 
 
+def forward(server: ScriptedServer, context: grpc.ServicerContext) -> bytes:
+    """Answer as a server that forwarded the call."""
+    context.set_trailing_metadata(((FORWARDED_TO, "planner"),))
+    return server.address.encode()
+
+
 def hang(server: ScriptedServer, _context: grpc.ServicerContext) -> bytes:
     """Answer only after ``release``."""
     server.released.wait(30.0)
@@ -55,25 +63,36 @@ class ScriptedServer(grpc.GenericRpcHandler):
 
     Args:
         address: to listen on; port 0: any free port.
+        shares_state: whether it shares its whole state with other servers; False: it does not say; None: it does not.
     """
 
-    def __init__(self, address: str = "127.0.0.1:0") -> None:
+    def __init__(self, address: str = "127.0.0.1:0", *, shares_state: bool | None = None) -> None:
         self.address = address
+        self.shares_state = shares_state
         self.behaviour: Behaviour = answer
         self.calls: Counter[str] = Counter()
         self.released = threading.Event()
         self._server: grpc.Server | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._health = health.HealthServicer()
         self.start()
 
     def start(self) -> None:
         self._threads = ThreadPoolExecutor(16)
         self._server = grpc.server(self._threads, options=[("grpc.so_reuseport", 0)])
-        health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), self._server)
+        self._health = health.HealthServicer()
+        if self.shares_state is not None:
+            self.say_shared(self.shares_state)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((self,))
         host = self.address.rpartition(":")[0]
         self.address = f"{host}:{self._server.add_insecure_port(self.address)}"
         self._server.start()
+
+    def say_shared(self, serving: bool) -> None:
+        """Say from now on that it shares its state, or with False do not say whether it does."""
+        status = health_pb2.HealthCheckResponse
+        self._health.set(SHARED_STATE, status.SERVING if serving else status.NOT_SERVING)
 
     def stop(self) -> None:
         """Close all connections at once."""

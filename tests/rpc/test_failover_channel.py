@@ -8,13 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from scripted_server import ScriptedServer, hang, lose_connection, say_unavailable
+from scripted_server import ScriptedServer, answer, forward, hang, lose_connection, say_unavailable
 
 from kvproto.v1 import admin_pb2, metadata_pb2
 from kvstore.observe.counters import Counters
@@ -31,6 +32,7 @@ from kvstore.rpc.failover.servers import MetadataServers
 from support.wait import wait_until
 
 LOOKUP = "/kvstore.v1.Metadata/Lookup"
+REGISTER = "/kvstore.v1.Metadata/RegisterNode"
 PLAN = "/kvstore.v1.Metadata/PlanLoad"
 ASSIGN = "/kvstore.v1.Metadata/AssignRequest"
 PUBLISH = "/kvstore.v1.Metadata/Publish"
@@ -41,8 +43,8 @@ TIMEOUT_S = 10.0
 class Pair:
     """Two servers and a channel to both."""
 
-    def __init__(self) -> None:
-        self.servers = [ScriptedServer(), ScriptedServer()]
+    def __init__(self, *, shares_state: bool | None = None) -> None:
+        self.servers = [ScriptedServer(shares_state=shares_state) for _ in range(2)]
         self.counters = Counters()
         self.channel = connect_metadata(
             ",".join(server.address for server in self.servers), caller="engine-0", counters=self.counters
@@ -51,7 +53,9 @@ class Pair:
 
     def preferred(self, method: str) -> tuple[ScriptedServer, ScriptedServer]:
         """The server in use for a method, and the other one."""
-        route = self.channel.servers.pick(rule_of(method).placement)  # type: ignore[attr-defined]
+        servers = self.channel.servers  # type: ignore[attr-defined]
+        servers.wait_ready(rule_of(method).placement, TIMEOUT_S)  # else the question would be under way when a server is stopped
+        route = servers.pick(rule_of(method).placement)
         assert route is not None
         first = next(server for server in self.servers if server.address == route.address)
         return first, next(server for server in self.servers if server is not first)
@@ -118,6 +122,63 @@ def test_call_refused_is_executed_once_on_next_server(pair: Pair, method: str) -
     assert second.calls[method.rpartition("/")[2]] == 1
     assert pair.counters.get(common_metrics.FAILOVER_SERVERS_LOST) == 1
     assert pair.counters.get(common_metrics.FAILOVER_CHANGES) == 1
+
+
+# ---- servers that share their whole state
+def sharing_pair(*, told: bool = True) -> Pair:
+    """Two servers that share their state; the caller's own server is not the common one. ``told``: they say so at once."""
+    while True:
+        pair = Pair(shares_state=told)
+        addresses = [server.address for server in pair.servers]
+        if ranked(addresses, "engine-0") != ranked(addresses, ""):
+            return pair
+        pair.close()
+
+
+def own_server(pair: Pair) -> str:
+    return ranked([server.address for server in pair.servers], "engine-0")[0]
+
+
+def test_changes_with_shared_state_go_to_server_of_caller() -> None:
+    with closing(sharing_pair()) as pair:
+        assert [pair.call(REGISTER), pair.call(LOOKUP), pair.call(PLAN)] == [own_server(pair)] * 3
+        assert pair.counters.get(common_metrics.FAILOVER_CHANGES) == 0
+
+
+@pytest.mark.parametrize("timeout_s", [0.9, TIMEOUT_S])
+def test_plan_forwarded_next_one_goes_straight_to_planner(timeout_s: float) -> None:
+    with closing(sharing_pair()) as pair:
+        first, second = pair.preferred(PLAN)
+        first.behaviour = forward
+        assert [pair.call(PLAN, timeout_s) for _ in range(3)] == [first.address, second.address, second.address]
+        assert pair.call(REGISTER) == first.address
+        first.behaviour, second.behaviour = answer, forward  # the role has moved
+        assert [pair.call(PLAN, timeout_s) for _ in range(3)] == [second.address, first.address, first.address]
+        first.stop()
+        assert pair.call(PLAN, timeout_s) == second.address
+
+
+def test_stream_moves_once_servers_say_that_they_share_state() -> None:
+    with closing(sharing_pair(told=False)) as pair:
+        common = pair.preferred(PUBLISH)[0]
+        requests = Requests()
+        stream = stream_of(pair, requests)
+        requests.send()
+        assert next(stream) == common.address.encode() != own_server(pair).encode()
+        for server in pair.servers:
+            server.say_shared(True)
+        assert code_of(lambda: next(stream)) is grpc.StatusCode.UNAVAILABLE
+        assert pair.call(REGISTER) == own_server(pair)
+        assert pair.counters.get(common_metrics.FAILOVER_CHANGES) == 0
+
+
+def test_aio_plan_forwarded_next_one_goes_straight_to_planner() -> None:
+    async def use(channel: AioFailoverChannel, servers: list[ScriptedServer]) -> None:
+        first, second = servers
+        first.behaviour = forward
+        assert [await call_over(channel, PLAN) for _ in range(3)] == [first.address, second.address, second.address]
+
+    aio(use, shares_state=True)
 
 
 # ---- unary calls
@@ -347,7 +408,7 @@ def test_tls_of_named_server_expects_the_name(tmp_path: Path) -> None:
         Counters(),
         Names("10.0.0.1"),
     )
-    servers.wait_complete(TIMEOUT_S)
+    servers.wait_ready(CallPlacement.SPREAD, TIMEOUT_S)
     named = servers.tls_of("10.0.0.1:7400")
     assert named is not None
     assert (named.ca, named.server_name) == (tls.ca, "metadata.test")
@@ -392,11 +453,11 @@ def test_aio_call_long_hung_server_is_cut_and_repeated(silent_address: str) -> N
 
 
 # ---- asyncio
-def aio(use: Callable[[AioFailoverChannel, list[ScriptedServer]], Awaitable[None]]) -> None:
+def aio(use: Callable[[AioFailoverChannel, list[ScriptedServer]], Awaitable[None]], *, shares_state: bool | None = None) -> None:
     """Run a test with two servers and an asyncio channel to both: the preferred server of lookups comes first."""
 
     async def run() -> None:
-        servers = [ScriptedServer(), ScriptedServer()]
+        servers = [ScriptedServer(shares_state=shares_state) for _ in range(2)]
         async with connect_metadata_aio(",".join(server.address for server in servers), caller="engine-0") as channel:
             assert isinstance(channel, AioFailoverChannel)
             route = channel.servers.pick(CallPlacement.SPREAD)

@@ -47,10 +47,63 @@ def test_callers_spread_within_bounds() -> None:
     assert max(counted.values()) < 2_000 / 4 * 1.2
 
 
-def test_common_calls_of_all_callers_go_to_one_server() -> None:
-    assert len({chosen(selection(caller=f"n{number}"), 0.0, CallPlacement.COMMON) for number in range(50)}) == 1
+@pytest.mark.parametrize("placement", [CallPlacement.SHARED, CallPlacement.PLANNER])
+def test_calls_without_shared_state_go_to_one_server(placement: CallPlacement) -> None:
+    assert len({chosen(selection(caller=f"n{number}"), 0.0, placement) for number in range(50)}) == 1
     shuffled = random.Random(3).sample(SERVERS, len(SERVERS))
-    assert chosen(selection(tuple(shuffled)), 0.0, CallPlacement.COMMON) == chosen(selection(), 0.0, CallPlacement.COMMON)
+    assert chosen(selection(tuple(shuffled)), 0.0, placement) == chosen(selection(), 0.0, placement)
+    state = selection()
+    before = chosen(state, 0.0, placement)
+    assert not state.planned(SERVERS[1], "planner")  # each server plans for its own callers
+    assert chosen(state, 0.0, placement) == before
+
+
+def test_calls_with_shared_state_stay_with_server_of_caller() -> None:
+    state = selection()
+    own, common = ranked(SERVERS, "engine-0")[0], ranked(SERVERS, "")[0]
+    assert own != common
+    assert chosen(state, 0.0, CallPlacement.SHARED) == common
+    state.share_state(True)
+    address, change = state.choose(CallPlacement.SHARED, 0.0)
+    assert address == own == chosen(state)
+    assert change is not None
+    assert change.reason is Reason.SHARED
+    state.share_state(False)
+    assert chosen(state, 0.0, CallPlacement.SHARED) == common
+
+
+def plan_calls(state: ServerSelection, planner: str) -> list[str]:
+    """Make plans until two in a row go to the same server. Returns the servers that were called."""
+    called: list[str] = []
+    while len(called) < 2 or called[-1] != called[-2]:
+        address = chosen(state, 0.0, CallPlacement.PLANNER)
+        assert address is not None
+        state.planned(address, "" if address == planner else f"id of {planner}")
+        called.append(address)
+        assert len(called) <= len(SERVERS) + 2
+    return called
+
+
+@pytest.mark.parametrize("planner", SERVERS)
+def test_planner_is_found_by_calls_that_are_not_forwarded(planner: str) -> None:
+    state = selection()
+    state.share_state(True)
+    called = plan_calls(state, planner)
+    assert called[-1] == planner
+    assert len(set(called)) == len(called) - 1, "no server is asked in vain twice"
+    other = next(address for address in SERVERS if address != planner)
+    state.planned(planner, f"id of {other}")  # the role has moved
+    assert plan_calls(state, other)[-1] == other
+    state.failed(other, Failure.REFUSED)
+    assert chosen(state, 0.0, CallPlacement.PLANNER) not in {other, None}
+
+
+def test_planner_out_of_reach_is_called_through_another_server() -> None:
+    state = selection()
+    state.share_state(True)
+    called = plan_calls(state, "10.0.0.99:7400")
+    assert set(called) <= set(SERVERS)
+    assert chosen(state, 0.0, CallPlacement.PLANNER) == called[-1]
 
 
 def test_added_server_takes_callers_from_all_others() -> None:
@@ -158,6 +211,7 @@ class SelectionMachine(RuleBasedStateMachine):
         self.probe_due_s: dict[str, float] = {}
         self.probes: Counter[str] = Counter()
         self.lost_s: dict[str, float] = {}
+        self.shared = False
 
     def _probe(self, address: str, *, answered: bool) -> None:
         self.probes[address] += 1
@@ -187,6 +241,16 @@ class SelectionMachine(RuleBasedStateMachine):
     def answer(self, address: str) -> None:
         self.state.answered(address)
 
+    @rule(shared=strategies.booleans())
+    def share_state(self, shared: bool) -> None:
+        self.shared = shared
+        self.state.share_state(shared)
+
+    @rule(address=strategies.sampled_from(SERVERS), planner=strategies.sampled_from(["", "one", "two"]))
+    def plan(self, address: str, planner: str) -> None:
+        changed = self.state.planned(address, planner)
+        assert self.shared or not changed
+
     @rule(seconds=strategies.floats(0.01, 4.0))
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
@@ -205,7 +269,7 @@ class SelectionMachine(RuleBasedStateMachine):
                 self._probe(address, answered=True)
         assert self.probe_due_s == {}
         assert self.state.settled() or self.state.choose(CallPlacement.SPREAD, self.now_s)
-        for placement, key in ((CallPlacement.SPREAD, "engine-0"), (CallPlacement.COMMON, "")):
+        for placement, key in ((CallPlacement.SPREAD, "engine-0"), (CallPlacement.SHARED, "engine-0" if self.shared else "")):
             assert self.state.choose(placement, self.now_s)[0] == ranked(SERVERS, key)[0]
 
     @rule()

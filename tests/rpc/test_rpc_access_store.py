@@ -218,6 +218,7 @@ def test_other_tenant_is_denied_on_every_interface(store: Store) -> None:
         asked: list[tuple[Any, Any]] = [
             (metadata.RegisterNamespace, metadata_pb2.RegisterNamespaceRequest(operation_id=operation, spec=spec_to_proto(mine))),
             (metadata.Lookup, metadata_pb2.LookupRequest(namespace_id=mine.namespace, keys=packed)),
+            (metadata.LookupHeads, metadata_pb2.LookupHeadsRequest(namespace_id=mine.namespace, keys=packed)),
             (metadata.LocateBlocks, metadata_pb2.LocateBlocksRequest(namespace_id=mine.namespace, keys=packed)),
             (node.IssueTicket, node_pb2.IssueTicketRequest(spec=spec_to_proto(mine))),
             (node.OpenSession, node_pb2.OpenSessionRequest(client_name="x", spec=spec_to_proto(mine), remote=True)),

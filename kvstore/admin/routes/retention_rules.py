@@ -1,4 +1,4 @@
-"""Routes of retention rules: time to live and pin of a namespace."""
+"""Routes of retention rules: time to live, pin and copies of a namespace."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Rules:
             path,
             self.set_rule,
             methods=["PUT"],
-            summary="Set time to live and pin of a namespace",
+            summary="Set time to live, pin and copies of a namespace",
             responses={**TAGGED, **MISSING, **STATE, **_SETTING},
         )
         return router
@@ -61,7 +61,7 @@ class Rules:
         return Page[models.Rule](items=shown, next_cursor=following)
 
     async def rule(self, response: Response, namespace_id: NamespaceId) -> models.Rule:
-        """Time to live and pin."""
+        """Time to live, pin and copies."""
         found = await self._queries.rule(bytes.fromhex(namespace_id))
         response.headers["etag"] = tag_of(state_of(found))
         return found
@@ -74,16 +74,16 @@ class Rules:
         The time to live of a block counts from its last use that the node knows of, but not from before the node's start or the
         time at which the rule was set. Blocks in use and pinned blocks are not evicted. Invalidating a namespace drops its blocks
         even if it is pinned; evicting a pinned namespace is rejected.
+
+        With two copies, another node copies each durable block in the background. Such a block survives the loss of a node with
+        its volumes.
         """
-        with audited(
-            request, self._counters, "namespace.rule", namespace_id, ttl_s=wanted.ttl_s, pinned=wanted.pinned
-        ) as result:  # fmt: skip
+        new = models.Rule(namespace_id=namespace_id, **wanted.model_dump())
+        with audited(request, self._counters, "namespace.rule", namespace_id, **wanted.model_dump()) as result:
             found = await self._queries.rule(bytes.fromhex(namespace_id))
             expected = found if check_match(if_match, state_of(found)) is not None else None
             try:
-                done, before = await self._commands.set_rule(
-                    bytes.fromhex(namespace_id), wanted.ttl_s, pinned=wanted.pinned, expected=expected
-                )
+                done, before = await self._commands.set_rule(new, expected)
             except Conflict as changed:
                 raise meanwhile(changed, "rule") from changed
             result.update(before=state_of(before))
@@ -93,4 +93,4 @@ class Rules:
 
 def state_of(rule: models.Rule) -> str:
     """ETag value of a rule, in the metadata server's format."""
-    return f"ttl={round((rule.ttl_s or 0) * 1000)},pinned={'yes' if rule.pinned else 'no'}"
+    return f"ttl={round((rule.ttl_s or 0) * 1000)},pinned={'yes' if rule.pinned else 'no'},copies={rule.copies}"

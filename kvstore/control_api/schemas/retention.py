@@ -8,6 +8,7 @@ from pydantic import Field
 
 from kvstore.control_api.schemas.base import RequestModel, ResponseModel
 from kvstore.control_api.schemas.store import Bytes, Count, HexId
+from kvstore.core.limits import MAX_COPIES
 
 TenantName = Annotated[
     str, Field(description="tenant name from the namespace spec; empty: the default tenant", examples=["team-a"])
@@ -50,15 +51,17 @@ class Tenant(ResponseModel):
 
 _TTL = "time to live in seconds: blocks that were not used for this time are evicted; null: no time to live"
 _PINNED = "its blocks are not evicted, up to half of each tier of a node; above that, its coldest blocks are evicted first"
+_COPIES = "number of nodes whose volumes hold each durable block; 2 survives the loss of a node with its volumes"
 _MOST_TTL_S = 10 * 366 * 86_400
 
 
 class Rule(ResponseModel):
-    """Retention rule of a namespace. The ETag covers both values."""
+    """Retention rule of a namespace. The ETag covers all values."""
 
     namespace_id: HexId = Field(description="namespace that the rule applies to")
     ttl_s: float | None = Field(description=_TTL, examples=[604800.0])
     pinned: bool = Field(description=_PINNED, examples=[False])
+    copies: int = Field(ge=1, le=MAX_COPIES, description=_COPIES, examples=[1])
 
 
 class SetRule(RequestModel):
@@ -66,3 +69,4 @@ class SetRule(RequestModel):
 
     ttl_s: float | None = Field(default=None, ge=0.001, le=_MOST_TTL_S, description=_TTL, examples=[604800.0])
     pinned: bool = Field(default=False, description=_PINNED, examples=[False])
+    copies: int = Field(default=1, ge=1, le=MAX_COPIES, description=_COPIES, examples=[1])

@@ -327,6 +327,7 @@ class Namespace(ResponseModel):
     pinned: bool = Field(
         description="whether its blocks are protected from eviction, up to half of each tier of a node", examples=[False]
     )
+    copies: int = Field(ge=1, description="number of nodes whose volumes hold each durable block", examples=[1])
 
 
 class UsageEntry(ResponseModel):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import Enum, IntEnum
 from functools import partial
@@ -145,6 +145,46 @@ class _Batch:
             self.finished.set_result(None)
 
 
+class BudgetTimer:
+    """Ends waits that take longer than a budget, with one timer of the event loop for all of them.
+
+    Args:
+        budget_s: the budget.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        self._budget_s = budget_s
+        self._waits: deque[tuple[float, asyncio.Future[None]]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, wait: asyncio.Future[None]) -> None:
+        """Set the result of a wait after the budget, unless it has one by then."""
+        loop = wait.get_loop()
+        self._waits.append((loop.time() + self._budget_s, wait))
+        if self._timer is None:
+            self._timer = loop.call_at(self._waits[0][0], self._expire)
+
+    def _expire(self) -> None:
+        waits, self._timer = self._waits, None
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        while waits and (waits[0][0] <= now_s or waits[0][1].done()):
+            wait = waits.popleft()[1]
+            if not wait.done():
+                wait.set_result(None)
+        if waits:
+            self._timer = loop.call_at(waits[0][0], self._expire)
+
+    def close(self) -> None:
+        """End all waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+        while self._waits:
+            wait = self._waits.popleft()[1]
+            if not wait.done():
+                wait.set_result(None)
+
+
 class ValkeyClient:
     """A client of one cluster. All methods belong to one event loop.
 
@@ -170,6 +210,7 @@ class ValkeyClient:
         self.budget_s = budget_s
         self._count = count
         self._observe = observe
+        self._budgets = BudgetTimer(budget_s)
         self._on_moved = on_moved
         self.topology: Topology = EMPTY
         self._shards: dict[str, ShardPrimary] = {}
@@ -204,6 +245,7 @@ class ValkeyClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for shard in self._shards.values():
             shard.close()
+        self._budgets.close()
 
     # ---- batches
     async def run(
@@ -219,16 +261,17 @@ class ValkeyClient:
         """
         began_s = time.monotonic()
         answers: list[Answer] = [UNANSWERED] * len(commands)
-        of_slot, positions_of = self.topology.of_slot, defaultdict[int, list[int]](list)
+        of_slot = self.topology.of_slot
+        positions_of: dict[int, list[int]] = {}
         for position, (slot, _) in enumerate(commands):
-            positions_of[of_slot[slot]].append(position)
+            positions_of.setdefault(of_slot[slot], []).append(position)
         sends = [
             (self._by_number[number], positions, b"".join([commands[position][1] for position in positions]))
             for number, positions in positions_of.items()
             if number != NO_SHARD
         ]
         await self._exchange(sends, answers, self.budget_s if budget_s is None else budget_s, lane)
-        if any(isinstance(answer, hiredis.ReplyError) for answer in answers):
+        if hiredis.ReplyError in map(type, answers):
             follow_s = (self.budget_s if budget_s is None else budget_s) if follow else 0.0
             await self._follow(commands, answers, follow_s, lane)
         unanswered = answers.count(UNANSWERED)
@@ -349,11 +392,15 @@ class ValkeyClient:
             batch.pending.add(shard)
         if not batch.pending:
             return
-        timer = asyncio.get_running_loop().call_later(budget_s, batch.expire)
-        try:
+        if budget_s == self.budget_s:
+            self._budgets.watch(batch.finished)
             await batch.finished
-        finally:
-            timer.cancel()
+        else:
+            timer = asyncio.get_running_loop().call_later(budget_s, batch.expire)
+            try:
+                await batch.finished
+            finally:
+                timer.cancel()
         for shard in batch.pending if budget_s >= self.budget_s else ():
             shard.slow = budget_s < TRY_S
             self._mark_away(shard, f"no answer within {budget_s * 1000:.0f} ms")

@@ -160,11 +160,20 @@ class BlockFeed:
         Raises:
             Unavailable: the shard does not answer.
         """
-        began_s = self._clock.now_s()
+        began_s = self.now_s()
         (value,) = await self._cluster.run_until([(SMALL_SLOT, pack("GET", FEED))], time.monotonic() + CALL_S, Lane.READS)
-        self._learn(value, began_s)
+        self.learn(value, began_s)
 
-    def _learn(self, value: Reply, began_s: float) -> None:
+    def now_s(self) -> float:
+        """The time by which readings are compared."""
+        return self._clock.now_s()
+
+    def learn(self, value: Reply, began_s: float) -> None:
+        """Take the id of the feed, as a reading found it that began at a time or later.
+
+        Raises:
+            Unavailable: the value is an error.
+        """
         if value is not None and not isinstance(value, bytes):
             raise Unavailable("Valkey rejected a read", reply=str(value)[:200])
         if began_s >= self._known_s:
@@ -279,7 +288,7 @@ class BlockFeed:
         began_s = self._clock.now_s()
         command = pack("EVAL", _WANT, 1, FEED, secrets.token_bytes(KEY_BYTES), LINGER_MS)
         (value,) = await self._cluster.run_until([(SMALL_SLOT, command)], time.monotonic() + CALL_S)
-        self._learn(value, began_s)
+        self.learn(value, began_s)
         if self._wanted_since[0] != value and isinstance(value, bytes):
             self._wanted_since = value, self._clock.now_s()
         return self._wanted_since[0]

@@ -49,7 +49,7 @@ from kvstore.index.contract import (
 from kvstore.index.counts import Count, Observe, count_nothing, observe_nothing, report_ignored
 from kvstore.index.loop_thread import LoopThread
 from kvstore.index.prefix import PrefixSearch
-from kvstore.index.record import BatchEdit, Replicas, decode, encode, is_record, replicas_of
+from kvstore.index.record import BatchEdit, Replicas, decode, is_record, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_holder, check_notes
 from kvstore.index.valkey import keys as names
@@ -57,13 +57,16 @@ from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import UNANSWERED, Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import BlockFeed
-from kvstore.index.valkey.range_audit import RangeAudit, keys_in_ranges
+from kvstore.index.valkey.keys import RANGE_SLOTS
+from kvstore.index.valkey.range_audit import RangeAudit, names_in_ranges
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
     change_command,
     holders_of,
     read_command,
+    records_of,
+    sweep_commands,
     took_effect,
 )
 from kvstore.index.valkey.servers.metadata_servers import decode_records, exchange_commands
@@ -91,15 +94,21 @@ MAX_RACES: Final = 5
 """Attempts to replace records that other servers change at the same time. Then anti-entropy repairs what is left."""
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
+_NAMES: Final = 256
+"""Records of a range that one command reads."""
+_LISTED: Final = 1 << 14
+"""Records whose names are listed at once, about: a shard answers no lookup while it lists a range."""
 _BEATS_POLLS: Final = 3
 """Heartbeats are read with every third poll of the small state."""
 LEASES_STALE_S: Final = 3.0
 """Age of the copy from which its leases count as ended."""
 BEATS_STALE_S: Final = 1.0
 """Age of the copy of heartbeats after which it says nothing about which nodes are alive."""
-_STATS_POLLS: Final = 20
+_QUIET_POLLS: Final = 10
+"""Notes that are not announced are read with every tenth poll: reports of nodes are large."""
+_STATS_POLLS: Final = 50
 QUIET_ASKED_S: Final = 5.0
-"""How long after a question on the event loop the notes that are not announced are read with the heartbeats."""
+"""How long after a question on the event loop the notes that are not announced are read once per second."""
 _RANGES_AT_ONCE: Final = 64
 
 
@@ -200,12 +209,13 @@ class ValkeyIndex(PrefixIndex):
         for turn in itertools.count():
             await asyncio.sleep(POLL_S)
             try:
+                began_s = self.feed.now_s()
                 await self._small.refresh()
-                await self.feed.poll()
+                self.feed.learn(self._small.state.feed, began_s)
                 if turn % _BEATS_POLLS == 0:
                     await self._small.refresh_beats()
-                    if time.monotonic() - self._quiet_asked_s < QUIET_ASKED_S:
-                        await self._small.refresh_quiet_notes()
+                if turn % _QUIET_POLLS == 0 and time.monotonic() - self._quiet_asked_s < QUIET_ASKED_S:
+                    await self._small.refresh_quiet_notes()
                 if turn % _STATS_POLLS == 0:
                     self._stats = await self._read_stats()
             except KVStoreError as error:
@@ -412,9 +422,16 @@ class ValkeyIndex(PrefixIndex):
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         check_ranges(first, count)
-        keys = self._call(keys_in_ranges(self._cluster, range(first, first + count), PART_S))
-        values = self._run([read_command(key) for key in keys])
-        return [(key, value) for key, value in zip(keys, values, strict=True) if is_record(value)]
+        found: list[tuple[bytes, bytes]] = []
+        width = self._width(_LISTED)
+        for start in range(first, first + count, width):
+            ranges = range(start, min(start + width, first + count))
+            listed = self._call(names_in_ranges(self._cluster, ranges, PART_S))
+            parts = [(at, of[i : i + _NAMES]) for at, of in zip(ranges, listed, strict=True) for i in range(0, len(of), _NAMES)]
+            replies = self._run([(RANGE_SLOTS[at], pack("MGET", *part)) for at, part in parts], at_once=_PART // _NAMES)
+            for (_, part), values in zip(parts, replies, strict=True):
+                found += records_of(part, values)
+        return found
 
     def range_checks(self) -> Sequence[RangeCheck]:
         return self._audit.states.checks()
@@ -425,13 +442,14 @@ class ValkeyIndex(PrefixIndex):
     def sweep(self, max_entries: int) -> bool:
         if max_entries < 1:
             raise InvalidArgument("max_entries must be positive", max_entries=max_entries)
-        if not self._fresh().dead:
+        if not self._small.state.dead and not self._fresh().dead:
             return True
         seen = 0
         while seen < max_entries and self._swept_to < limits.DIGEST_RANGES:
             width = min(self._width(max_entries), limits.DIGEST_RANGES - self._swept_to)
             records = self.records_in_ranges(self._swept_to, width)
-            self._sweep_records(records, self._fresh())  # after the records: each volume epoch that they name is known, or closed
+            state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
+            self._change(sweep_commands(records, state.volume_epochs, self._abilities), self._run)
             seen += len(records)
             self._swept_to += width
         if self._swept_to < limits.DIGEST_RANGES:
@@ -442,17 +460,6 @@ class ValkeyIndex(PrefixIndex):
     def _width(self, records: int) -> int:
         """Ranges that hold about as many records, at least one."""
         return max(1, min(_RANGES_AT_ONCE, records * limits.DIGEST_RANGES // (self._stats.blocks + 1)))
-
-    def _sweep_records(self, records: Sequence[tuple[bytes, bytes]], state: SmallState) -> None:
-        """Remove the replicas of closed volume epochs. A record that changes at the same time is left to its writer."""
-        changes: list[Command] = []
-        for key, value in records:
-            record = decode(value)
-            replicas = replicas_of(record, state.volume_epochs)
-            if len(replicas) * 2 + 2 < len(record):
-                left = encode(record[0], record[1], replicas) if replicas else None
-                changes.append(change_command(BlockKey(key), value, left, self._abilities))
-        self._change(changes, self._run)
 
     # ---- namespaces ----
     def put_namespace(self, namespace: NamespaceId, spec: bytes) -> None:
@@ -519,11 +526,6 @@ class ValkeyIndex(PrefixIndex):
         return dict(leases) if time.monotonic() - self._small.read_s < LEASES_STALE_S else {}
 
     async def refresh(self) -> None:
-        """Read the small state again, on the event loop of the index.
-
-        Raises:
-            Unavailable: the shard does not answer.
-        """
         await self._small.refresh()
 
     def shared_value(self, name: bytes) -> SharedValue:
@@ -613,10 +615,10 @@ class ValkeyIndex(PrefixIndex):
             self._call(self._small.refresh())
         return self._small.state
 
-    def _run(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Reply]:
+    def _run(self, commands: Sequence[Command], lane: Lane = Lane.READS, at_once: int = _PART) -> list[Reply]:
         replies: list[Reply] = []
-        for at in range(0, len(commands), _PART):
-            replies += self._call(self._cluster.run_until(commands[at : at + _PART], time.monotonic() + PART_S, lane))
+        for at in range(0, len(commands), at_once):
+            replies += self._call(self._cluster.run_until(commands[at : at + at_once], time.monotonic() + PART_S, lane))
         return replies
 
     def _run_without_lost(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Answer]:

@@ -1,11 +1,11 @@
 """Reads and writes the markers of ranges (``range_states``), so that a lost shard makes records unknown instead of absent.
 
-A server reads all markers at its start, those of a shard whose primary changed or was connected again at once, and a few others
-every second. So a shard that an operator emptied is found within seconds, too.
+A server reads all markers at its start, those of a shard whose primary changed or was connected again at once, and one of each
+shard every second. So a shard that an operator emptied is found within seconds, too.
 
 Changes of a shard that is away are not made. Nodes compare their ranges after it is back.
 
-``keys_in_ranges`` lists the records of ranges.
+``names_in_ranges`` lists the records of ranges.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Final
 
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.limits import DIGEST_RANGES
-from kvstore.core.types import KEY_BYTES, BlockKey
 from kvstore.index.counts import Count
 from kvstore.index.valkey.cluster import Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import pack
-from kvstore.index.valkey.keys import RANGE_SLOTS, TAG_BYTES, TAGS
+from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
 from kvstore.index.valkey.range_states import RangeState, RangeStates, complete_marker, new_token, repair_marker
+from kvstore.index.valkey.records import list_commands, listed_names
 from kvstore.index.valkey.small_state import SmallStateStore
+from kvstore.index.valkey.topology import EMPTY, Topology
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
@@ -38,12 +39,7 @@ RETRY_S: Final = 0.05
 READ_S: Final = 1.0
 AGAIN_S: Final = 0.02
 """Pause before ranges that were not listed are listed again."""
-_SAMPLE: Final = 16
-"""Markers that the routine reads each time; all in 256 rounds."""
-_STRIDE: Final = 257
-"""Neighbours in a sample are far from each other, so that each sample meets most shards. Prime to the number of ranges."""
 _PART: Final = 1_024
-_KEYS_PER_RANGE: Final = 1 << 24
 _CLAIM: Final = """#!lua flags=allow-oom
 local now = redis.call('GET', KEYS[1])
 if now and string.sub(now, 1, 16) == ARGV[1] then return now end
@@ -91,6 +87,8 @@ class RangeAudit:
         self._missed: set[int] = set()
         self._wake = asyncio.Event()
         self._turn = 0
+        self._by_shard: tuple[Topology, list[list[int]]] = EMPTY, []
+        """Ranges of each shard in a topology."""
 
     def moved(self, slots: Iterable[int]) -> None:
         """Slots may have other contents: read the markers of their ranges before absence counts."""
@@ -146,10 +144,8 @@ class RangeAudit:
             self._founded = epoch
             await self._set_all(epoch)
         self._begin_suspicions()
-        sample = [(self._turn * _SAMPLE + at) * _STRIDE % DIGEST_RANGES for at in range(_SAMPLE)]
-        self._turn += 1
         under_repair = [number for check in self.states.checks() if check.lost for number in check.ranges]
-        await self._read(sorted({*self._unread(), *under_repair, *self.states.lost(), *sample}))
+        await self._read(sorted({*self._unread(), *under_repair, *self.states.lost(), *self._sample()}))
         if neighbours := self._neighbours_of_lost():
             await self._read(neighbours)
         if self._writes():
@@ -168,6 +164,17 @@ class RangeAudit:
         back = [number for number in self._missed - unread if not self._cluster.is_lost(RANGE_SLOTS[number])]
         self._missed.difference_update(back)
         self.states.moved(back)
+
+    def _sample(self) -> list[int]:
+        """The next range of each shard."""
+        topology = self._cluster.topology
+        if self._by_shard[0] is not topology:
+            by_shard: dict[int, list[int]] = {}
+            for number, slot in enumerate(RANGE_SLOTS):
+                by_shard.setdefault(topology.of_slot[slot], []).append(number)
+            self._by_shard = topology, list(by_shard.values())
+        self._turn += 1
+        return [ranges[self._turn % len(ranges)] for ranges in self._by_shard[1]]
 
     def _neighbours_of_lost(self) -> list[int]:
         """Ranges on shards that lost a range: the shard was emptied, so these are lost, too."""
@@ -220,34 +227,24 @@ class RangeAudit:
             states.read(found, epoch, time.monotonic())  # type: ignore[arg-type]  # checked above
 
 
-async def keys_in_ranges(cluster: ValkeyClient, ranges: Sequence[int], timeout_s: float) -> list[BlockKey]:
-    """List the keys of ranges, in order.
-
-    A server lists what it has, also of a slot that moves or moved. So each range is asked for a key that never exists, too:
-    only a server with the whole slot says that there is none.
+async def names_in_ranges(cluster: ValkeyClient, ranges: Sequence[int], timeout_s: float) -> list[list[bytes]]:
+    """List the names of the records of ranges: for each range, in the order of its keys.
 
     Raises:
         Unavailable: some ranges cannot be listed in time, or their shard is away.
     """
-    found: dict[int, list[BlockKey]] = {}
+    found: dict[int, list[bytes]] = {}
     deadline_s = time.monotonic() + timeout_s
     while left := [at for at in ranges if at not in found]:
-        commands = [
-            (RANGE_SLOTS[at], packed)
-            for at in left
-            for packed in (pack("CLUSTER", "GETKEYSINSLOT", RANGE_SLOTS[at], _KEYS_PER_RANGE), pack("GET", TAGS[at] + b"-"))
-        ]
-        answers = await cluster.run(commands, budget_s=READ_S, follow=False)
-        for at, listing, nothing in zip(left, answers[::2], answers[1::2], strict=True):
-            if isinstance(listing, list) and nothing is None:
-                named = [name for name in listing if isinstance(name, bytes) and len(name) == TAG_BYTES + KEY_BYTES]
-                found[at] = sorted(BlockKey(name[TAG_BYTES:]) for name in named if name.startswith(TAGS[at]))
+        answers = await cluster.run(list_commands(left), budget_s=READ_S, follow=False)
+        listed = [listed_names(*of) for of in zip(left, answers[::2], answers[1::2], strict=True)]
+        found |= {at: names for at, names in zip(left, listed, strict=True) if names is not None}
         if len(found) < len(ranges):
             is_lost = any(cluster.is_lost(RANGE_SLOTS[at]) for at in ranges if at not in found)
             if is_lost or time.monotonic() > deadline_s:
                 raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))
             await asyncio.sleep(AGAIN_S)
-    return [key for at in ranges for key in found[at]]
+    return [found[at] for at in ranges]
 
 
 def _is_marker(answer: Answer) -> bool:

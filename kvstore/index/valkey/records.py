@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
+from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockKey, NamespaceId
 from kvstore.index.contract import VolumeEpoch
-from kvstore.index.record import decode, is_record, replicas_of
+from kvstore.index.record import decode, encode, is_record, is_record_size, replicas_of
+from kvstore.index.replica_digests import find_other_epochs
 from kvstore.index.valkey.cluster import Answer, Command
 from kvstore.index.valkey.connection import pack
-from kvstore.index.valkey.keys import NAME_BYTES, RANGE_SLOTS, TAGS, record_name
+from kvstore.index.valkey.keys import NAME_BYTES, RANGE_SLOTS, TAG_BYTES, TAGS, record_name
 from kvstore.index.valkey.small_state import SmallState
 
 CAS_SCRIPT: Final = """
@@ -33,6 +35,7 @@ _CAS_NAME: Final = hashlib.sha1(CAS_SCRIPT.encode(), usedforsecurity=False).hexd
 # all names of records have the same length, and encoding these two commands costs as much as anything else of a publish
 _GET: Final = b"*2\r\n$3\r\nGET\r\n$%d\r\n" % NAME_BYTES
 _SET_NX: Final = b"*4\r\n$3\r\nSET\r\n$%d\r\n" % NAME_BYTES
+_KEYS_PER_RANGE: Final = 1 << 24
 _VERSION: Final = re.compile(r"^(valkey|redis)_version:(\d+)\.(\d+)", re.MULTILINE)
 
 OLDEST: Final = {"valkey": (7, 2), "redis": (7, 0)}
@@ -107,3 +110,57 @@ def change_command(key: BlockKey, before: bytes | None, after: bytes | None, abi
 def took_effect(reply: object) -> bool:
     """Whether a change took effect; False: the record is no longer what it was."""
     return reply in (b"OK", 1)
+
+
+def sweep_commands(
+    records: Sequence[tuple[bytes, bytes]], volume_epochs: Collection[VolumeEpoch], abilities: Abilities
+) -> list[Command]:
+    """Remove the replicas of other volume epochs. A record that changes at the same time is left to its writer."""
+    changes: list[Command] = []
+    for at in find_other_epochs(records, volume_epochs):
+        key, value = records[at]
+        record = decode(value)
+        replicas = replicas_of(record, volume_epochs)
+        left = encode(record[0], record[1], replicas) if replicas else None
+        changes.append(change_command(BlockKey(key), value, left, abilities))
+    return changes
+
+
+def list_commands(ranges: Sequence[int]) -> list[Command]:
+    """List the names of ranges, two commands for each. Read the replies with ``listed_names``.
+
+    A server lists what it has, also of a slot that moves or moved. So each range is asked for a key that never exists, too: only
+    a server with the whole slot says that there is none.
+    """
+    return [
+        (RANGE_SLOTS[at], packed)
+        for at in ranges
+        for packed in (pack("CLUSTER", "GETKEYSINSLOT", RANGE_SLOTS[at], _KEYS_PER_RANGE), pack("GET", TAGS[at] + b"-"))
+    ]
+
+
+def listed_names(at: int, listing: object, nothing: object) -> list[bytes] | None:
+    """Names of the records of a range, in the order of its keys; None: the range was not listed."""
+    if not isinstance(listing, list) or nothing is not None:
+        return None
+    of_records = [name for name in cast("list[bytes]", listing) if len(name) == NAME_BYTES]
+    return sorted([name for name in of_records if name.startswith(TAGS[at])])
+
+
+def records_of(names: Sequence[bytes], values: object) -> list[tuple[bytes, bytes]]:
+    """Keys and records, without those that are absent or damaged.
+
+    Args:
+        names: names of records.
+        values: the reply to ``MGET`` of these.
+
+    Raises:
+        Unavailable: the reply is an error.
+    """
+    if not isinstance(values, list):
+        raise Unavailable("Valkey rejects a read", reply=str(values)[:200])
+    pairs = list(zip([name[TAG_BYTES:] for name in names], values, strict=True))
+    # a check per record would take longer than all else
+    if None not in values and all(is_record_size(size) for size in set(map(len, values))):
+        return pairs
+    return [pair for pair in pairs if is_record(pair[1])]

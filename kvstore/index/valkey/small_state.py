@@ -43,6 +43,8 @@ CALL_S: Final = 5.0
 REPLICATION_MS: Final = 100
 """Time that a change waits for a replica. What the replicas lack then can be lost with the primary."""
 _META_FIELDS: Final = ("format", "epoch", "revision", "lives", "namespaces", "notes")
+_READ_META: Final = pack("HMGET", names.META, *_META_FIELDS)
+_READ_VALUES: Final = pack("MGET", *names.LEASES.values(), names.FEED)
 _U32: Final = struct.Struct("<I")
 _PART: Final = 1_000
 """Notes or heartbeats per script: Lua unpacks them on a stack of limited size, and no other command runs while a script does."""
@@ -129,9 +131,8 @@ _PUT_NOTES: Final = (
     _GUARD
     + """
 local into, other = KEYS[2], KEYS[3]
-if ARGV[2] == '0' then into, other = other, into end
 local changed, touched = false, false
-for at = 3, #ARGV, 2 do
+for at = 2, #ARGV, 2 do
   local name, value = ARGV[at], string.sub(ARGV[at + 1], 2)
   local here, there = redis.call('HGET', into, name), redis.call('HGET', other, name)
   if ARGV[at + 1] == '' then
@@ -145,11 +146,29 @@ for at = 3, #ARGV, 2 do
   end
   if there then redis.call('HDEL', other, name) end
 end
-if changed and ARGV[2] == '1' then return announce('notes') end
+if changed then return announce('notes') end
 if touched then redis.call('HINCRBY', KEYS[1], 'notes', 1) end
 return 0
 """
 )
+_PUT_QUIET_NOTES: Final = (
+    _EPOCH_GUARD
+    + f"""
+local moved = 0
+for at = 2, #ARGV, 2 do
+  local name = ARGV[at]
+  if ARGV[at + 1] == '' then
+    redis.call('HDEL', KEYS[3], name)
+    moved = moved + redis.call('HDEL', KEYS[2], name)
+  elseif redis.call('HSET', KEYS[3], name, string.sub(ARGV[at + 1], 2)) == 1 then
+    moved = moved + redis.call('HDEL', KEYS[2], name)
+  end
+end
+if moved > 0 then redis.call('HINCRBY', KEYS[1], 'notes', {_JUMP}) end
+return 0
+"""
+)
+"""Most are reports of nodes, several per second: such a note takes two commands the first time, and then one."""
 _PUT_BEATS: Final = (
     _EPOCH_GUARD
     + """
@@ -164,6 +183,7 @@ _SWEPT: Final = (
     + """
 local done = tonumber(redis.call('HINCRBY', KEYS[1], 'sweeps', 1))
 local dead = redis.call('HGETALL', KEYS[2])
+redis.call('HINCRBY', KEYS[1], 'lives', 1)
 for at = 1, #dead, 2 do
   if tonumber(dead[at + 1]) <= done then redis.call('HDEL', KEYS[2], dead[at]) end
 end
@@ -215,6 +235,9 @@ class SmallState:
     beats: Mapping[NodeId, Beat] = field(default_factory=dict)
     leases: Mapping[ServerRole, LeaseHolder] = field(default_factory=dict)
     dead: int = 0
+    """Closed volume epochs that may still have records."""
+    feed: Reply = None
+    """Id of the feed of block events; None: there are no watchers."""
 
     def named(self, ordinal: int) -> NamespaceId | None:
         """The namespace with a number. For diagnosis: it searches."""
@@ -255,13 +278,16 @@ class SmallStateStore:
             self.founded = epoch
 
     async def refresh(self) -> None:
-        """Read what changed since the last call.
+        """Read what changed since the last call. One read serves all callers that wait for it.
 
         Raises:
             Unavailable: the shard does not answer.
             Unsupported: another version of this software wrote the state.
         """
+        asked_s = time.monotonic()
         async with self._reading:
+            if self.read_s >= asked_s:
+                return
             began_s = time.monotonic()
             found = await self._read_state()
             if found is not None:
@@ -271,11 +297,10 @@ class SmallStateStore:
 
     async def _read_state(self) -> SmallState | None:
         """The state as it is now; None: there is none."""
-        meta, dead, leases = await self._run(
-            [pack("HMGET", names.META, *_META_FIELDS), pack("HLEN", names.DEAD), pack("MGET", *names.LEASES.values())]
-        )
-        if not isinstance(meta, list) or not isinstance(dead, int) or not isinstance(leases, list):
+        meta, values = await self._run([_READ_META, _READ_VALUES])
+        if not isinstance(meta, list) or not isinstance(values, list) or not values:
             raise Unavailable("Valkey sent an invalid answer", reply=str(meta)[:100])
+        *leases, feed = values
         if meta[1] is None:
             return None
         if meta[0] != FORMAT:
@@ -286,13 +311,18 @@ class SmallStateStore:
         epoch, revision, *changed = [value if isinstance(value, bytes) else b"0" for value in meta[1:]]
         tables = (int(changed[0]), int(changed[1]), int(changed[2]))
         before = self.state if self.state.epoch == epoch else SmallState(epoch=epoch)
-        state = replace(before, revision=int(revision), tables=tables, leases=_holders(names.LEASES, leases), dead=dead)
+        state = replace(before, revision=int(revision), tables=tables, leases=_holders(names.LEASES, leases), feed=feed)
         stale = [known != found for known, found in zip(before.tables, state.tables, strict=True)]
-        tables_read = await self._run(
-            [pack("HGETALL", name) for name, old in zip((names.LIVES, names.NAMESPACES, names.NOTES), stale, strict=True) if old]
-        )
+        reads = [
+            pack("HGETALL", name) for name, old in zip((names.LIVES, names.NAMESPACES, names.NOTES), stale, strict=True) if old
+        ]
+        if stale[0]:
+            reads.append(pack("HLEN", names.DEAD))
+        tables_read = await self._run(reads)
         rows = iter(tables_read)
         if stale[0]:
+            dead = tables_read[-1]
+            state = replace(state, dead=dead if isinstance(dead, int) else state.dead)
             infos = [decode_volume_epoch(VolumeEpoch(int(number)), value) for number, value in _pairs(next(rows))]
             state = replace(state, volume_epochs=MappingProxyType({info.volume_epoch: info for info in infos}))
         if stale[1]:
@@ -359,13 +389,15 @@ class SmallStateStore:
         tables = (names.META, names.NOTES, names.QUIET_NOTES)
         for part in _parts(notes.items()):
             flat = [word for name, value in part for word in (name, b"" if value is None else b"=" + value)]
-            await self._change(_PUT_NOTES, tables, "1" if announce else "0", *flat)
+            await self._script(_PUT_NOTES if announce else _PUT_QUIET_NOTES, tables, self.state.epoch, *flat)
+        if announce:
+            await self.refresh()
 
     async def put_beats(self, beats: Mapping[NodeId, Beat | None]) -> None:
         """Store (or with None: delete) heartbeats."""
         for part in _parts(beats.items()):
             flat = [word for node_id, beat in part for word in (node_id, b"" if beat is None else encode_beat(NodeId(""), beat))]
-            await self._change(_PUT_BEATS, (names.META, names.BEATS), *flat)
+            await self._script(_PUT_BEATS, (names.META, names.BEATS), self.state.epoch, *flat)
 
     # ---- leases
     async def take_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder, ttl_s: float) -> dict[ServerRole, LeaseHolder]:

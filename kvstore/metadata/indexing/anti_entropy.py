@@ -5,7 +5,8 @@ nodes allow. So a round costs about the same for one volume as for a hundred. A 
 pass may have changed since then, so it is read again before it is reported.
 
 Reading a large index is slow. It runs on a separate thread, in slices, so that neither lookups nor writes wait for it, and a
-cancelled caller stops it.
+cancelled caller stops it. The next pass begins at the earliest after ten times the duration of the last one, and reading ranges
+again takes no longer than the pass. So anti-entropy takes a fifth of a processor at most, whatever the size of the index.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ Digests = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
 """Digests of each range, then the numbers of keys; 64 KiB per volume epoch."""
 _SLICE: Final = 64
 """Ranges per job of the thread."""
+_MOST_RECORDS: Final = 1 << 16
+"""Records in memory at once, about. In a large index, a slice is read in parts."""
 _MAX_REREAD: Final = 4
 """Ranges per slice that one comparison reads again without finding drift. Stores change ranges all the time."""
+_REST: Final = 10
+"""Digests serve for as many times the duration of their pass, if the caller accepts older ones at all."""
+_REREAD_S: Final = 0.1
+"""Time that all comparisons may spend on reading ranges of a slice again in vain, if reading the slice took less."""
 
 
 class IndexDigests:
@@ -45,6 +52,11 @@ class IndexDigests:
         self._thread = thread
         self._clock = clock
         self._read_s = [float("-inf")] * (DIGEST_RANGES // _SLICE)
+        self._took_s = [0.0] * len(self._read_s)
+        """Duration of the last read of each slice."""
+        self._reread_s = [0.0] * len(self._read_s)
+        """Time since then that ranges took which were read again without finding drift."""
+        self._turn = 0
         self._digests: dict[VolumeEpoch, Digests] = {}
         self._reading = asyncio.Lock()
 
@@ -58,13 +70,14 @@ class IndexDigests:
             first: number of the first range.
             digests: the node's digest of each range.
             counts: the node's number of keys in each range.
-            max_age_s: age up to which digests of an earlier pass are compared; 0: the index is read.
+            max_age_s: age up to which digests of an earlier pass are compared, or more in a large index; 0: the index is read.
         """
         found: list[int] = []
         wanted = np.array([digests, counts], np.uint64)
-        began_s = self._clock.now_s()
+        oldest_s = self._clock.now_s() - (max(max_age_s, _REST * sum(self._took_s)) if max_age_s else 0.0)
+        self._turn += 1
         for number in range(first // _SLICE, -(-(first + len(digests)) // _SLICE)):
-            fresh = await self._refresh(number, began_s - max_age_s)
+            fresh = await self._refresh(number, oldest_s)
             start, end = max(first, number * _SLICE), min(first + len(digests), (number + 1) * _SLICE)
             here = self._of(volume_epoch)[:, start:end]
             suspects = start + np.flatnonzero((here != wanted[:, start - first : end - first]).any(axis=0))
@@ -72,13 +85,18 @@ class IndexDigests:
                 found += suspects.tolist()
                 continue
             unfounded = 0
-            for suspect in suspects.tolist():
+            for suspect in np.roll(suspects, self._turn).tolist():  # others first each time: not all of them may be read again
+                if self._reread_s[number] > max(self._took_s[number], _REREAD_S):
+                    break
+                began_s = self._clock.now_s()
                 keys = await self._thread.run(self._index.keys_in_range, volume_epoch, suspect)
                 if [digest_keys(keys), len(keys)] != wanted[:, suspect - first].tolist():
                     found.append(suspect)
-                elif (unfounded := unfounded + 1) == _MAX_REREAD:
+                    continue
+                self._reread_s[number] += self._clock.now_s() - began_s
+                if (unfounded := unfounded + 1) == _MAX_REREAD:
                     break
-        return found
+        return sorted(found)
 
     def _of(self, volume_epoch: VolumeEpoch) -> Digests:
         return self._digests.get(volume_epoch, _NOTHING)
@@ -96,7 +114,7 @@ class IndexDigests:
             for one in found:
                 known = self._digests.setdefault(one.volume_epoch, np.zeros_like(_NOTHING))
                 known[0, one.ranges], known[1, one.ranges] = one.digests, one.counts
-            self._read_s[number] = now_s
+            self._read_s[number], self._took_s[number], self._reread_s[number] = now_s, self._clock.now_s() - now_s, 0.0
             if part.stop == DIGEST_RANGES:
                 self._digests = {epoch: known for epoch, known in self._digests.items() if known[1].any()}
             return True
@@ -106,4 +124,6 @@ _NOTHING: Final[Digests] = np.zeros((2, DIGEST_RANGES), np.uint64)
 
 
 def _digest(index: PrefixIndex, first: int) -> list[ReplicaDigests]:
-    return list(digest_replicas(index.records_in_ranges(first, _SLICE)))
+    width = max(1, min(_SLICE, _MOST_RECORDS * DIGEST_RANGES // (index.stats().blocks + 1)))
+    parts = [(at, min(width, first + _SLICE - at)) for at in range(first, first + _SLICE, width)]
+    return [one for at, count in parts for one in digest_replicas(index.records_in_ranges(at, count))]

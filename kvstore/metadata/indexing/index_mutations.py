@@ -15,8 +15,9 @@ from kvstore.core.checksum import key_range
 from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
-from kvstore.metadata.indexing.publish_sequence import BatchVerdict, SequenceState
+from kvstore.metadata.indexing.publish_sequence import BatchVerdict, SequenceMode, SequenceState
 from kvstore.metadata.membership.records import (
+    decode_removed,
     drain_note,
     encode_volume_epoch,
     left_note,
@@ -57,22 +58,81 @@ class PublishOutcome:
     error: KVStoreError | None
 
 
+# ---- order of batches ----
+class NotedSequence:
+    """How far a node has published, as a note in the index: what the index loses in a crash, it loses together with the note.
+
+    Args:
+        index: the index.
+        node_id: the node.
+        boot_id: its boot.
+    """
+
+    def __init__(self, index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
+        self._index = index
+        self._note = sequence_note(node_id)
+        self._boot_id = boot_id
+
+    def read(self, _first: int) -> SequenceState:
+        """The state before the batch with the number ``_first``."""
+        return SequenceState.decode(self._index.note(self._note), self._boot_id)
+
+    def write(self, state: SequenceState) -> None:
+        """Store the state after a batch."""
+        self._index.put_note(self._note, state.encode(), announce=False)
+
+
+class StreamSequence:
+    """How far one publish stream has come, in memory. A stream begins where the node's acknowledgements ended.
+
+    For an index that several servers share: a server that still applies the last batches of a stream that is lost would set a
+    note back, and a shard that loses blocks loses no note. Such blocks are found by their range.
+
+    Args:
+        boot_id: boot of the node.
+    """
+
+    def __init__(self, boot_id: BootId) -> None:
+        self._boot_id = boot_id
+        self._state: SequenceState | None = None
+
+    def read(self, first: int) -> SequenceState:
+        """The state before the batch with the number ``first``."""
+        return self._state or SequenceState(self._boot_id, first - 1, SequenceMode.RUNNING)
+
+    def write(self, state: SequenceState) -> None:
+        """Keep the state after a batch."""
+        self._state = state
+
+
+def publish_sequence(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> NotedSequence | StreamSequence:
+    """The sequence of a new stream."""
+    return StreamSequence(boot_id) if index.leases_roles else NotedSequence(index, node_id, boot_id)
+
+
 # ---- registration ----
 def register_node(index: PrefixIndex, info: NodeInfo) -> list[VolumeNeed]:
     """Open the volume epochs of a boot, and close those that it replaces.
 
     Returns:
         For each registered volume, in order, whether its inventory is needed.
+
+    Raises:
+        Conflict: this boot was removed while it was alive.
     """
     node_id, boot_id = NodeId(info.node_id), BootId(info.boot_id)
-    sequence = SequenceState.decode(index.note(sequence_note(node_id)), boot_id)
-    index.put_note(sequence_note(node_id), sequence.registered(boot_id).encode(), announce=False)
+    removed = decode_removed(index.note(removed_note(node_id)))
+    if removed is not None and removed[0] == boot_id:
+        raise Conflict("this node was removed: stop it, or restart it to register it again", node_id=node_id)
+    sequence = publish_sequence(index, node_id, boot_id)
+    sequence.write(sequence.read(1).registered(boot_id))
     encoded = info.SerializeToString(deterministic=True)
     if index.note(node_note(node_id)) != encoded:
         index.put_note(node_note(node_id), encoded)
     if index.note(left_note(node_id)) is not None:
         index.put_note(left_note(node_id), None)
-    index.put_note(removed_note(node_id), None, announce=False)  # this boot is not the removed one: it may register
+    if removed is not None:
+        index.put_note(removed_note(node_id), None, announce=False)
     tiers = {VolumeId(volume.volume_id): Tier(volume.tier) for volume in info.volumes}
     opened = {volume_id: index.open_volume_epoch(volume_id, node_id, tier, boot_id) for volume_id, tier in tiers.items()}
     for other in index.volume_epochs():
@@ -108,9 +168,11 @@ def forget_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
 
 
 # ---- publishing ----
-def apply_batches(index: PrefixIndex, node_id: NodeId, boot_id: BootId, batches: Sequence[PublishBatch]) -> PublishOutcome:
+def apply_batches(
+    index: PrefixIndex, node_id: NodeId, sequence: NotedSequence | StreamSequence, batches: Sequence[PublishBatch]
+) -> PublishOutcome:
     """Apply batches of one node in order, in as few index transactions as their contents allow."""
-    state = SequenceState.decode(index.note(sequence_note(node_id)), boot_id)
+    state = sequence.read(batches[0].sequence)
     duplicates, error = 0, None
     admitted: list[PublishBatch] = []
     for batch in batches:
@@ -136,7 +198,7 @@ def apply_batches(index: PrefixIndex, node_id: NodeId, boot_id: BootId, batches:
         if group[-1].sync_end:
             _end_sync(index, group[-1])
     # last: after a crash before it, the node sends the batches again, and applying them again changes nothing
-    index.put_note(sequence_note(node_id), state.encode(), announce=False)
+    sequence.write(state)
     return PublishOutcome(state.last, stored, removed, duplicates, error)
 
 

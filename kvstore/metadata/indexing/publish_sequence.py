@@ -1,4 +1,4 @@
-"""Order of one node's publish batches: pure rules, and their encoding as a note in the index.
+"""Order of one node's publish batches: pure rules, and their encoding as a note in an index of one host.
 
 Batches are numbered 1, 2, 3, … within one boot. A batch that was applied before changes nothing and is acknowledged again. A
 batch that skips a number means that one was lost. Then only a full inventory helps: the node must register again.

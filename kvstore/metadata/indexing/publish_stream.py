@@ -19,7 +19,14 @@ from kvstore.core import limits
 from kvstore.core.errors import Internal, InvalidArgument, KVStoreError
 from kvstore.core.types import KEY_BYTES, BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
-from kvstore.metadata.indexing.index_mutations import PublishBatch, PublishOutcome, apply_batches
+from kvstore.metadata.indexing.index_mutations import (
+    NotedSequence,
+    PublishBatch,
+    PublishOutcome,
+    StreamSequence,
+    apply_batches,
+    publish_sequence,
+)
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
@@ -43,6 +50,7 @@ class PublishStream:
         self._nodes = nodes
         self._counters = counters
         self._identity: tuple[NodeId, BootId] | None = None
+        self._sequence: NotedSequence | StreamSequence | None = None
         self._reader: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
         # None is the end of the stream; an error follows the batches that arrived before it
@@ -95,7 +103,9 @@ class PublishStream:
 
     async def _apply(self, group: list[PublishBatch]) -> PublishOutcome:
         assert self._identity is not None
-        applied = await self._thread.run(apply_batches, self._index, *self._identity, group)
+        if self._sequence is None:
+            self._sequence = publish_sequence(self._index, *self._identity)
+        applied = await self._thread.run(apply_batches, self._index, self._identity[0], self._sequence, group)
         self._counters.add(metadata_metrics.PUBLISH_BATCHES, len(group))
         self._counters.add(metadata_metrics.PUBLISH_GROUPS)
         self._counters.add(metadata_metrics.BLOCKS_PUBLISHED, applied.blocks_stored)
@@ -109,7 +119,7 @@ class PublishStream:
     async def _read(self, requests: AsyncIterator[PublishRequest]) -> None:
         try:
             async for request in requests:
-                await self._queue.put(self._check(request))
+                await self._queue.put(await self._check(request))
         except KVStoreError as error:
             await self._queue.put(error)
         except grpc.aio.UsageError as error:  # gRPC raises it if the server has stopped or the call has ended
@@ -121,7 +131,7 @@ class PublishStream:
         else:
             await self._queue.put(None)
 
-    def _check(self, request: PublishRequest) -> PublishBatch:
+    async def _check(self, request: PublishRequest) -> PublishBatch:
         """Check a message: its shape first, then whether the boot has registered the volume."""
         identity = NodeId(check_name(request.node_id, "node_id")), BootId(check_id(request.boot_id, "boot_id"))
         if self._identity is None:
@@ -137,7 +147,7 @@ class PublishStream:
         return PublishBatch(
             sequence=request.sequence,
             volume_id=volume_id,
-            volume_epoch=self._nodes.volume_epoch(*identity, volume_id),
+            volume_epoch=await self._nodes.known_volume_epoch(*identity, volume_id),
             stored=runs_from_proto(request.stored, limits.MAX_KEYS_PER_CALL - removed_count),
             removed=keys_from_packed(request.removed, "removed"),
             sync_end=request.sync_end,

@@ -113,7 +113,7 @@ class HeartbeatExchange:
         """
         others, now_s = {}, self._clock.now_s()
         for node_id, beat in self._index.beats().items():
-            if beat == self._written.get(node_id):
+            if _is_own(beat, self._written.get(node_id)):
                 continue
             others[node_id] = beat
             if node_id in self._unshared:
@@ -160,6 +160,11 @@ class HeartbeatExchange:
             for node_id in by_node.keys() - known:
                 del by_node[node_id]
         self._changed.intersection_update(known)
+
+
+def _is_own(beat: Beat, written: Beat | None) -> bool:
+    """Whether a record is the last one that this server wrote, or an earlier one: what is read may be older than that."""
+    return written is not None and beat.boot_id == written.boot_id and beat.counter <= written.counter
 
 
 def _has_contents_of(heartbeat: HeartbeatRequest, last: HeartbeatRequest) -> bool:

@@ -65,6 +65,7 @@ class NodeAdmin:
             Unsupported: the node is a pool in an engine's device memory, which ends with its engine.
         """
         operation, node_id = check_id(request.operation_id, "operation_id"), NodeId(check_name(request.node_id, "node_id"))
+        await self._index.refresh()  # another server may have registered the node a moment ago
         if await self._writes.run(_put_order, self._index, node_id, DrainOrder(operation_id=operation, move=request.move)):
             self._counters.add(metadata_metrics.DRAINS_ORDERED)
             logger.warning("drain ordered: %s (move=%s)", node_id, request.move)
@@ -79,6 +80,7 @@ class NodeAdmin:
         """
         check_id(request.operation_id, "operation_id")
         node_id = NodeId(check_name(request.node_id, "node_id"))
+        await self._index.refresh()
         if await self._writes.run(_put_order, self._index, node_id, None):
             self._counters.add(metadata_metrics.DRAINS_LIFTED)
             logger.warning("drain order lifted: %s", node_id)
@@ -96,6 +98,7 @@ class NodeAdmin:
         """
         check_id(request.operation_id, "operation_id")
         node_id = NodeId(check_name(request.node_id, "node_id"))
+        await self._index.refresh()
         record = self._nodes.view().nodes.get(node_id)
         if record is None:
             return False
@@ -169,17 +172,6 @@ def check_progress(progress: DrainProgress) -> None:
     check_id(progress.operation_id, "operation_id")
     if len(progress.why) > MAX_REASON:
         raise InvalidArgument("why is too long", got=len(progress.why), limit=MAX_REASON)
-
-
-def refuse_removed(index: PrefixIndex, info: NodeInfo) -> None:
-    """Reject the registration of a boot that was removed while it was alive.
-
-    Raises:
-        Conflict: this boot was removed.
-    """
-    removed = decode_removed(index.note(removed_note(NodeId(info.node_id))))
-    if removed is not None and removed[0] == info.boot_id:
-        raise Conflict("this node was removed: stop it, or restart it to register it again", node_id=info.node_id)
 
 
 # ---- on the index thread ----

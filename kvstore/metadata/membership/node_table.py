@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import xxhash
+
 from kvproto.v1.common_pb2 import NODE_STATE_ACTIVE, NODE_STATE_DRAINING, DrainOrder, DrainProgress, NodeInfo, NodeState
 from kvproto.v1.metadata_pb2 import HeartbeatRequest, NodeStatus
 from kvstore.core.clock import Clock
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 READ_RATE_AGE_S: Final = 5.0
 """Age at which the read rate of a node whose heartbeats other servers receive is read again."""
+
+CLOCK_STEP_MS: Final = 1_000
+"""Change of a node's clock offset that is told to other servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,6 @@ class NodeTable:
         self._clock = clock
         self._counters = counters
         self._wall_s = wall_s
-        self._clock_offsets_ms: dict[NodeId, int] = {}
-        """Of nodes whose heartbeats arrived at this process."""
         self._view = MembershipView()
         self._exchange = HeartbeatExchange(index, clock)
         self._liveness = Liveness(ttl_s)
@@ -85,6 +88,8 @@ class NodeTable:
         self._mounting_nodes: dict[VolumeEpoch, tuple[VolumeLocation, ...]] = {}
         """Live nodes that mount the volume of a silent owner."""
         self._turn = 0
+        self.members_token = 0
+        """Changes with the nodes, their volumes, zones and drain orders, and with who is alive. Equal at all servers."""
 
     # ---- reading ----
     def view(self) -> MembershipView:
@@ -174,6 +179,19 @@ class NodeTable:
             raise NotFound("the node did not register this volume: register again", node_id=node_id, volume_id=volume_id)
         return volume_epoch
 
+    async def known_volume_epoch(self, node_id: NodeId, boot_id: BootId, volume_id: VolumeId) -> VolumeEpoch:
+        """As ``volume_epoch``. A boot that is unknown here may have registered at another server a moment ago.
+
+        Raises:
+            NotFound: as there.
+            Unavailable: the index does not answer.
+        """
+        try:
+            return self.volume_epoch(node_id, boot_id, volume_id)
+        except NotFound:
+            await self._index.refresh()
+            return self.volume_epoch(node_id, boot_id, volume_id)
+
     def statuses(self) -> list[NodeStatus]:
         """All nodes, by id."""
         nodes = sorted(self.view().nodes)
@@ -207,7 +225,7 @@ class NodeTable:
             drain=self._progress(node_id),
             findings=heartbeat.findings,
             refused="" if node_id in self._alive else self._refusals.reason(node_id, now_s),
-            clock_offset_ms=self._clock_offsets_ms.get(node_id, 0),
+            clock_offset_ms=heartbeat.clock_offset_ms,
         )
 
     def silent(self) -> list[NodeInfo]:
@@ -262,11 +280,9 @@ class NodeTable:
         Returns:
             False if this boot is not registered.
         """
-        known = self.view().nodes
-        if heartbeat.unix_ms:
-            if heartbeat.node_id in known:
-                self._clock_offsets_ms[NodeId(heartbeat.node_id)] = heartbeat.unix_ms - round(self._wall_s() * 1000)
-            heartbeat.unix_ms = 0  # the other contents seldom change, and only changes are shared with other servers
+        self.view()
+        heartbeat.clock_offset_ms = self._clock_offset_ms(heartbeat)
+        heartbeat.unix_ms = 0  # the other contents seldom change, and only changes are shared with other servers
         return self._record(heartbeat, host, counter=heartbeat.report)
 
     def _record(self, heartbeat: HeartbeatRequest, host: str, *, counter: int) -> bool:
@@ -279,6 +295,14 @@ class NodeTable:
         self._exchange.arrived(heartbeat, host, counter=counter)
         self._apply(self._liveness.heartbeat_arrived(node_id, boot_id, self._clock.now_s()))
         return True
+
+    def _clock_offset_ms(self, heartbeat: HeartbeatRequest) -> int:
+        """How far the clock of a node's host is ahead. Small differences from the last value are not worth a new report."""
+        last = self._last_heartbeats.get(NodeId(heartbeat.node_id))
+        if not heartbeat.unix_ms:
+            return 0 if last is None else last.clock_offset_ms
+        offset_ms = heartbeat.unix_ms - round(self._wall_s() * 1000)
+        return last.clock_offset_ms if last is not None and abs(offset_ms - last.clock_offset_ms) < CLOCK_STEP_MS else offset_ms
 
     def record_refusal(self, call: RefusedNode) -> None:
         """Record that a call in a node's name was rejected. It changes only what operators see.
@@ -334,8 +358,6 @@ class NodeTable:
         self._exchange.forget_others(known.keys())
         for node_id in self._last_heartbeats.keys() - known:
             del self._last_heartbeats[node_id]
-        for node_id in self._clock_offsets_ms.keys() - known:
-            del self._clock_offsets_ms[node_id]
 
     @property
     def orphaned_beats(self) -> Collection[NodeId]:
@@ -376,3 +398,13 @@ class NodeTable:
             if epoch not in owned and (live := tuple(location for location in locations if location.node_id in alive))
         }
         self._visible = owned | self._mounting_nodes.keys()
+        self.members_token = _members_token(view, alive)
+
+
+def _members_token(view: MembershipView, alive: Collection[NodeId]) -> int:
+    known = []
+    for node_id, record in sorted(view.nodes.items()):
+        order = view.drain_orders.get(node_id)
+        volumes = [volume.uid for volume in record.volumes]
+        known.append((node_id, record.zone, volumes, node_id in alive, None if order is None else order.move))
+    return xxhash.xxh3_64_intdigest(repr(known).encode())

@@ -10,7 +10,8 @@ name                    value                                                   
 ``synced/<volume id>``  the volume epoch whose inventory is complete               yes
 ``report/<node id>``    host and contents of the last heartbeat                    no
 ``refused/<node id>``   number and reason of the last refusal                      no
-``sequence/<node id>``  last batch that the boot published (``publish_sequence``)  no
+``sequence/<node id>``  last batch that the boot published (``publish_sequence``);  no
+                        only in an index of one host
 ``shares``              shares of all quotas (``retention.share_table``)           no
 ======================  =========================================================  ==========
 

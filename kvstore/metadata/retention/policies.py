@@ -289,9 +289,11 @@ def rule_from_proto(message: NamespaceRule) -> RuleSetting:
     """
     if message.ttl_ms > MAX_TTL_MS:
         raise InvalidArgument("ttl_ms is out of range", limit=MAX_TTL_MS)
-    return RuleSetting(message.ttl_ms, message.pinned)
+    if message.copies > limits.MAX_COPIES:
+        raise InvalidArgument(f"copies must be 1 or {limits.MAX_COPIES}", got=message.copies)
+    return RuleSetting(message.ttl_ms, message.pinned, message.copies or 1)
 
 
 def format_rule(rule: RuleSetting) -> str:
     """A rule as text, for logs and errors."""
-    return f"ttl={rule.ttl_ms},pinned={'yes' if rule.pinned else 'no'}"
+    return f"ttl={rule.ttl_ms},pinned={'yes' if rule.pinned else 'no'},copies={rule.copies}"

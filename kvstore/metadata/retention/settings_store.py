@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from kvstore.core.errors import CapacityExceeded, Conflict, Unavailable
-from kvstore.core.limits import MAX_NAME_BYTES, MAX_QUOTAS, MAX_RULES
+from kvstore.core.limits import MAX_COPIES, MAX_NAME_BYTES, MAX_QUOTAS, MAX_RULES
 from kvstore.core.types import NamespaceId
 from kvstore.process.atomic_file import write_atomically
 
@@ -54,13 +54,15 @@ class RuleSetting:
     Attributes:
         ttl_ms: blocks that were not used for this time are evicted; 0: no limit.
         pinned: whether blocks are never evicted.
+        copies: number of nodes whose volumes hold each durable block, 1 or 2.
     """
 
     ttl_ms: int = 0
     pinned: bool = False
+    copies: int = 1
 
     def __bool__(self) -> bool:
-        return bool(self.ttl_ms or self.pinned)
+        return bool(self.ttl_ms or self.pinned or self.copies > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,10 @@ class OperatorSettings:
     def encode(self) -> bytes:
         """Encode as the file's content."""
         quotas = {tenant: {"dram": quota.dram, "nvme": quota.nvme} for tenant, quota in sorted(self.quotas.items())}
-        rules = {namespace.hex(): {"ttl_ms": one.ttl_ms, "pinned": one.pinned} for namespace, one in sorted(self.rules.items())}
+        rules = {
+            namespace.hex(): {"ttl_ms": one.ttl_ms, "pinned": one.pinned, "copies": one.copies}
+            for namespace, one in sorted(self.rules.items())
+        }
         found = {
             "version": VERSION,
             "revision": self.revision,
@@ -126,7 +131,7 @@ class OperatorSettings:
                 for name, entry in _entries(found, "quotas", MAX_QUOTAS)
             },
             {
-                _namespace(name): RuleSetting(_number(entry, "ttl_ms") or 0, entry.get("pinned") is True)
+                _namespace(name): RuleSetting(_number(entry, "ttl_ms") or 0, entry.get("pinned") is True, _copies(entry))
                 for name, entry in _entries(found, "namespaces", MAX_RULES)
             },
             _policy(found.get("path_policy", "")),
@@ -168,6 +173,13 @@ def _number(entry: dict[str, Any], name: str) -> int | None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63):
         raise ValueError(f"{name} is not an integer from 0 to 2^63 - 1")
     return value
+
+
+def _copies(entry: dict[str, Any]) -> int:
+    copies = _number(entry, "copies") or 1
+    if copies > MAX_COPIES:
+        raise ValueError(f"copies is not an integer from 1 to {MAX_COPIES}")
+    return copies
 
 
 SettingsEdit: TypeAlias = "Callable[[OperatorSettings], OperatorSettings]"

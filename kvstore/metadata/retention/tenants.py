@@ -21,7 +21,7 @@ class NamespaceOwners:
         self._index = index
         self._owners: dict[bytes, str] = {}  # never changes: a namespace id is the digest of its spec
 
-    def check(self, namespace_id: bytes) -> None:
+    async def check(self, namespace_id: bytes) -> None:
         """Check that the caller may use a namespace.
 
         Raises:
@@ -35,11 +35,14 @@ class NamespaceOwners:
         if owner is None:
             spec = self._index.spec_of(NamespaceId(namespace_id))
             if spec is None:
+                await self._index.refresh()  # another server may have registered it a moment ago
+                spec = self._index.spec_of(NamespaceId(namespace_id))
+            if spec is None:
                 raise NotFound("unknown namespace: register it", namespace=namespace_id.hex())
             owner = self._owners[namespace_id] = CacheSpec.FromString(spec).tenant
         require_tenant(owner)
 
-    def check_all(self, namespace_ids: Sequence[bytes]) -> None:
+    async def check_all(self, namespace_ids: Sequence[bytes]) -> None:
         """Check that the caller may use all of these namespaces.
 
         Raises:
@@ -48,7 +51,7 @@ class NamespaceOwners:
         if tenant() is not None and not namespace_ids:
             raise PermissionDenied("a tenant must name the namespaces that it follows", tenant=tenant())
         for one in namespace_ids:
-            self.check(one)
+            await self.check(one)
 
     def register(self, spec: Spec) -> None:
         """Store a namespace in the index.

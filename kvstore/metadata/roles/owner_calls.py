@@ -2,7 +2,8 @@
 
 Any server accepts them. The owner handles them. Every other server forwards the bytes of the request to the owner, with the
 caller's metadata (token, request id, trace) and deadline, and returns the bytes of the answer. So clients need not know the
-owner, and a call makes at most one extra hop: a forwarded call that arrives at a server that is not the owner fails.
+owner, and a call makes at most one extra hop: a forwarded call that arrives at a server that is not the owner fails. The answer
+of a forwarded call says so (``FORWARDED_TO``), and a caller that knows several servers looks for the owner among them.
 
 Without an owner, or if the owner does not answer, the call fails with ``Unavailable``, as if the planner were away. Calls that
 describe plans and queues are then answered by the server that was asked, which has none. A call that
@@ -29,7 +30,9 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect_aio
-from kvstore.rpc.errors import DETAILS_KEY, from_rpc_error
+from kvstore.rpc.context import passed_on
+from kvstore.rpc.errors import from_rpc_error, has_details
+from kvstore.rpc.failover.rpc_rules import FORWARDED_TO
 from kvstore.rpc.server import decoder
 
 FORWARDED_BY: Final = "kv-forwarded-by"
@@ -40,8 +43,6 @@ PLANNING_ADMIN_METHODS: Final = ("DescribePlanning",)
 """Methods of the service MetadataAdmin that the owner answers."""
 TAKEOVER_S: Final = 4.0
 """Time after which another server has the role of an owner that was killed."""
-_OF_THE_CONNECTION: Final = ("user-agent", "grpc-", ":")
-"""Beginnings of the metadata keys that each connection sets itself."""
 
 Context = Any
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
@@ -141,7 +142,7 @@ class OwnerCalls:
             raise self._unowned("this server no longer plans loads and assigns requests; try again")
 
     async def _forward(self, method: str, data: bytes, context: Context) -> bytes:
-        metadata = [(key, value) for key, value in context.invocation_metadata() or () if not key.startswith(_OF_THE_CONNECTION)]
+        metadata = passed_on(context)
         if any(key == FORWARDED_BY for key, _ in metadata):
             raise self._unowned("the call was forwarded to a server that does not plan loads and assign requests; try again")
         owner = self._roles.owner(ServerRole.PLAN)
@@ -156,9 +157,9 @@ class OwnerCalls:
             await asyncio.wait((answer, route.lost), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise self._unowned("the server that planned loads and assigned requests is lost; try again")
-            return answer.result()
+            answered = answer.result()
         except grpc.aio.AioRpcError as failed:
-            if failed.code() is grpc.StatusCode.UNAVAILABLE and DETAILS_KEY not in dict(failed.trailing_metadata() or ()):
+            if failed.code() is grpc.StatusCode.UNAVAILABLE and not has_details(failed):
                 raise self._unowned(
                     f"the metadata server {owner.address}, which plans loads and assigns requests, does not answer; another one"
                     f" takes over within {TAKEOVER_S:.0f} s: try again"
@@ -166,6 +167,9 @@ class OwnerCalls:
             raise from_rpc_error(failed) from failed
         except grpc.aio.UsageError as closed:
             raise self._unowned("this server stops") from closed
+        else:
+            context.set_trailing_metadata(((FORWARDED_TO, owner.server),))  # the caller then looks for the owner
+            return answered
         finally:
             answer.cancel()
 

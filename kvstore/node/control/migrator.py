@@ -9,35 +9,24 @@ learns of them later.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
-from kvstore.core.clock import Clock
-from kvstore.core.errors import KVStoreError, NotFound
-from kvstore.core.types import BlockKey, NamespaceId, NodeId, StoreOutcome, pack_keys
+from kvproto.v1 import common_pb2, metadata_pb2
+from kvstore.core.errors import KVStoreError
+from kvstore.core.types import BlockKey, NamespaceId, NodeId, StoreOutcome
 from kvstore.node.control.migration_plan import Batch, free_space, plan_moves
-from kvstore.node.state.change_log import runs_of
+from kvstore.node.control.pull_client import PullClient
 from kvstore.node.state.model import Block
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
-from kvstore.process.tls import TlsConfig
-from kvstore.rpc.auth.tokens import TokenSource
-from kvstore.rpc.client import RetryPolicy, call, connect
-from kvstore.rpc.codec import run_to_proto, spec_to_proto
-from kvstore.rpc.failover.connect import connect_metadata
 
 log = logging.getLogger(__name__)
 _limited = LimitedLog(log)
 
-LOCATE_KEYS = 4_096
 BATCH_BLOCKS = 1_024
-RPC_TIMEOUT_S = 5.0
-PULL_TIMEOUT_S = 60.0
-_RETRY = RetryPolicy(attempts=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +43,8 @@ class BlockMigrator:
     """Migrates the blocks of one node. One thread may use it.
 
     Args:
-        node: this node, as other nodes reach it.
-        metadata: address of the metadata server.
+        calls: calls to the metadata server and to other nodes.
         counters: metrics.
-        clock: time.
-        tls: as for every channel of the node.
-        token: of the node.
         window_bytes: maximum bytes in flight.
         bytes_per_s: maximum bandwidth; 0: no limit.
         pause: waits some seconds; True: the migration must stop.
@@ -67,27 +52,18 @@ class BlockMigrator:
 
     def __init__(
         self,
-        node: common_pb2.NodeInfo,
-        metadata: str,
+        calls: PullClient,
         counters: Counters,
-        clock: Clock,
         *,
-        tls: TlsConfig | None,
-        token: TokenSource | None,
         window_bytes: int,
         bytes_per_s: int,
         pause: Callable[[float], bool],
     ) -> None:
-        self._node = node
-        self._tls = tls
-        self._token = token
+        self._calls = calls
         self._counters = counters
-        self._clock = clock
         self._window_bytes = window_bytes
         self._bytes_per_s = bytes_per_s
         self._pause = pause
-        self._channel = connect_metadata(metadata, caller=node.node_id, tls=tls, token=token, counters=counters)
-        self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._moved: dict[BlockKey, NodeId] = {}
         """Blocks that another node has reported durable."""
         self.remaining = 0
@@ -96,7 +72,7 @@ class BlockMigrator:
 
     def close(self) -> None:
         """Close the channel to the metadata server."""
-        self._channel.close()
+        self._calls.close()
 
     def reset(self) -> None:
         """Reset the progress, because a new order begins."""
@@ -123,7 +99,7 @@ class BlockMigrator:
         self.remaining = len(moves.unplaced) + sum(len(batch.blocks) for batch in moves.batches)
         why = "no other active node has free space on a volume" if moves.unplaced else ""
         if self.remaining:
-            specs = self._specs()
+            specs = self._calls.specs()
             nodes = {status.node.node_id: status.node for status in targets}
             for batch in moves.batches:
                 why = self._send(batch, nodes[batch.node_id], specs.get(batch.namespace_id)) or why
@@ -137,11 +113,10 @@ class BlockMigrator:
     # ---- metadata server ----
     def _target_nodes(self) -> list[metadata_pb2.NodeStatus]:
         """Return the other active nodes."""
-        statuses = call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), RPC_TIMEOUT_S, _RETRY).nodes
         return [
             status
-            for status in statuses
-            if status.alive and status.state == common_pb2.NODE_STATE_ACTIVE and status.node.node_id != self._node.node_id
+            for status in self._calls.nodes()
+            if status.alive and status.state == common_pb2.NODE_STATE_ACTIVE and status.node.node_id != self._calls.node.node_id
         ]
 
     def _safe(self, blocks: Sequence[Block]) -> set[BlockKey]:
@@ -151,44 +126,18 @@ class BlockMigrator:
         for block in blocks:
             if block.key not in safe:
                 unknown[block.namespace_id].append(block.key)
-        for namespace_id, keys in unknown.items():
-            for at in range(0, len(keys), LOCATE_KEYS):
-                part = keys[at : at + LOCATE_KEYS]
-                request = metadata_pb2.LocateBlocksRequest(namespace_id=namespace_id, keys=pack_keys(part))
-                answer = call(self._stub.LocateBlocks, request, RPC_TIMEOUT_S, _RETRY)
-                good = [
-                    one.alive
-                    and one.tier == common_pb2.TIER_NVME
-                    and one.state == common_pb2.NODE_STATE_ACTIVE
-                    and one.node_id != self._node.node_id
-                    for one in answer.volumes
-                ]
-                safe.update(part[replica.key] for replica in answer.replicas if good[replica.volume])
+        safe.update(key for key, _ in self._calls.holders(unknown, self._counts))
         return safe
 
-    def _specs(self) -> dict[NamespaceId, common_pb2.CacheSpec]:
-        answer = call(self._stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), RPC_TIMEOUT_S, _RETRY)
-        return {NamespaceId(one.namespace_id): one.spec for one in answer.namespaces}
+    def _counts(self, volume: metadata_pb2.LocatedVolume) -> bool:
+        active = volume.alive and volume.state == common_pb2.NODE_STATE_ACTIVE
+        return active and volume.node_id != self._calls.node.node_id
 
     # ---- batches ----
     def _send(self, batch: Batch[Block], target: common_pb2.NodeInfo, spec: common_pb2.CacheSpec | None) -> str:
         """Let a node pull a batch. Returns why it did not pull all blocks; empty: it did."""
-        known = batch.blocks[0].namespace.spec
         try:
-            if spec is None and known is None:
-                raise NotFound(
-                    "the spec of the namespace is unknown, so no ticket can be issued", namespace=batch.namespace_id.hex()
-                )
-            request = node_pb2.PullBlocksRequest(
-                operation_id=secrets.token_bytes(16),
-                spec=spec if known is None else spec_to_proto(known),
-                runs=[run_to_proto(run) for run in runs_of(batch.blocks)],
-                node_id=self._node.node_id,
-                control_address=self._node.control_address,
-                data_address=self._node.data_address,
-            )
-            with connect(target.control_address, tls=self._tls, token=self._token) as channel:
-                answer = call(node_pb2_grpc.NodeStub(channel).PullBlocks, request, PULL_TIMEOUT_S, _RETRY)
+            answer = self._calls.pull(target.control_address, batch.blocks, spec)
         except KVStoreError as error:
             self._counters.add(node_metrics.DRAIN_MOVES_FAILED)
             _limited.warning("blocks not moved to node %s: %s", target.node_id, error)

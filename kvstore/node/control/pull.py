@@ -1,7 +1,8 @@
-"""Pull of blocks from a draining node: this node reads them, verifies them, and reports which are durable here.
+"""Pull of blocks from another node: this node reads them, verifies them, and reports which are durable here.
 
-A pull is a store whose bytes this node reads itself. It uses only free space, of a volume and of the tenant's quota share. The
-draining node retries blocks that the share refused, and the share follows the blocks that this node holds.
+A pull is a store whose bytes this node reads itself. It uses only free space, of a volume and of the tenant's quota share, unless
+the other node says that the blocks were used lately: then the coldest blocks are evicted for them, as for a store. A draining
+node retries blocks that the share refused, and the share follows the blocks that this node holds.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class FreeShares:
 
 
 class Puller:
-    """Pulls blocks from draining nodes. Thread-safe."""
+    """Pulls blocks from other nodes. Thread-safe."""
 
     def __init__(self, table: BlockTable, provider: NodeProvider, peers: Peers, gate: AdmissionGate, counters: Counters) -> None:
         self._table = table
@@ -77,9 +78,24 @@ class Puller:
         self._free_shares = FreeShares(table)
 
     def pull(
-        self, namespace: NodeNamespace, runs: Sequence[BlockRun], source: PeerAddress, deadline_s: float
+        self,
+        namespace: NodeNamespace,
+        runs: Sequence[BlockRun],
+        source: PeerAddress,
+        deadline_s: float,
+        *,
+        second_copy: bool = False,
+        may_evict: bool = False,
     ) -> tuple[list[StoreOutcome], str]:
         """Pull runs in order, and wait until they are durable, or the deadline.
+
+        Args:
+            namespace: of all runs.
+            runs: the blocks.
+            source: the node that holds them.
+            deadline_s: when the call ends.
+            second_copy: whether the source keeps its blocks. Their copies then leave DRAM at once, as engines read the source.
+            may_evict: whether the coldest blocks are evicted if there is no free space.
 
         Returns:
             One outcome per key (STORED and EXISTS are durable here), and why some are not durable; empty if all are.
@@ -87,22 +103,28 @@ class Puller:
         outcomes: list[StoreOutcome] = []
         why = ""
         for run in runs:
-            refusal = self._refusal(namespace, run)
+            refusal = self._refusal(namespace, run, may_evict=may_evict)
             with self._free_shares.reserve(namespace, run) as fits:
-                if refusal or not fits:
+                if refusal or not (fits or may_evict):
                     pulled, reason = [StoreOutcome.SKIPPED] * len(run.keys), refusal or "no free space in the tenant's quota here"
                 else:
                     pulled, reason = self._pull(namespace, run, source, deadline_s)
             outcomes += pulled
             why = why or reason
         good = sum(outcome in (StoreOutcome.STORED, StoreOutcome.EXISTS) for outcome in outcomes)
-        self._counters.add(node_metrics.DRAIN_PULLED_BLOCKS, good)
-        self._counters.add(node_metrics.DRAIN_NOT_PULLED_BLOCKS, len(outcomes) - good)
+        if second_copy:
+            keys = [key for run in runs for key in run.keys]
+            stored = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is StoreOutcome.STORED]
+            self._table.drop_staged(filter(None, self._table.find(namespace, stored)))
+        self._counters.add(node_metrics.COPIES_TAKEN_BLOCKS if second_copy else node_metrics.DRAIN_PULLED_BLOCKS, good)
+        self._counters.add(
+            node_metrics.COPIES_NOT_TAKEN_BLOCKS if second_copy else node_metrics.DRAIN_NOT_PULLED_BLOCKS, len(outcomes) - good
+        )
         if why:
-            _limited.warning("blocks not pulled: from draining node %s (reason=%s)", source.node_id, why)
+            _limited.warning("blocks not pulled: from node %s (second_copy=%s, reason=%s)", source.node_id, second_copy, why)
         return outcomes, why
 
-    def _refusal(self, namespace: NodeNamespace, run: BlockRun) -> str:
+    def _refusal(self, namespace: NodeNamespace, run: BlockRun, *, may_evict: bool) -> str:
         """Return why the volumes of this node cannot store a run; empty: they can."""
         if self._gate.closed:
             return "this node drains or stops too"
@@ -110,7 +132,7 @@ class Puller:
         if not volumes:
             return "no volume of this node accepts blocks"
         usages = [volume.usage() for volume in volumes]
-        if max(free_space(one.capacity_bytes, one.used_bytes) for one in usages) < len(run.keys) * slot_space(
+        if not may_evict and max(free_space(one.capacity_bytes, one.used_bytes) for one in usages) < len(run.keys) * slot_space(
             namespace.shape.block_bytes
         ):
             return "no free space on a volume of this node"
@@ -159,7 +181,7 @@ def _reason(outcomes: Sequence[StoreOutcome]) -> str:
     reasons = {
         StoreOutcome.SKIPPED: "no free space, or not durable in time",
         StoreOutcome.IN_PROGRESS: "another store writes them",
-        StoreOutcome.LOST: "the draining node did not deliver",
-        StoreOutcome.CORRUPT: "corrupt at the draining node",
+        StoreOutcome.LOST: "the other node did not deliver",
+        StoreOutcome.CORRUPT: "corrupt at the other node",
     }
     return next((reason for outcome, reason in reasons.items() if outcome in outcomes), "")

@@ -1,4 +1,4 @@
-"""Enforces tenants' quotas, and namespaces' times to live and whether they are kept.
+"""Enforces tenants' quotas, and namespaces' times to live, whether they are kept, and how many copies they have.
 
 The settings arrive with responses of the metadata server (``apply``). Heartbeats report what tenants hold (``report``). A thread
 runs a round every ``TICK_S``: it adds namespaces to their tenants' orders of eviction, applies and saves the rules, evicts blocks
@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvproto.v1.common_pb2 import CacheSpec
 from kvproto.v1.metadata_pb2 import (
@@ -57,6 +57,15 @@ SPECS_RETRY_S: Final = 5.0
 """Interval of requests for specs that the metadata server does not know either."""
 
 
+class _Rule(NamedTuple):
+    """Rule of one namespace on this node."""
+
+    ttl_s: float = 0.0
+    """Time to live; 0: none."""
+    pinned: bool = False
+    copies: int = 1
+
+
 class RetentionEnforcer:
     """Enforces quotas and rules of namespaces. ``report`` and ``apply`` from one thread; ``start`` and ``stop`` once each.
 
@@ -81,7 +90,7 @@ class RetentionEnforcer:
         self._specs = specs
         self._counters = counters
         self._rules_file = rules_file
-        self._saved: dict[NamespaceId, tuple[float, bool]] = {}
+        self._saved: dict[NamespaceId, _Rule] = {}
         self._keep_at_s = 0.0
         self._specs_requested_s = -SPECS_RETRY_S
         self._stopping = threading.Event()
@@ -89,7 +98,7 @@ class RetentionEnforcer:
         self._shares: dict[str, QuotaShare] = {}
         self._reported = self._applied_report = 0  # numbers of heartbeats: the last one, and that of the current shares
         self._joining: dict[NodeNamespace, int] = {}  # namespaces that do not count yet, and the first report that included them
-        self._rules: dict[NamespaceId, tuple[float, bool]] = {}
+        self._rules: dict[NamespaceId, _Rule] = {}
         self._with_rules: set[NodeNamespace] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-retention", daemon=True)
 
@@ -125,7 +134,8 @@ class RetentionEnforcer:
         if self._rules_file is None or rules == self._saved or now_s < self._keep_at_s:
             return
         messages = (
-            NamespaceRule(namespace_id=one, ttl_ms=round(ttl_s * 1000), pinned=pinned) for one, (ttl_s, pinned) in rules.items()
+            NamespaceRule(namespace_id=one, ttl_ms=round(rule.ttl_s * 1000), pinned=rule.pinned, copies=rule.copies)
+            for one, rule in rules.items()
         )
         try:
             write_rules(self._rules_file, messages)
@@ -242,13 +252,14 @@ class RetentionEnforcer:
         return held
 
     def _apply_rules(self) -> None:
-        """Apply new and ended rules (time to live, kept), also to namespaces opened since the last round."""
+        """Apply new and ended rules, also to namespaces opened since the last round."""
         table = self._table
         begun: list[tuple[NodeNamespace, dict[Tier, EvictionOrder]]] = []
         unpinned = []
         for namespace in self._namespaces.all():
-            ttl_s, pinned = self._rules.get(namespace.namespace_id, (0.0, False))
-            if (ttl_s, pinned) == (namespace.uses.ttl_s if namespace.uses is not None else 0.0, namespace.kept):
+            rule = self._rules.get(namespace.namespace_id, _Rule())
+            ttl_s, pinned, copies = rule
+            if rule == (namespace.uses.ttl_s if namespace.uses is not None else 0.0, namespace.kept, namespace.copies):
                 continue
             with table.residency.lock:
                 if namespace.uses is not None and ttl_s:
@@ -267,7 +278,7 @@ class RetentionEnforcer:
                     for tier, order in namespace.kept_orders.items():
                         namespace.drop_order(tier, order)
                     unpinned.append(namespace)
-                namespace.kept = pinned
+                namespace.kept, namespace.copies = pinned, copies
                 table.accounts.kept = tuple(one for one in {*table.accounts.kept, namespace} if one.kept)
         for namespace, orders in begun:
             with table.residency.lock:
@@ -283,7 +294,9 @@ class RetentionEnforcer:
                 with table.residency.lock:
                     table.residency.arena_evictor.restore(namespace, keys[first : first + MOST_GIVEN])
                     table.residency.volume_evictor.restore(namespace, keys[first : first + MOST_GIVEN])
-        self._with_rules = {namespace for namespace in self._namespaces.all() if namespace.kept or namespace.uses is not None}
+        known = self._namespaces.all()
+        table.accounts.twice_held = tuple(namespace for namespace in known if namespace.copies > 1)
+        self._with_rules = {one for one in known if one.kept or one.uses is not None or one.copies > 1}
 
     def enforce_quotas(self) -> None:
         """Evict blocks beyond the shares, in batches. Part of ``round``.
@@ -363,6 +376,5 @@ class RetentionEnforcer:
         ]
 
 
-def _rules_of(rules: Iterable[NamespaceRule]) -> dict[NamespaceId, tuple[float, bool]]:
-    """Per namespace: time to live in seconds (0: none), and whether it is kept."""
-    return {NamespaceId(one.namespace_id): (one.ttl_ms / 1000, one.pinned) for one in rules}
+def _rules_of(rules: Iterable[NamespaceRule]) -> dict[NamespaceId, _Rule]:
+    return {NamespaceId(one.namespace_id): _Rule(one.ttl_ms / 1000, one.pinned, max(1, one.copies)) for one in rules}

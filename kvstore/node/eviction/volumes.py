@@ -83,6 +83,10 @@ class VolumeEvictor:
         for order in namespace.nvme_orders:
             order.policy.restore(keys)
 
+    def children(self, key: BlockKey) -> int:
+        """Number of a block's children on all volumes."""
+        return self._policy.children(key)
+
     def held(self, namespace: NodeNamespace) -> int:
         """Number of blocks of a namespace on all volumes."""
         return sum(reclaimer.held.get(namespace, 0) for reclaimer in self._reclaimers.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from kvstore.core.clock import Clock
@@ -66,6 +66,8 @@ class HealthReporter:
         self._certificate = certificate or CertificateWatch(None, "")
         self._sources = sources or SlowSources(NodeId(""), clock)
         self._stalls = stalls or ProcessStallDetector(clock)
+        self.why_copies_late: Callable[[], str] = lambda: ""
+        """Returns why second copies are late; empty: they are not."""
         self._publishing = FailureTracker()
         self._acknowledged_s = clock.now_s()
         self.different_indexes: HealthFinding | None = None
@@ -123,6 +125,8 @@ class HealthReporter:
             found.append(self.different_indexes)
         if why := self._storage_node.reason(now_s):
             found.append(HealthFinding(codes.STORAGE_NODE_FAILS, "", f"The storage node does not accept blocks: {why}"))
+        if why := self.why_copies_late():
+            found.append(HealthFinding(codes.SECOND_COPIES_LATE, "", why))
         for node_volume in self._table.node_volumes:
             found += self._of_volume(node_volume, now_s)
         found += self._slow()

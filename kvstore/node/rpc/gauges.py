@@ -51,6 +51,8 @@ class NodeGauges:
         yield Sample(node_metrics.DRAIN_BLOCKED, int(drain is not None and drain.state == NODE_STATE_DRAIN_BLOCKED))
         yield Sample(node_metrics.DRAIN_LEFT_BLOCKS, drain.left_blocks if drain is not None else 0)
         yield Sample(node_metrics.DRAIN_NOT_DURABLE_BLOCKS, drain.not_durable_blocks if drain is not None else 0)
+        copier = self._parts.copier
+        yield Sample(node_metrics.COPIES_WAITING_BLOCKS, copier.waiting_blocks if copier is not None else 0)
         for name, buffer in self._parts.buffers.items():
             yield Sample(node_metrics.STAGING_USED_BYTES, buffer.used_bytes, {"buffer": name})
             yield Sample(node_metrics.STAGING_WAITING_LOADS, buffer.waiting, {"buffer": name})

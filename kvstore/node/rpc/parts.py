@@ -14,6 +14,7 @@ from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.pull import Puller
 from kvstore.node.control.retention import RetentionEnforcer
+from kvstore.node.copies.copier import Copier
 from kvstore.node.durability.volume_checks import VolumeChecks
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
@@ -35,7 +36,7 @@ from kvstore.transport.tickets import TicketAuthority
 
 @dataclass(slots=True)
 class NodeParts:
-    """The parts of one node. The daemon sets ``publisher`` once it has registered with a metadata server."""
+    """The parts of one node. The daemon sets ``publisher`` and ``copier`` at its start."""
 
     config: NodeConfig
     info: common_pb2.NodeInfo
@@ -67,3 +68,5 @@ class NodeParts:
     arena_bytes: int
     publisher: IndexPublisher | None = None
     """None: the node runs without a metadata server."""
+    copier: Copier | None = None
+    """As ``publisher``."""

@@ -332,7 +332,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if address.node_id == self._info.node_id:
             raise InvalidArgument("a node cannot pull from itself", node_id=address.node_id)
         namespace, deadline_s = self._parts.namespaces.of_spec(spec), self._deadline_s(context)
-        outcomes, why = await self._run_in_pool(lambda: self._parts.puller.pull(namespace, runs, address, deadline_s))
+        outcomes, why = await self._run_in_pool(
+            lambda: self._parts.puller.pull(
+                namespace, runs, address, deadline_s, second_copy=request.second_copy, may_evict=request.may_evict
+            )
+        )
         return node_pb2.PullBlocksResponse(outcomes=bytes(outcomes), why=why[:MAX_REASON])
 
     async def GetNodeStats(  # noqa: N802

@@ -24,6 +24,7 @@ class NodeNamespace:
 
     __slots__ = (
         "account",
+        "copies",
         "counted",
         "dram_orders",
         "evicting_blocks",
@@ -47,6 +48,8 @@ class NodeNamespace:
         self.spec = spec
         self.account: TenantAccount | None = None
         """Its tenant; None: its spec is not known yet."""
+        self.copies = 1
+        """Number of nodes whose volumes are to hold each durable block: an operator's rule."""
         self.counted = False
         """Whether its tenant's share was computed with knowledge of its blocks, or it held nothing when its tenant became known.
         Until then its blocks do not count against the share, and none is evicted for it."""
@@ -134,6 +137,8 @@ class TenantLedger:
         self._accounts: dict[str, TenantAccount] = {}
         self.kept: tuple[NodeNamespace, ...] = ()
         """Kept namespaces: see ``NodeNamespace.kept``."""
+        self.twice_held: tuple[NodeNamespace, ...] = ()
+        """Namespaces with two copies."""
         self.limited: dict[Tier, tuple[TenantAccount, ...]] = dict.fromkeys(TIERS, ())
         """Tenants with a quota in a tier."""
 

@@ -99,7 +99,7 @@ class Residency:
 
     def leaves_no_orphans(self, block: Block) -> bool:
         """Whether a block may leave its volume without leaving children in DRAM that no lookup finds."""
-        return self.is_idle(block) and (block.dram is not None or not self.dram_policy.is_parent(block.key))
+        return self.is_idle(block) and (block.dram is not None or not self.dram_policy.children(block.key))
 
     # ---- DRAM
     def set_dram_state(self, block: Block, new: DramState) -> None:

@@ -49,6 +49,9 @@ CALLS_FORWARDED: Final = group.counter(
 CALLS_UNOWNED: Final = group.counter(
     "metadata_unowned_calls_total", "planning and scheduling calls rejected because no server plans or the one that did is lost"
 )
+SERVERS_NOT_ASKED: Final = group.counter(
+    "metadata_servers_not_asked_total", "questions about figures that another metadata server did not answer in time"
+)
 LIVE_PLANS: Final = group.gauge("metadata_live_plans", "load plans in progress")
 SCHEDULER_ENGINES: Final = group.gauge("metadata_scheduler_engines", "engines that report to the scheduler")
 SCHEDULER_REQUESTS: Final = group.gauge("metadata_scheduler_requests", "requests queued or in progress")

@@ -40,6 +40,9 @@ DRAIN_LEFT_BLOCKS: Final = group.gauge("node_drain_left_blocks", "blocks that a 
 DRAIN_NOT_DURABLE_BLOCKS: Final = group.gauge(
     "node_drain_not_durable_blocks", "blocks that would be lost if the draining node stopped now"
 )
+COPIES_WAITING_BLOCKS: Final = group.gauge(
+    "node_copies_waiting_blocks", "durable blocks that wait for a second copy, or for the check whether they have one"
+)
 STAGING_USED_BYTES: Final = group.gauge("node_staging_used_bytes", "bytes reserved in a staging buffer", {"buffer": BUFFERS})
 STAGING_WAITING_LOADS: Final = group.gauge(
     "node_staging_waiting_loads", "loads that wait for memory in a staging buffer", {"buffer": BUFFERS}
@@ -201,6 +204,21 @@ DRAIN_PULLED_BLOCKS: Final = group.counter("drain_pulled_blocks_total", "blocks 
 DRAIN_NOT_PULLED_BLOCKS: Final = group.counter(
     "drain_not_pulled_blocks_total", "blocks of draining nodes that could not be taken over"
 )
+COPIES_CHECKED_BLOCKS: Final = group.counter("copies_checked_blocks_total", "blocks checked for a second copy on another node")
+COPIES_MADE_BLOCKS: Final = group.counter("copies_made_blocks_total", "blocks of which another node made a second copy")
+COPIES_MADE_BYTES: Final = group.counter("copies_made_bytes_total", "bytes of these blocks")
+COPIES_REFUSED_BLOCKS: Final = group.counter(
+    "copies_refused_blocks_total", "blocks of which another node did not make a second copy, e.g. for lack of space; tried again"
+)
+COPIES_FAILED: Final = group.counter(
+    "copies_failed_total", "calls for second copies that another node or the metadata server did not answer"
+)
+COPIES_TAKEN_BLOCKS: Final = group.counter("copies_taken_blocks_total", "second copies of other nodes' blocks on this node")
+COPIES_NOT_TAKEN_BLOCKS: Final = group.counter(
+    "copies_not_taken_blocks_total", "blocks of other nodes of which this node did not make a second copy"
+)
+COPY_PASSES: Final = group.counter("copy_passes_total", "passes over all durable blocks that look for missing second copies")
+COPY_BUGS: Final = group.counter("copy_bugs_total", "rounds of second copies that failed with an unexpected exception: a bug")
 STOPPED_NOT_DURABLE_BLOCKS: Final = group.counter(
     "node_stopped_not_durable_blocks_total", "blocks that were not durable when the node stopped"
 )

@@ -105,8 +105,8 @@ class _AioUnary:
         **more: Given,
     ) -> Given:
         loop = asyncio.get_running_loop()
-        if not self._servers.complete:
-            await asyncio.to_thread(self._servers.wait_complete, timeout)
+        if not self._servers.is_ready(self._rule.placement):
+            await asyncio.to_thread(self._servers.wait_ready, self._rule.placement, timeout)
         attempts = UnaryAttempts(self._servers, self._rule, timeout, wait=False)
         while True:
             method = self._on(attempts.address)
@@ -118,6 +118,7 @@ class _AioUnary:
                 sent = True
                 with server.waiting(lambda call=call: loop.call_soon_threadsafe(call.cancel)) as wait:  # type: ignore[misc]
                     answer = await _result(call, lambda wait=wait: wait.cut)  # type: ignore[misc]
+                trailing = await call.trailing_metadata() if attempts.planner else None
             except grpc.RpcError as error:
                 if not attempts.failed(error):
                     raise
@@ -125,7 +126,7 @@ class _AioUnary:
                 if not attempts.hung(sent=sent):
                     raise attempts.hung_error(hung) from hung
             else:
-                attempts.answered()
+                attempts.answered(trailing)
                 return answer
 
     def _on(self, address: str) -> Given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Final, cast
 
 import grpc
@@ -11,8 +12,8 @@ import grpc.aio
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.rpc.errors import DETAILS_KEY, FailedCall
-from kvstore.rpc.failover.rpc_rules import Repetition, RpcRule
-from kvstore.rpc.failover.selection import Failure
+from kvstore.rpc.failover.rpc_rules import FORWARDED_TO, Repetition, RpcRule
+from kvstore.rpc.failover.selection import CallPlacement, Failure
 from kvstore.rpc.failover.servers import MetadataServers
 
 TELLING_S: Final = 0.02
@@ -63,8 +64,8 @@ class UnaryAttempts:
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._repeatable = rule.repetition is Repetition.REPEAT
         self._tried: tuple[str, ...] = ()
-        if not servers.complete:
-            servers.wait_complete(timeout_s)
+        if not servers.is_ready(rule.placement):
+            servers.wait_ready(rule.placement, timeout_s)
         route = servers.pick(rule.placement)
         if route is None and wait:
             route = servers.wait_usable(rule.placement, self._left_s())
@@ -78,10 +79,17 @@ class UnaryAttempts:
         """Whether the attempt must be cancelled if its server turns out to be hung."""
         return self.timeout_s is None or self.timeout_s > CUT_S
 
-    def answered(self) -> None:
-        """Record that the server answered."""
+    @property
+    def planner(self) -> bool:
+        """Whether ``answered`` needs the trailing metadata of the answer."""
+        return self._rule.placement is CallPlacement.PLANNER
+
+    def answered(self, trailing: Iterable[tuple[str, str | bytes]] | None = None) -> None:
+        """Record that the server answered, and the trailing metadata of an answer about plans."""
         if self._servers.timed_out:
             self._servers.answered(self.address)
+        if trailing is not None:
+            self._servers.planned(self.address, next((str(value) for key, value in trailing if key == FORWARDED_TO), ""))
 
     def failed(self, error: grpc.RpcError) -> bool:
         """Record the failure of the attempt. Returns whether there is another attempt, for which ``address`` is set."""

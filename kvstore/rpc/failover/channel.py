@@ -147,8 +147,15 @@ class _Unary(_Method):
             try:
                 server.check()
                 sent = True
+                trailing = None
                 if attempts.long:
-                    answer = self._cancellable(method, server, request, attempts.timeout_s, metadata, more)
+                    ended = self._cancellable(method, server, request, attempts.timeout_s, metadata, more)
+                    answer = ended.result()
+                    trailing = ended.trailing_metadata() if attempts.planner else None
+                elif attempts.planner:
+                    with server.waiting(_nothing):
+                        answer, ended = method.with_call(request, timeout=attempts.timeout_s, metadata=metadata, **more)
+                    trailing = ended.trailing_metadata()
                 else:
                     with server.waiting(_nothing):
                         answer = method(request, timeout=attempts.timeout_s, metadata=metadata, **more)
@@ -159,22 +166,23 @@ class _Unary(_Method):
                 if not attempts.hung(sent=sent):
                     raise attempts.hung_error(hung) from hung
             else:
-                attempts.answered()
+                attempts.answered(trailing)
                 return answer
 
     @staticmethod
     def _cancellable(
         method: Given, server: WatchedServer, request: Given, timeout_s: float | None, metadata: Given, more: dict[str, Given]
     ) -> Given:
-        """Call a method on a server; raises ``Unavailable`` if the server becomes hung."""
+        """Call a method on a server. Returns the successful call; raises ``Unavailable`` if the server becomes hung."""
         future = method.future(request, timeout=timeout_s, metadata=metadata, **more)
         with server.waiting(future.cancel):
-            return future.result()
+            future.result()
+        return future
 
     def future(self, request: Given, timeout: float | None = None, metadata: Given = None, **more: Given) -> Given:
         """Start a call on the server in use. It is not repeated."""
-        if not self._servers.complete:
-            self._servers.wait_complete(timeout)
+        if not self._servers.is_ready(self._rule.placement):
+            self._servers.wait_ready(self._rule.placement, timeout)
         route = self._servers.pick(self._rule.placement)
         known = self._servers.addresses
         if route is None and not known:
@@ -197,8 +205,8 @@ class _StreamMethod(_Method):
     """A method whose answer is a stream."""
 
     def __call__(self, request: Given, timeout: float | None = None, metadata: Given = None, **more: Given) -> FailoverStream:
-        if not self._servers.complete:
-            self._servers.wait_complete(timeout)
+        if not self._servers.is_ready(self._rule.placement):
+            self._servers.wait_ready(self._rule.placement, timeout)
         route = self._servers.pick(self._rule.placement)
         if route is None:
             return FailoverStream(self._servers, self._rule, "", None)

@@ -6,8 +6,9 @@
   only if it was never sent, because the connection was refused.
 * ``STREAM``: it is not repeated. The caller opens another stream, which goes to the server in use.
 
-Lookups and other reads of the shared index are spread over the servers. What a server keeps in its own memory (plans, requests,
-block events, figures), and all changes, go to one server for all callers.
+Lookups and other reads of the index are spread over the servers. If the servers share their whole state (``metadata.engine``),
+all other calls are spread, too, and those that one server answers for all (plans, requests) go straight to it. Else what a
+server keeps in its own memory (plans, requests, block events, figures), and all changes, go to one server for all callers.
 """
 
 from __future__ import annotations
@@ -42,12 +43,17 @@ class RpcRule:
     waits: bool = False
 
 
+FORWARDED_TO: Final = "kv-forwarded-to"
+"""Key of the trailing metadata of a forwarded call: the id of the server that answered it."""
+
 _READ: Final = RpcRule(Repetition.REPEAT, CallPlacement.SPREAD)
-_READ_STATE: Final = RpcRule(Repetition.REPEAT, CallPlacement.COMMON)
-_IDEMPOTENT_CHANGE: Final = RpcRule(Repetition.REPEAT, CallPlacement.COMMON)
-_CHANGE: Final = RpcRule(Repetition.ONCE, CallPlacement.COMMON)
-_WAIT: Final = RpcRule(Repetition.ONCE, CallPlacement.COMMON, waits=True)
-_STREAM: Final = RpcRule(Repetition.STREAM, CallPlacement.COMMON)
+_READ_STATE: Final = RpcRule(Repetition.REPEAT, CallPlacement.SHARED)
+_IDEMPOTENT_CHANGE: Final = RpcRule(Repetition.REPEAT, CallPlacement.SHARED)
+_CHANGE: Final = RpcRule(Repetition.ONCE, CallPlacement.SHARED)
+_STREAM: Final = RpcRule(Repetition.STREAM, CallPlacement.SHARED)
+_PLAN: Final = RpcRule(Repetition.ONCE, CallPlacement.PLANNER)
+_ASSIGN: Final = RpcRule(Repetition.ONCE, CallPlacement.PLANNER, waits=True)
+_CANCEL: Final = RpcRule(Repetition.REPEAT, CallPlacement.PLANNER)
 
 RULES: Final = {
     # registrations carry the boot of the node, and heartbeats its present state: the last one wins
@@ -72,13 +78,13 @@ RULES: Final = {
     "/kvstore.v1.Metadata/UndrainNode": _CHANGE,
     "/kvstore.v1.Metadata/RemoveNode": _CHANGE,
     # operation ids of plans and requests are known to one server only: another one would plan or assign again
-    "/kvstore.v1.Metadata/PlanLoad": _CHANGE,
-    "/kvstore.v1.Metadata/ReplanLoad": _CHANGE,
-    "/kvstore.v1.Metadata/AssignRequest": _WAIT,
+    "/kvstore.v1.Metadata/PlanLoad": _PLAN,
+    "/kvstore.v1.Metadata/ReplanLoad": _PLAN,
+    "/kvstore.v1.Metadata/AssignRequest": _ASSIGN,
     # the next report includes this one; another server would not know the plan, or take the engines for new ones
-    "/kvstore.v1.Metadata/ReportLoads": _CHANGE,
-    "/kvstore.v1.Metadata/ReportEngines": _CHANGE,
-    "/kvstore.v1.Metadata/CancelRequest": _IDEMPOTENT_CHANGE,
+    "/kvstore.v1.Metadata/ReportLoads": _PLAN,
+    "/kvstore.v1.Metadata/ReportEngines": _PLAN,
+    "/kvstore.v1.Metadata/CancelRequest": _CANCEL,
     "/kvstore.v1.Metadata/GetStats": _READ_STATE,
     "/kvstore.v1.MetadataAdmin/DescribeServer": _READ_STATE,
     "/kvstore.v1.MetadataAdmin/DescribeShards": _READ_STATE,

@@ -1,13 +1,17 @@
 """Choice of the metadata server of the next call. Pure: events in, decisions out.
 
 1. Callers rank the servers by rendezvous hashing, so that clients spread evenly and keep their server if another one is added.
-   RPCs whose state is in the memory of one server rank them by a common key, so that all callers use the same server.
+   If the servers do not share their whole state, RPCs that depend on it rank them by a common key, so that all callers use the
+   same server.
 2. A caller stays with its server. Each server has a circuit breaker. A refused or lost connection, and a hung server, open it at
    once. Timeouts open it after ``TIMEOUTS`` in a row. The next server in the ranking whose breaker is closed takes over.
 3. While a breaker is open, the server is probed, one probe at a time, with pauses that double. The first answer closes it.
 4. A server that answers again is on trial: it is used only if no better server is left. It is probed further, and after it has
    answered for ``SETTLE_S`` (with jitter, so that callers do not return at once) its callers return to it.
 5. If all breakers are open, no server is chosen, and callers fail at once until a probe is answered.
+6. One of the servers that share their state plans, and the others forward plans to it. A forwarded answer names the planning
+   server by an id that is not an address. So the caller tries the other servers in turn, one per call, until one of them answers
+   without forwarding. That costs nothing: at worst, each of these calls is forwarded once.
 """
 
 from __future__ import annotations
@@ -35,8 +39,10 @@ class CallPlacement(StrEnum):
 
     SPREAD = "spread"
     """Any server: callers spread over all of them."""
-    COMMON = "common"
-    """The same server for all callers."""
+    SHARED = "shared"
+    """Any server, if the servers share their whole state; else the same server for all callers."""
+    PLANNER = "planner"
+    """The server that plans, as far as answers have shown which one that is; else as ``SHARED``."""
 
 
 class Failure(StrEnum):
@@ -59,6 +65,9 @@ class Reason(StrEnum):
     UNAVAILABLE = "unavailable"
     TIMEOUT = "timeout"
     HUNG = "hung"
+    SHARED = "servers share their state"
+    """The first answer about it, or another one than before."""
+    PLANS = "another server plans"
     ANSWERS = "answers again"
     """A server that the caller prefers answers again, or was added in DNS."""
     REMOVED = "removed"
@@ -122,6 +131,12 @@ class ServerSelection:
         self._uniform = uniform
         self._settle_s = settle_s
         self._health: dict[str, _Health] = {}
+        self._shares_state = False
+        self._planner = ""
+        """Id of the planning server, if the last answer was forwarded."""
+        self._forwarding: frozenset[str] = frozenset()
+        """Servers that forward plans."""
+        self._ranked_anew: dict[CallPlacement, Reason] = {}
         self._rankings: dict[CallPlacement, tuple[str, ...]] = {}
         self._current: dict[CallPlacement, str | None] = dict.fromkeys(CallPlacement)
         self.replace(addresses)
@@ -134,10 +149,49 @@ class ServerSelection:
     def replace(self, addresses: Sequence[str]) -> None:
         """Set the servers. Those that stay keep their state."""
         self._health = {address: self._health.get(address, _Health()) for address in addresses}
-        self._rankings = {
-            CallPlacement.SPREAD: ranked(addresses, self._caller),
-            CallPlacement.COMMON: ranked(addresses, ""),
-        }
+        self._forwarding &= self._health.keys()
+        self._rank()
+
+    def share_state(self, shares: bool) -> None:
+        """Set whether the servers share their whole state. Until this is called, they do not."""
+        if shares == self._shares_state:
+            return
+        self._shares_state = shares
+        self._planner, self._forwarding = "", frozenset()
+        self._ranked_anew = dict.fromkeys((CallPlacement.SHARED, CallPlacement.PLANNER), Reason.SHARED)
+        self._rank()
+
+    def planned(self, address: str, planner: str) -> bool:
+        """Record an answer about plans.
+
+        Args:
+            address: the server that was called.
+            planner: id of the server to which it forwarded the call; empty: it answered by itself.
+
+        Returns:
+            Whether another server may be called from now on.
+        """
+        if not self._shares_state or address not in self._health:
+            return False
+        if not planner:
+            forwarding = frozenset(self._health) - {address}
+        elif planner == self._planner:
+            forwarding = self._forwarding | {address}
+        else:
+            forwarding = frozenset((address,))
+        self._planner = planner
+        if forwarding == self._forwarding:
+            return False
+        self._forwarding = forwarding
+        self._ranked_anew[CallPlacement.PLANNER] = Reason.PLANS
+        self._rank()
+        return True
+
+    def _rank(self) -> None:
+        own = ranked(self._health, self._caller)
+        shared = own if self._shares_state else ranked(self._health, "")
+        planner = tuple(sorted(shared, key=self._forwarding.__contains__))
+        self._rankings = {CallPlacement.SPREAD: own, CallPlacement.SHARED: shared, CallPlacement.PLANNER: planner}
 
     def current(self, placement: CallPlacement) -> str | None:
         """The server in use; None: there is none."""
@@ -162,10 +216,11 @@ class ServerSelection:
                 health.settled_s = None
         before = self._current[placement]
         after = self._best(placement, before)
+        anew = self._ranked_anew.pop(placement, Reason.ANSWERS)
         if after == before:
             return after, None
         self._current[placement] = after
-        return after, ServerChange(before, after, self._reason(before))
+        return after, ServerChange(before, after, self._reason(before, anew))
 
     def others(self, placement: CallPlacement, tried: Collection[str]) -> tuple[str, ...]:
         """Servers for the repetition of a call, best first: those not tried yet, with a closed breaker."""
@@ -224,14 +279,14 @@ class ServerSelection:
                 trial = address
         return trial
 
-    def _reason(self, before: str | None) -> Reason:
-        """Why a server other than ``before`` is used now."""
+    def _reason(self, before: str | None, anew: Reason) -> Reason:
+        """Why a server other than ``before`` is used now; ``anew``: if both are usable."""
         if before is None:
             return Reason.ANSWERS
         health = self._health.get(before)
         if health is None:
             return Reason.REMOVED
-        return Reason.ANSWERS if health.lost is None else Reason(health.lost.value)
+        return anew if health.lost is None else Reason(health.lost.value)
 
     def _jittered(self, mean_s: float) -> float:
         return mean_s * (0.75 + 0.5 * self._uniform())

@@ -24,7 +24,7 @@ from kvstore.process.tls import TlsConfig
 from kvstore.rpc.failover.addresses import MetadataAddresses
 from kvstore.rpc.failover.resolver import Resolver, resolve, system_resolver
 from kvstore.rpc.failover.selection import CallPlacement, Condition, Failure, Reason, ServerChange, ServerSelection
-from kvstore.rpc.health_probe import HealthProbe
+from kvstore.rpc.health_probe import SHARED_STATE, HealthProbe
 from kvstore.transport.liveness import LivenessMonitor, WatchedServer
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,11 @@ RESOLVE_S: Final = 30.0
 """Names are resolved again after this time."""
 RESOLVE_AGAIN_S: Final = 1.0
 """After a failed call, names are resolved again, at most once per this time."""
+STATE_TIMEOUT_S: Final = 0.5
+"""Time to answer whether the servers share their state. Only the first call of a channel waits for it."""
+STATE_AGAIN_S: Final = 2.0
+"""Pause before the question is repeated if it was not answered."""
+_FAILOVER: Final = frozenset(Reason) - {Reason.SHARED, Reason.PLANS}
 _LOST: Final = frozenset({Reason.REFUSED, Reason.UNAVAILABLE, Reason.TIMEOUT, Reason.HUNG})
 
 Open = Callable[[str, TlsConfig | None], grpc.Channel]
@@ -117,20 +122,23 @@ class MetadataServers:
         self._resolving = False
         self._resolved_s = float("-inf")
         self._resolve_due_s = float("-inf") if addresses.names else float("inf")
+        self._state_told = threading.Event()
         self._complete = threading.Event()
         if not addresses.names:
             self._complete.set()
 
     # ---- calls ----
-    @property
-    def complete(self) -> bool:
-        """Whether every name was resolved or found unknown at least once."""
-        return self._complete.is_set()
+    def is_ready(self, placement: CallPlacement) -> bool:
+        """Whether the servers are known, and whether they share their state, if that matters: else call ``wait_ready``."""
+        return self._complete.is_set() and (placement is CallPlacement.SPREAD or self._state_told.is_set())
 
-    def wait_complete(self, timeout_s: float | None) -> None:
-        """Wait for the first resolution of the names."""
+    def wait_ready(self, placement: CallPlacement, timeout_s: float | None) -> None:
+        """Wait for the first resolution of the names, and a moment for the first answer about shared state."""
         self._resolve_if_due()
         self._complete.wait(RESOLVE_S if timeout_s is None else timeout_s)
+        if placement is not CallPlacement.SPREAD and self.pick(placement) is not None:
+            self._state_told.wait(STATE_TIMEOUT_S if timeout_s is None else min(timeout_s, STATE_TIMEOUT_S))
+            self._state_told.set()  # only the first call waits
 
     def pick(self, placement: CallPlacement) -> Route | None:
         """Return the server for the next call; None: no server answers."""
@@ -191,6 +199,13 @@ class MetadataServers:
         with self._lock:
             self.timed_out.discard(address)
             self._selection.answered(address)
+
+    def planned(self, address: str, planner: str) -> None:
+        """Record an answer about plans; see ``ServerSelection.planned``."""
+        with self._lock:
+            changes = self._choose() if self._selection.planned(address, planner) else []
+        if changes:
+            self._tell(changes)
 
     def no_server(self) -> Unavailable:
         """Return the error of a call while no server answers."""
@@ -258,11 +273,14 @@ class MetadataServers:
         """Count and log changes, and inform the channel. Not under the lock."""
         told = False
         for placement, change in changes:
+            if placement is not CallPlacement.SPREAD and change.after is not None and change.reason in _FAILOVER:
+                self._ask_state(change.after)
             if change.before is None and change.reason is Reason.ANSWERS and placement not in self._told:
                 self._told.add(placement)
                 continue
             told = True
-            self.counters.add(common_metrics.FAILOVER_CHANGES)
+            if change.reason in _FAILOVER:
+                self.counters.add(common_metrics.FAILOVER_CHANGES)
             log.log(
                 logging.WARNING if change.reason in _LOST else logging.INFO,
                 "metadata server changed: %s -> %s (reason=%s, calls=%s)",
@@ -293,10 +311,38 @@ class MetadataServers:
             pause_s = self._selection.probe_ended(address, answered=answered, now_s=time.monotonic())
             changes = self._choose()
             if pause_s is not None:
-                timer = self._timers[address] = threading.Timer(pause_s, self._send_probe, (address,))
-                timer.daemon = True
-                timer.start()
+                self._start_timer(address, pause_s, self._send_probe, address)
         self._tell(changes)
+
+    def _start_timer(self, key: str, pause_s: float, function: Callable[[str], None], address: str) -> None:
+        """Call a function later, unless this is closed before. Call it under the lock."""
+        timer = self._timers[key] = threading.Timer(pause_s, function, (address,))
+        timer.daemon = True
+        timer.start()
+
+    # ---- shared state ----
+    def _ask_state(self, address: str) -> None:
+        """Ask the server in use whether the servers share their state."""
+        self._probe.ask(address, SHARED_STATE, STATE_TIMEOUT_S, partial(self._state_answered, address))
+
+    def _state_answered(self, address: str, shares: bool | None) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if shares is None:
+                changes = []
+                if address == self._selection.current(CallPlacement.SHARED) and SHARED_STATE not in self._timers:
+                    self._start_timer(SHARED_STATE, STATE_AGAIN_S, self._ask_state_again, address)
+            else:
+                self._selection.share_state(shares)
+                changes = self._choose()
+        self._state_told.set()
+        self._tell(changes)
+
+    def _ask_state_again(self, address: str) -> None:
+        with self._lock:
+            self._timers.pop(SHARED_STATE, None)
+        self._ask_state(address)
 
     # ---- names ----
     def _resolve_if_due(self) -> None:

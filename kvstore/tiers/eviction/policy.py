@@ -162,8 +162,8 @@ class _TreePolicy(ABC):
                 elif not self._entry_numbers[above]:
                     self._queue(above)
 
-    def is_parent(self, key: BlockKey) -> bool:
-        return self._children[self._row_of.get(key, _NONE)] > 0
+    def children(self, key: BlockKey) -> int:
+        return self._children[self._row_of.get(key, _NONE)]
 
     def with_descendants(self, keys: Iterable[BlockKey], evictable: Callable[[BlockKey], bool]) -> list[BlockKey] | None:
         found: list[BlockKey] = []

@@ -155,6 +155,11 @@ class NvmeSlab(PooledVolume, DurableVolume):
         return self._file.engine if self._read_only is None else f"{self._file.engine}, read-only ({self._read_only})"
 
     @property
+    def uid(self) -> bytes:
+        """16 random bytes of its creation."""
+        return self._uid
+
+    @property
     def direct(self) -> bool:
         """Whether O_DIRECT is in use."""
         return self._file.direct

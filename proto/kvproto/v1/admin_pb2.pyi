@@ -258,7 +258,7 @@ class DescribeNamespacesResponse(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceDescription, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
 
 class NamespaceDescription(_message.Message):
-    __slots__ = ("namespace_id", "spec", "lookups", "asked_blocks", "hit_blocks", "ttl_ms", "pinned")
+    __slots__ = ("namespace_id", "spec", "lookups", "asked_blocks", "hit_blocks", "ttl_ms", "pinned", "copies")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +266,7 @@ class NamespaceDescription(_message.Message):
     HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     spec: _common_pb2.CacheSpec
     lookups: int
@@ -273,7 +274,8 @@ class NamespaceDescription(_message.Message):
     hit_blocks: int
     ttl_ms: int
     pinned: bool
-    def __init__(self, namespace_id: _Optional[bytes] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., lookups: _Optional[int] = ..., asked_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    copies: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., lookups: _Optional[int] = ..., asked_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ..., copies: _Optional[int] = ...) -> None: ...
 
 class DescribeBlocksRequest(_message.Message):
     __slots__ = ("namespace_id", "keys")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/common.proto\x12\nkvstore.v1\"\x88\x02\n\tCacheSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rweights_epoch\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x19\n\x11layer_block_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x16\n\x0elayout_version\x18\x08 \x01(\r\x12\x12\n\nshard_rank\x18\t \x01(\r\x12\x13\n\x0bshard_count\x18\n \x01(\r\x12\x16\n\x0ehash_algorithm\x18\x0b \x01(\t\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x0c\n\x04salt\x18\r \x01(\x0c\"M\n\x08\x42lockRun\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"W\n\nVolumeInfo\x12\x11\n\tvolume_id\x18\x01 \x01(\t\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.kvstore.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\"\xf6\x02\n\x08NodeInfo\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\r\n\x05roles\x18\x03 \x03(\t\x12\x17\n\x0f\x63ontrol_address\x18\x04 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x05 \x01(\t\x12\x14\n\x0clocal_socket\x18\x06 \x01(\t\x12\'\n\x07volumes\x18\x07 \x03(\x0b\x32\x16.kvstore.v1.VolumeInfo\x12\x17\n\x0fstorage_address\x18\x08 \x01(\t\x12\x1b\n\x13storage_bytes_per_s\x18\t \x01(\x04\x12\x1b\n\x13\x63ompute_bytes_per_s\x18\n \x01(\x04\x12\x0e\n\x06mounts\x18\x0b \x03(\t\x12\x33\n\x0estorage_source\x18\x0c \x01(\x0e\x32\x1b.kvstore.v1.BandwidthSource\x12\x33\n\x0e\x63ompute_source\x18\r \x01(\x0e\x32\x1b.kvstore.v1.BandwidthSource\"0\n\nDrainOrder\x12\x14\n\x0coperation_id\x18\x01 \x01(\x0c\x12\x0c\n\x04move\x18\x02 \x01(\x08\"7\n\x07\x46inding\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07subject\x18\x02 \x01(\t\x12\r\n\x05\x66\x61\x63ts\x18\x03 \x01(\t\"\xcc\x01\n\rDrainProgress\x12\x14\n\x0coperation_id\x18\x01 \x01(\x0c\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.kvstore.v1.NodeState\x12\x16\n\x0ewaiting_blocks\x18\x03 \x01(\x04\x12\x1a\n\x12not_durable_blocks\x18\x04 \x01(\x04\x12\x13\n\x0bleft_blocks\x18\x05 \x01(\x04\x12\x14\n\x0cmoved_blocks\x18\x06 \x01(\x04\x12\x13\n\x0bmoved_bytes\x18\x07 \x01(\x04\x12\x0b\n\x03why\x18\x08 \x01(\t\"\x92\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x11\n\tretryable\x18\x02 \x01(\x08\x12\x33\n\x06\x66ields\x18\x03 \x03(\x0b\x32#.kvstore.v1.ErrorDetail.FieldsEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*H\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_HBM\x10\x01\x12\r\n\tTIER_DRAM\x10\x02\x12\r\n\tTIER_NVME\x10\x03*\x9e\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0f\n\x0bOUTCOME_HIT\x10\x01\x12\x10\n\x0cOUTCOME_MISS\x10\x02\x12\x13\n\x0fOUTCOME_CORRUPT\x10\x03\x12\x17\n\x13OUTCOME_UNAVAILABLE\x10\x04\x12\x13\n\x0fOUTCOME_TIMEOUT\x10\x05\x12\x14\n\x10OUTCOME_NO_SPACE\x10\x06*\xce\x01\n\x0cStoreOutcome\x12\x1d\n\x19STORE_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14STORE_OUTCOME_STORED\x10\x01\x12\x18\n\x14STORE_OUTCOME_EXISTS\x10\x02\x12\x1d\n\x19STORE_OUTCOME_IN_PROGRESS\x10\x03\x12\x19\n\x15STORE_OUTCOME_SKIPPED\x10\x04\x12\x19\n\x15STORE_OUTCOME_CORRUPT\x10\x05\x12\x16\n\x12STORE_OUTCOME_LOST\x10\x06*\xac\x01\n\x0f\x42\x61ndwidthSource\x12 \n\x1c\x42\x41NDWIDTH_SOURCE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x42\x41NDWIDTH_SOURCE_CONFIGURED\x10\x01\x12\x1d\n\x19\x42\x41NDWIDTH_SOURCE_MEASURED\x10\x02\x12\x19\n\x15\x42\x41NDWIDTH_SOURCE_LINK\x10\x03\x12\x1c\n\x18\x42\x41NDWIDTH_SOURCE_ASSUMED\x10\x04*\x8d\x01\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_ACTIVE\x10\x01\x12\x17\n\x13NODE_STATE_DRAINING\x10\x02\x12\x16\n\x12NODE_STATE_DRAINED\x10\x03\x12\x1c\n\x18NODE_STATE_DRAIN_BLOCKED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/common.proto\x12\nkvstore.v1\"\x88\x02\n\tCacheSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rweights_epoch\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x19\n\x11layer_block_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x16\n\x0elayout_version\x18\x08 \x01(\r\x12\x12\n\nshard_rank\x18\t \x01(\r\x12\x13\n\x0bshard_count\x18\n \x01(\r\x12\x16\n\x0ehash_algorithm\x18\x0b \x01(\t\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x0c\n\x04salt\x18\r \x01(\x0c\"M\n\x08\x42lockRun\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"d\n\nVolumeInfo\x12\x11\n\tvolume_id\x18\x01 \x01(\t\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.kvstore.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x0b\n\x03uid\x18\x04 \x01(\x0c\"\x84\x03\n\x08NodeInfo\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\r\n\x05roles\x18\x03 \x03(\t\x12\x17\n\x0f\x63ontrol_address\x18\x04 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x05 \x01(\t\x12\x14\n\x0clocal_socket\x18\x06 \x01(\t\x12\'\n\x07volumes\x18\x07 \x03(\x0b\x32\x16.kvstore.v1.VolumeInfo\x12\x17\n\x0fstorage_address\x18\x08 \x01(\t\x12\x1b\n\x13storage_bytes_per_s\x18\t \x01(\x04\x12\x1b\n\x13\x63ompute_bytes_per_s\x18\n \x01(\x04\x12\x0e\n\x06mounts\x18\x0b \x03(\t\x12\x33\n\x0estorage_source\x18\x0c \x01(\x0e\x32\x1b.kvstore.v1.BandwidthSource\x12\x33\n\x0e\x63ompute_source\x18\r \x01(\x0e\x32\x1b.kvstore.v1.BandwidthSource\x12\x0c\n\x04zone\x18\x0e \x01(\t\"0\n\nDrainOrder\x12\x14\n\x0coperation_id\x18\x01 \x01(\x0c\x12\x0c\n\x04move\x18\x02 \x01(\x08\"7\n\x07\x46inding\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07subject\x18\x02 \x01(\t\x12\r\n\x05\x66\x61\x63ts\x18\x03 \x01(\t\"\xcc\x01\n\rDrainProgress\x12\x14\n\x0coperation_id\x18\x01 \x01(\x0c\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.kvstore.v1.NodeState\x12\x16\n\x0ewaiting_blocks\x18\x03 \x01(\x04\x12\x1a\n\x12not_durable_blocks\x18\x04 \x01(\x04\x12\x13\n\x0bleft_blocks\x18\x05 \x01(\x04\x12\x14\n\x0cmoved_blocks\x18\x06 \x01(\x04\x12\x13\n\x0bmoved_bytes\x18\x07 \x01(\x04\x12\x0b\n\x03why\x18\x08 \x01(\t\"\x92\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x11\n\tretryable\x18\x02 \x01(\x08\x12\x33\n\x06\x66ields\x18\x03 \x03(\x0b\x32#.kvstore.v1.ErrorDetail.FieldsEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*H\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_HBM\x10\x01\x12\r\n\tTIER_DRAM\x10\x02\x12\r\n\tTIER_NVME\x10\x03*\x9e\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0f\n\x0bOUTCOME_HIT\x10\x01\x12\x10\n\x0cOUTCOME_MISS\x10\x02\x12\x13\n\x0fOUTCOME_CORRUPT\x10\x03\x12\x17\n\x13OUTCOME_UNAVAILABLE\x10\x04\x12\x13\n\x0fOUTCOME_TIMEOUT\x10\x05\x12\x14\n\x10OUTCOME_NO_SPACE\x10\x06*\xce\x01\n\x0cStoreOutcome\x12\x1d\n\x19STORE_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14STORE_OUTCOME_STORED\x10\x01\x12\x18\n\x14STORE_OUTCOME_EXISTS\x10\x02\x12\x1d\n\x19STORE_OUTCOME_IN_PROGRESS\x10\x03\x12\x19\n\x15STORE_OUTCOME_SKIPPED\x10\x04\x12\x19\n\x15STORE_OUTCOME_CORRUPT\x10\x05\x12\x16\n\x12STORE_OUTCOME_LOST\x10\x06*\xac\x01\n\x0f\x42\x61ndwidthSource\x12 \n\x1c\x42\x41NDWIDTH_SOURCE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x42\x41NDWIDTH_SOURCE_CONFIGURED\x10\x01\x12\x1d\n\x19\x42\x41NDWIDTH_SOURCE_MEASURED\x10\x02\x12\x19\n\x15\x42\x41NDWIDTH_SOURCE_LINK\x10\x03\x12\x1c\n\x18\x42\x41NDWIDTH_SOURCE_ASSUMED\x10\x04*\x8d\x01\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_ACTIVE\x10\x01\x12\x17\n\x13NODE_STATE_DRAINING\x10\x02\x12\x16\n\x12NODE_STATE_DRAINED\x10\x03\x12\x1c\n\x18NODE_STATE_DRAIN_BLOCKED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,32 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORDETAIL_FIELDSENTRY']._loaded_options = None
   _globals['_ERRORDETAIL_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_TIER']._serialized_start=1314
-  _globals['_TIER']._serialized_end=1386
-  _globals['_OUTCOME']._serialized_start=1389
-  _globals['_OUTCOME']._serialized_end=1547
-  _globals['_STOREOUTCOME']._serialized_start=1550
-  _globals['_STOREOUTCOME']._serialized_end=1756
-  _globals['_BANDWIDTHSOURCE']._serialized_start=1759
-  _globals['_BANDWIDTHSOURCE']._serialized_end=1931
-  _globals['_NODESTATE']._serialized_start=1934
-  _globals['_NODESTATE']._serialized_end=2075
+  _globals['_TIER']._serialized_start=1341
+  _globals['_TIER']._serialized_end=1413
+  _globals['_OUTCOME']._serialized_start=1416
+  _globals['_OUTCOME']._serialized_end=1574
+  _globals['_STOREOUTCOME']._serialized_start=1577
+  _globals['_STOREOUTCOME']._serialized_end=1783
+  _globals['_BANDWIDTHSOURCE']._serialized_start=1786
+  _globals['_BANDWIDTHSOURCE']._serialized_end=1958
+  _globals['_NODESTATE']._serialized_start=1961
+  _globals['_NODESTATE']._serialized_end=2102
   _globals['_CACHESPEC']._serialized_start=40
   _globals['_CACHESPEC']._serialized_end=304
   _globals['_BLOCKRUN']._serialized_start=306
   _globals['_BLOCKRUN']._serialized_end=383
   _globals['_VOLUMEINFO']._serialized_start=385
-  _globals['_VOLUMEINFO']._serialized_end=472
-  _globals['_NODEINFO']._serialized_start=475
-  _globals['_NODEINFO']._serialized_end=849
-  _globals['_DRAINORDER']._serialized_start=851
-  _globals['_DRAINORDER']._serialized_end=899
-  _globals['_FINDING']._serialized_start=901
-  _globals['_FINDING']._serialized_end=956
-  _globals['_DRAINPROGRESS']._serialized_start=959
-  _globals['_DRAINPROGRESS']._serialized_end=1163
-  _globals['_ERRORDETAIL']._serialized_start=1166
-  _globals['_ERRORDETAIL']._serialized_end=1312
-  _globals['_ERRORDETAIL_FIELDSENTRY']._serialized_start=1267
-  _globals['_ERRORDETAIL_FIELDSENTRY']._serialized_end=1312
+  _globals['_VOLUMEINFO']._serialized_end=485
+  _globals['_NODEINFO']._serialized_start=488
+  _globals['_NODEINFO']._serialized_end=876
+  _globals['_DRAINORDER']._serialized_start=878
+  _globals['_DRAINORDER']._serialized_end=926
+  _globals['_FINDING']._serialized_start=928
+  _globals['_FINDING']._serialized_end=983
+  _globals['_DRAINPROGRESS']._serialized_start=986
+  _globals['_DRAINPROGRESS']._serialized_end=1190
+  _globals['_ERRORDETAIL']._serialized_start=1193
+  _globals['_ERRORDETAIL']._serialized_end=1339
+  _globals['_ERRORDETAIL_FIELDSENTRY']._serialized_start=1294
+  _globals['_ERRORDETAIL_FIELDSENTRY']._serialized_end=1339
 # @@protoc_insertion_point(module_scope)

@@ -121,17 +121,19 @@ class BlockRun(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., depth: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class VolumeInfo(_message.Message):
-    __slots__ = ("volume_id", "tier", "capacity_bytes")
+    __slots__ = ("volume_id", "tier", "capacity_bytes", "uid")
     VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
     volume_id: str
     tier: Tier
     capacity_bytes: int
-    def __init__(self, volume_id: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
+    uid: bytes
+    def __init__(self, volume_id: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., uid: _Optional[bytes] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "boot_id", "roles", "control_address", "data_address", "local_socket", "volumes", "storage_address", "storage_bytes_per_s", "compute_bytes_per_s", "mounts", "storage_source", "compute_source")
+    __slots__ = ("node_id", "boot_id", "roles", "control_address", "data_address", "local_socket", "volumes", "storage_address", "storage_bytes_per_s", "compute_bytes_per_s", "mounts", "storage_source", "compute_source", "zone")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +147,7 @@ class NodeInfo(_message.Message):
     MOUNTS_FIELD_NUMBER: _ClassVar[int]
     STORAGE_SOURCE_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: bytes
     roles: _containers.RepeatedScalarFieldContainer[str]
@@ -158,7 +161,8 @@ class NodeInfo(_message.Message):
     mounts: _containers.RepeatedScalarFieldContainer[str]
     storage_source: BandwidthSource
     compute_source: BandwidthSource
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., roles: _Optional[_Iterable[str]] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ..., local_socket: _Optional[str] = ..., volumes: _Optional[_Iterable[_Union[VolumeInfo, _Mapping]]] = ..., storage_address: _Optional[str] = ..., storage_bytes_per_s: _Optional[int] = ..., compute_bytes_per_s: _Optional[int] = ..., mounts: _Optional[_Iterable[str]] = ..., storage_source: _Optional[_Union[BandwidthSource, str]] = ..., compute_source: _Optional[_Union[BandwidthSource, str]] = ...) -> None: ...
+    zone: str
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., roles: _Optional[_Iterable[str]] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ..., local_socket: _Optional[str] = ..., volumes: _Optional[_Iterable[_Union[VolumeInfo, _Mapping]]] = ..., storage_address: _Optional[str] = ..., storage_bytes_per_s: _Optional[int] = ..., compute_bytes_per_s: _Optional[int] = ..., mounts: _Optional[_Iterable[str]] = ..., storage_source: _Optional[_Union[BandwidthSource, str]] = ..., compute_source: _Optional[_Union[BandwidthSource, str]] = ..., zone: _Optional[str] = ...) -> None: ...
 
 class DrainOrder(_message.Message):
     __slots__ = ("operation_id", "move")

@@ -70,7 +70,7 @@ class VolumeNeed(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., inventory_needed: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants", "report", "findings", "read_bytes_per_s", "unix_ms", "checked")
+    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants", "report", "findings", "read_bytes_per_s", "unix_ms", "checked", "clock_offset_ms")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     USAGES_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class HeartbeatRequest(_message.Message):
     READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     CHECKED_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_MS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: bytes
     usages: _containers.RepeatedCompositeFieldContainer[VolumeUsage]
@@ -91,7 +92,8 @@ class HeartbeatRequest(_message.Message):
     read_bytes_per_s: int
     unix_ms: int
     checked: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., report: _Optional[int] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., read_bytes_per_s: _Optional[int] = ..., unix_ms: _Optional[int] = ..., checked: _Optional[_Iterable[int]] = ...) -> None: ...
+    clock_offset_ms: int
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., report: _Optional[int] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., read_bytes_per_s: _Optional[int] = ..., unix_ms: _Optional[int] = ..., checked: _Optional[_Iterable[int]] = ..., clock_offset_ms: _Optional[int] = ...) -> None: ...
 
 class VolumeUsage(_message.Message):
     __slots__ = ("volume_id", "used_bytes", "blocks", "read_only")
@@ -106,18 +108,20 @@ class VolumeUsage(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., read_only: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("index_epoch", "register_again", "drain", "retention", "checks")
+    __slots__ = ("index_epoch", "register_again", "drain", "retention", "checks", "members")
     INDEX_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REGISTER_AGAIN_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
     CHECKS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     index_epoch: bytes
     register_again: bool
     drain: _common_pb2.DrainOrder
     retention: Retention
     checks: _containers.RepeatedCompositeFieldContainer[RangeCheck]
-    def __init__(self, index_epoch: _Optional[bytes] = ..., register_again: _Optional[bool] = ..., drain: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., checks: _Optional[_Iterable[_Union[RangeCheck, _Mapping]]] = ...) -> None: ...
+    members: int
+    def __init__(self, index_epoch: _Optional[bytes] = ..., register_again: _Optional[bool] = ..., drain: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., checks: _Optional[_Iterable[_Union[RangeCheck, _Mapping]]] = ..., members: _Optional[int] = ...) -> None: ...
 
 class RangeCheck(_message.Message):
     __slots__ = ("token", "ranges", "lost")
@@ -152,14 +156,16 @@ class Retention(_message.Message):
     def __init__(self, shares: _Optional[_Iterable[_Union[TenantShare, _Mapping]]] = ..., rules: _Optional[_Iterable[_Union[NamespaceRule, _Mapping]]] = ..., report: _Optional[int] = ...) -> None: ...
 
 class NamespaceRule(_message.Message):
-    __slots__ = ("namespace_id", "ttl_ms", "pinned")
+    __slots__ = ("namespace_id", "ttl_ms", "pinned", "copies")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     ttl_ms: int
     pinned: bool
-    def __init__(self, namespace_id: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    copies: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ..., copies: _Optional[int] = ...) -> None: ...
 
 class TenantShare(_message.Message):
     __slots__ = ("tenant", "dram_bytes", "nvme_bytes")
@@ -862,8 +868,10 @@ class BlocksHeld(_message.Message):
     def __init__(self, volume: _Optional[int] = ..., namespace_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., depths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("all_servers",)
+    ALL_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    all_servers: bool
+    def __init__(self, all_servers: _Optional[bool] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
     __slots__ = ("blocks", "index_bytes", "index_epoch", "counters")

@@ -302,20 +302,24 @@ class EvictResponse(_message.Message):
     def __init__(self, evicted_blocks: _Optional[int] = ...) -> None: ...
 
 class PullBlocksRequest(_message.Message):
-    __slots__ = ("operation_id", "spec", "runs", "node_id", "control_address", "data_address")
+    __slots__ = ("operation_id", "spec", "runs", "node_id", "control_address", "data_address", "second_copy", "may_evict")
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SECOND_COPY_FIELD_NUMBER: _ClassVar[int]
+    MAY_EVICT_FIELD_NUMBER: _ClassVar[int]
     operation_id: bytes
     spec: _common_pb2.CacheSpec
     runs: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]
     node_id: str
     control_address: str
     data_address: str
-    def __init__(self, operation_id: _Optional[bytes] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[_common_pb2.BlockRun, _Mapping]]] = ..., node_id: _Optional[str] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...
+    second_copy: bool
+    may_evict: bool
+    def __init__(self, operation_id: _Optional[bytes] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[_common_pb2.BlockRun, _Mapping]]] = ..., node_id: _Optional[str] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ..., second_copy: _Optional[bool] = ..., may_evict: _Optional[bool] = ...) -> None: ...
 
 class PullBlocksResponse(_message.Message):
     __slots__ = ("outcomes", "why")

@@ -229,8 +229,8 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PullBlocks(self, request, context):
-        """Copies blocks of a draining node to this node's volumes: reads them over the data plane, verifies them, and returns when they are
-        durable. It uses free space only and evicts nothing. A repeated call reports blocks that are held already.
+        """Copies blocks of another node to this node's volumes: reads them over the data plane, verifies them, and returns when they are
+        durable. Draining nodes use it, and nodes whose blocks need a second copy. A repeated call reports blocks that are held already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,9 +32,10 @@ Object.assign(ACTS, {
     const now = nowLine();
     const ttl = h("input", { id: "dialog-ttl", autocomplete: "off", value: found.ttl_s === null ? "" : exactSpan(found.ttl_s) });
     const pin = h("input", { type: "checkbox", id: "dialog-pin", checked: found.pinned });
+    const twice = h("input", { type: "checkbox", id: "dialog-twice", checked: found.copies > 1 });
     const edited = new Edited(`/v1/namespaces/${namespace}/rule`, (rule) => {
       const time = rule.ttl_s === null ? "are evicted when space is needed" : `are evicted ${exactSpan(rule.ttl_s)} after their last use`;
-      show(now, `Now: ${rule.pinned ? "pinned; " : ""}its blocks ${time}.`);
+      show(now, `Now: ${rule.pinned ? "pinned; " : ""}${rule.copies > 1 ? "two copies; " : ""}its blocks ${time}.`);
     });
     openEdit(
       `Retention of ${name}`,
@@ -48,6 +49,12 @@ Object.assign(ACTS, {
           pin,
           h("span", {}, "Pinned: blocks are protected from eviction, up to half of each tier of a node."),
         ),
+        h(
+          "label",
+          { for: "dialog-twice" },
+          twice,
+          h("span", {}, "Two copies: each durable block is copied to a second node, and survives the loss of one."),
+        ),
         list(
           "The rule applies on every node and survives restarts.",
           "A time to live evicts older blocks permanently. A pinned namespace keeps them.",
@@ -56,7 +63,7 @@ Object.assign(ACTS, {
       "Set",
       async () => {
         const text = ttl.value.trim();
-        await edited.change("PUT", { ttl_s: text ? parseSpan(text) : null, pinned: pin.checked });
+        await edited.change("PUT", { ttl_s: text ? parseSpan(text) : null, pinned: pin.checked, copies: twice.checked ? 2 : 1 });
         return `Retention of ${name} is set. Nodes apply it within a second.`;
       },
       edited,

@@ -96,9 +96,10 @@ const namespaceButton = (what, namespace, text, label) =>
   h("button", { type: "button", "data-do": what, "data-namespace": namespace, "aria-label": label }, text);
 
 /** The retention rule of a namespace in words. */
-function retentionWords({ pinned, ttl_s: time }) {
+function retentionWords({ pinned, copies, ttl_s: time }) {
   return [
     pinned ? h("span", { class: "badge warn" }, "pinned") : null,
+    copies > 1 ? h("span", { class: "badge" }, `${copies} copies`) : null,
     time === null ? null : second(`evicted ${exactSpan(time)} after its last use`),
   ];
 }

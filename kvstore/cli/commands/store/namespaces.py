@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -24,6 +24,7 @@ from kvstore.cli.support.store_client import (
     yes_option,
 )
 from kvstore.config.model import Config
+from kvstore.core.limits import MAX_COPIES
 
 if TYPE_CHECKING:
     from kvstore.control_api.schemas.retention import Rule
@@ -34,7 +35,7 @@ _argument = click.argument("namespace", shell_complete=complete_namespaces)
 
 @click.group(cls=Resource)
 def namespaces() -> None:
-    """List, inspect, evict, pin and invalidate namespaces. Without a command, list them.
+    """List, inspect, evict, pin, copy and invalidate namespaces. Without a command, list them.
 
     NAMESPACE is an id, the first 4 or more digits of an id, or the name of a model that has one namespace.
 
@@ -63,7 +64,20 @@ def list_namespaces(config: Config) -> CommandOutput:
     known = ask(config, found)
     return result.table(
         known,
-        ("namespace", "model", "weights", "block tokens", "block", "shard", "tenant", "lookups", "hit", "ttl", "pinned"),
+        (
+            "namespace",
+            "model",
+            "weights",
+            "block tokens",
+            "block",
+            "shard",
+            "tenant",
+            "lookups",
+            "hit",
+            "ttl",
+            "pinned",
+            "copies",
+        ),
         [
             (
                 one.namespace_id,
@@ -77,6 +91,7 @@ def list_namespaces(config: Config) -> CommandOutput:
                 output.share(one.hit_blocks, one.asked_blocks),
                 "" if one.ttl_s is None else output.duration(one.ttl_s),
                 "yes" if one.pinned else "",
+                str(one.copies),
             )
             for one in known
         ],
@@ -104,6 +119,7 @@ def show_namespace(config: Config, *, namespace: str) -> CommandOutput:
             ("hit", f"{found.hit_blocks:,} blocks {output.share(found.hit_blocks, found.asked_blocks)}".rstrip()),
             ("ttl", "none" if found.ttl_s is None else output.duration(found.ttl_s)),
             ("pinned", "yes" if found.pinned else "no"),
+            ("copies", str(found.copies)),
         ],
     )
 
@@ -192,7 +208,7 @@ def ttl(config: Config, *, namespace: str, time: float | None) -> CommandOutput:
       kvstore namespaces ttl 8c2f0d 7d
       kvstore namespaces ttl 8c2f0d none
     """
-    return _rule(config, namespace, lambda before: (time, before.pinned))
+    return _rule(config, namespace, {"ttl_s": time})
 
 
 @namespaces.command()
@@ -204,7 +220,7 @@ def pin(config: Config, *, namespace: str) -> CommandOutput:
     Examples:
       kvstore namespaces pin 8c2f0d
     """
-    return _rule(config, namespace, lambda before: (before.ttl_s, True))
+    return _rule(config, namespace, {"pinned": True})
 
 
 @namespaces.command()
@@ -216,22 +232,38 @@ def unpin(config: Config, *, namespace: str) -> CommandOutput:
     Examples:
       kvstore namespaces unpin 8c2f0d
     """
-    return _rule(config, namespace, lambda before: (before.ttl_s, False))
+    return _rule(config, namespace, {"pinned": False})
 
 
-def _rule(config: Config, namespace: str, wanted: Callable[[Rule], tuple[float | None, bool]]) -> CommandOutput:
+@namespaces.command()
+@_argument
+@click.argument("copies", type=click.IntRange(1, MAX_COPIES))
+@store_change
+def copies(config: Config, *, namespace: str, copies: int) -> CommandOutput:
+    """Set on how many nodes each durable block of a namespace is stored: 1 or 2.
+
+    With 2, another node copies the blocks in the background, in another node.zone if there is one. With 1 again, second copies
+    stay until they are evicted.
+
+    Examples:
+      kvstore namespaces copies 8c2f0d 2
+    """
+    return _rule(config, namespace, {"copies": copies})
+
+
+def _rule(config: Config, namespace: str, update: Mapping[str, object]) -> CommandOutput:
     """Change the retention rule of a namespace unless it was changed concurrently."""
 
     async def change(store: StoreConnection) -> Rule:
         found = await find_ruled(store, namespace)
         before = await store.queries.rule(found)
-        ttl_s, pinned = wanted(before)
-        done, _ = await store.commands.set_rule(found, ttl_s, pinned=pinned, expected=before)
+        done, _ = await store.commands.set_rule(before.model_copy(update=update), before)
         return done
 
     done = ask(config, change)
     lives = "no time to live" if done.ttl_s is None else f"time to live {output.duration(done.ttl_s)}"
-    return result.line(done, f"{done.namespace_id}: {lives}, {'pinned' if done.pinned else 'not pinned'}")
+    held = f"{done.copies} cop{'y' if done.copies == 1 else 'ies'} of each durable block"
+    return result.line(done, f"{done.namespace_id}: {lives}, {'pinned' if done.pinned else 'not pinned'}, {held}")
 
 
 @namespaces.command()
@@ -246,9 +278,14 @@ def rules(config: Config) -> CommandOutput:
     found = ask(config, lambda store: store.queries.rules())
     return result.table(
         found,
-        ("namespace", "ttl", "pinned"),
+        ("namespace", "ttl", "pinned", "copies"),
         [
-            (one.namespace_id, "" if one.ttl_s is None else output.duration(one.ttl_s), "yes" if one.pinned else "")
+            (
+                one.namespace_id,
+                "" if one.ttl_s is None else output.duration(one.ttl_s),
+                "yes" if one.pinned else "",
+                str(one.copies),
+            )
             for one in found
         ],
     )

@@ -20,6 +20,7 @@ from kvclient.engines.vllm.memory.pages import Pages, page_order
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope"}
 """Of these vLLM's positions do not depend on ``max_model_len``; of others they may (``longrope`` does)."""
+_INSTEAD = ": use KVStoreOffloadingConnector (kvclient.engines.vllm.tier)"
 _WHOLE_PROMPTS_ONLY = {"CPU_MLA"}
 """Backends that ignore the pages before a prompt's new tokens, so that they compute wrong tokens after a loaded prefix."""
 
@@ -68,7 +69,7 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # n
         raise InvalidArgument("the model lacks a KV cache")
     sizes = {group.block_tokens for group in groups}
     if len(sizes) != 1:
-        raise InvalidArgument("KV cache groups of different block sizes are not supported", sizes=sorted(sizes))
+        raise InvalidArgument(f"KV cache groups of different block sizes are not supported{_INSTEAD}", sizes=sorted(sizes))
     return groups
 
 
@@ -88,7 +89,7 @@ def _kind(spec: Any) -> str:  # noqa: ANN401
         return f"{'mla' if isinstance(spec, interface.MLAAttentionSpec) else 'full'}{f':{window}' if window else ''}"
     if type(spec) is interface.SlidingWindowSpec:
         return f"sliding:{spec.sliding_window}"
-    raise InvalidArgument("this kind of KV cache is not supported", kind=type(spec).__name__)
+    raise InvalidArgument(f"this kind of KV cache is not supported{_INSTEAD}", kind=type(spec).__name__)
 
 
 def check_steps(vllm_config: Any) -> None:  # noqa: ANN401
@@ -138,7 +139,7 @@ def group_facts(
     replicas = max(1, int(getattr(kv_cache_config, "kv_tp_replicas", 1)))
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     common = {
-        "model": str(model.served_model_name if isinstance(model.served_model_name, str) else model.model),
+        "model": model_name(model),
         "model_digest": model_digest(model, vllm_config.cache_config, files_text(vllm_config, named=named)),
         "engine": ".".join(__version__.split(".")[:2]),
         "shard_rank": rank // replicas,
@@ -146,7 +147,7 @@ def group_facts(
     }
     facts = []
     for group, memory in zip(groups, pages, strict=True):
-        backend, isa = _kernel(vllm_config, group)
+        backend, isa = kernel_of(vllm_config, group)
         order = page_order(kv_caches[group.layers[0]])
         facts.append(
             GroupFacts(
@@ -201,6 +202,11 @@ def _rope_kinds(config: Any) -> set[str]:  # noqa: ANN401
     return set()
 
 
+def model_name(model: Any) -> str:  # noqa: ANN401
+    """Return the engine's name of a model, from vLLM's configuration of it."""
+    return str(model.served_model_name if isinstance(model.served_model_name, str) else model.model)
+
+
 def model_digest(model: Any, cache: Any, files: str) -> str:  # noqa: ANN401
     """Digest the model's configuration.
 
@@ -231,7 +237,7 @@ def _backend(vllm_config: Any, group: GroupView) -> str:  # noqa: ANN401
     return str(_layer(vllm_config, group).get_attn_backend().get_name())
 
 
-def _kernel(vllm_config: Any, group: GroupView) -> tuple[str, str]:  # noqa: ANN401
+def kernel_of(vllm_config: Any, group: GroupView) -> tuple[str, str]:  # noqa: ANN401
     """Names of the attention backend and of its kernel."""
     backend = _backend(vllm_config, group)
     if not backend.startswith("CPU"):

@@ -90,10 +90,11 @@ def _named_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple
         for key, one in own:
             yield f"{name}.{key}", one
         empty = [key for key, one in own if key.endswith("weight") and not one.numel()]
+        kernels = [one for key, one in own if key.endswith("weight") and one.ndim > 2]  # of a convolution, in a linear layer
         on_cpu = all(one.device.type == "cpu" for _, one in own)
         if id(module) in packed:
             yield f"{name} packed", packed[id(module)]
-        elif isinstance(module, LinearBase):
+        elif isinstance(module, LinearBase) and not kernels:
             if empty or on_cpu or not any(one.numel() for _, one in own):
                 yield f"{name} columns", _columns(module, dtype)
         elif empty:

@@ -12,12 +12,25 @@ from __future__ import annotations
 import logging
 import uuid
 from pathlib import Path
+from typing import Protocol
 
 from kvclient import InvalidArgument
-from kvclient.engines.vllm.options import ConnectorOptions
+from kvclient.engines.options import HookOptions
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES = 256
+
+
+class EpochOptions(Protocol):
+    """The options that name epochs."""
+
+    @property
+    def hook(self) -> HookOptions:
+        """Options common to all hooks."""
+
+    @property
+    def weights_epoch_file(self) -> str:
+        """A file that names the epoch; empty: none."""
 
 
 class WeightsEpoch:
@@ -30,7 +43,7 @@ class WeightsEpoch:
         InvalidArgument: the file is missing, or contains no name.
     """
 
-    def __init__(self, options: ConnectorOptions) -> None:
+    def __init__(self, options: EpochOptions) -> None:
         self._options = options
         self.number = 0
         self.named = bool(options.weights_epoch_file or options.hook.weights_epoch)

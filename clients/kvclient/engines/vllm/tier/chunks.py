@@ -1,0 +1,140 @@
+"""Chunks of one KV cache group in the store: lookups, loads and stores. All calls wait; they run in threads of the tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvclient import CacheSpec, KVClient, Lookup, Outcome
+from kvclient.results import HELD
+from kvstore.core.types import KEY_BYTES, BlockKey
+
+Row = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of a job.
+
+    Attributes:
+        key: vLLM's key.
+        block_hash: vLLM's hash of its tokens and all before.
+        position: in the chain of its group; None: it is the head of a separate chain.
+        row: its bytes in host memory.
+    """
+
+    key: bytes
+    block_hash: bytes
+    position: int | None
+    row: Row
+
+
+class ChunkStore:
+    """The store in the namespace of one group.
+
+    Args:
+        client: connected in that namespace.
+    """
+
+    def __init__(self, client: KVClient) -> None:
+        self._client = client
+        self._mask = np.frombuffer(client.spec.namespace, np.uint64)
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The namespace."""
+        return self._client.spec
+
+    def keys(self, hashes: Sequence[bytes]) -> list[BlockKey]:
+        """Return the store's keys: the end of each hash, different in each namespace."""
+        ends = np.frombuffer(b"".join(block_hash[-KEY_BYTES:] for block_hash in hashes), np.uint64).reshape(-1, 2)
+        packed = (ends ^ self._mask).tobytes()
+        return [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
+
+    # ---- lookups ----
+    def find_chain(self, hashes: Sequence[bytes]) -> Lookup:
+        """Look up a chain from its head."""
+        return self._client.lookup(self.keys(hashes))
+
+    def find_heads(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Return which heads are held."""
+        held: list[bool] = self._client.lookup_heads(self.keys(hashes)).held.tolist()
+        return held
+
+    # ---- loads ----
+    def load(
+        self, chunks: Sequence[Chunk], chain: Sequence[bytes], found: Lookup | None, deadline_s: float
+    ) -> tuple[list[bytes], int]:
+        """Load chunks into their rows.
+
+        Args:
+            chunks: what to load, in any order.
+            chain: hashes of the request's chain, for chunks with a position.
+            found: an earlier lookup of this chain, if there was one.
+            deadline_s: bound of each call.
+
+        Returns:
+            vLLM's keys of the chunks that arrived, and their bytes.
+        """
+        arrived: list[bytes] = []
+        size = 0
+        for run in runs_of(chunks):
+            rows = [chunk.row for chunk in run]
+            start = run[0].position
+            if start is None:
+                heads = self._client.lookup_heads(self.keys([chunk.block_hash for chunk in run]))
+                result = self._client.load(heads, rows, deadline_s=deadline_s)
+            else:
+                stop = start + len(run)
+                if found is None or found.hit_blocks < stop:
+                    found = self.find_chain(chain[:stop])
+                part = found.part(start, stop)
+                whole = Lookup(part.keys, len(part.keys), part.runs, part.parent, part.depth)
+                result = self._client.load(whole, rows, deadline_s=deadline_s)
+            hits = result.outcomes == Outcome.HIT
+            arrived += [chunk.key for chunk, hit in zip(run, hits.tolist(), strict=True) if hit]
+            size += result.bytes_loaded
+        return arrived, size
+
+    # ---- stores ----
+    def store(self, chunks: Sequence[Chunk], chain: Sequence[bytes], deadline_s: float) -> tuple[list[bytes], int]:
+        """Store chunks; arguments as for ``load``.
+
+        Returns:
+            vLLM's keys of the chunks that the store holds now, and the bytes that were stored.
+        """
+        held: list[bytes] = []
+        size = 0
+        for run in runs_of(chunks):
+            rows = [chunk.row for chunk in run]
+            keys = self.keys([chunk.block_hash for chunk in run])
+            start = run[0].position
+            if start is None:
+                result = self._client.store_heads(keys, rows, deadline_s=deadline_s)
+            else:
+                parent = self.keys([chain[start - 1]])[0] if start else None
+                result = self._client.store(keys, rows, parent=parent, depth=start, deadline_s=deadline_s)
+            held += [chunk.key for chunk, one in zip(run, HELD[result.outcomes].tolist(), strict=True) if one]
+            size += result.bytes_stored
+        return held, size
+
+    def close(self) -> None:
+        """Close the client."""
+        self._client.close()
+
+
+def runs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Cut chunks into heads, and runs of consecutive positions."""
+    heads = [chunk for chunk in chunks if chunk.position is None]
+    runs = [heads] if heads else []
+    last = -1
+    for position, chunk in sorted((chunk.position, chunk) for chunk in chunks if chunk.position is not None):
+        if runs and last >= 0 and position == last + 1:
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
+        last = position
+    return runs

@@ -1,0 +1,149 @@
+"""vLLM's offloading connector with the store as its secondary tier.
+
+vLLM makes one instance in each worker and one in the scheduler's process. The workers know the weights and pages, and send what
+identifies them to the scheduler, which then opens the tier. So two engines exchange chunks only if their bytes mean the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+
+from kvclient import CacheSpec, InvalidArgument
+from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
+from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
+from kvclient.engines.vllm.options import RECONNECT_S
+from kvclient.engines.vllm.tier.chunks import ChunkStore
+from kvclient.engines.vllm.tier.facts import WorkerFacts, check_block_hash, chunk_specs, tier_groups, worker_facts
+from kvclient.engines.vllm.tier.manager import KVStoreTier, tier_of
+from kvclient.engines.vllm.tier.options import TierOptions
+
+_log = logging.getLogger(__name__)
+_PACKAGE = "kvclient.engines.vllm.tier"
+_COPYING_S = 0.001
+"""How long a step without tokens waits while only pages are copied."""
+
+
+@dataclass
+class TierHandshake(KVConnectorHandshakeMetadata):
+    """Sent by each worker to the scheduler at the start."""
+
+    facts: WorkerFacts
+
+
+class KVStoreOffloadingConnector(OffloadingConnector):
+    """vLLM's offloading with the store behind it. Methods without underscore are hooks that vLLM calls."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
+        """Create one side of the connector.
+
+        Raises:
+            InvalidArgument: an impossible option, or an engine whose chunks cannot be shared safely.
+        """
+        self._block_hash = check_block_hash(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        transfer.kv_connector_extra_config = with_tier(transfer.kv_connector_extra_config or {})
+        self._options = TierOptions.from_extra_config(transfer.kv_connector_extra_config)
+        self._config = build_offloading_config(vllm_config, kv_cache_config)
+        self._epochs = WeightsEpoch(self._options)
+        self._groups = tier_groups(self._config, kv_cache_config)
+        self._facts: WorkerFacts | None = None
+        self._specs: dict[int, CacheSpec] = {}
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._tier: KVStoreTier | None = tier_of(self.connector_scheduler) if role == KVConnectorRole.SCHEDULER else None
+
+    # ---- start: worker, then scheduler ----
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Identify weights and pages. vLLM calls this in a worker after it allocated the KV cache.
+
+        Raises:
+            InvalidArgument: the attention backend computes wrong tokens after a prefix that was loaded.
+        """
+        config = self._vllm_config
+        digest = ModelWeights.of_caller(config.model_config.dtype).digest()
+        weights = combined_digest(gather_digests(digest, config.parallel_config))
+        self._facts = worker_facts(config, self._kv_cache_config, kv_caches, weights, named=self._epochs.named)
+        if self._facts.whole_prompts_only:
+            raise InvalidArgument(
+                f"{self._facts.whole_prompts_only} computes prompts only as a whole: KV cannot be offloaded, so remove"
+                " kv_transfer_config"
+            )
+        super().register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return what identifies this worker. vLLM sends it to the scheduler at start."""
+        return None if self._facts is None else TierHandshake(self._facts)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+        """Receive what identifies all workers, in the scheduler, and open the tier."""
+        workers = [handshake.facts for _, handshake in sorted(metadata.items()) if isinstance(handshake, TierHandshake)]
+        if not workers:
+            return
+        self._epochs.name = self._epochs.name or workers[0].weights
+        chunk_bytes = self._open_tier.block_size_bytes
+        self._specs = chunk_specs(self._options.hook, workers, self._groups, self._config, chunk_bytes, self._block_hash)
+        self._open(self._options.hook.connect_deadline_s, require=self._options.hook.require_store)
+
+    @property
+    def _open_tier(self) -> KVStoreTier:
+        assert self._tier is not None
+        return self._tier
+
+    def _open(self, deadline_s: float, *, require: bool) -> None:
+        """Connect the tier in the namespaces of the current weights epoch."""
+        hook = self._options.hook
+        options = replace(hook.client_options(), client_name="vllm-tier", connect_deadline_s=deadline_s, require_store=require)
+        stores = {}
+        for group_id, spec in self._specs.items():
+            named = replace(spec, weights_epoch=self._epochs.name)
+            stores[group_id] = ChunkStore(hook.connect(named, options))
+            _log.info("namespace %s: model %s, %s", named.namespace.hex(), named.model, named.layout)
+        self._open_tier.open(stores, self._groups)
+
+    # ---- scheduler ----
+    def on_new_request(self, request: Any) -> None:  # noqa: ANN401
+        """Receive a request. vLLM calls this in the scheduler."""
+        self._open_tier.requests.add(request)
+        super().on_new_request(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
+        """Return the plan of a step. A step without tokens first waits a little for what is under way."""
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._open_tier.wait_ended(self._options.idle_wait_ms / 1_000 if self._open_tier.busy else _COPYING_S)
+        return super().build_connector_meta(scheduler_output)
+
+    def reset_cache(self) -> bool | None:
+        """Begin a weights epoch, so that earlier KV is not found. vLLM calls this when its cache is reset."""
+        reset: bool | None = super().reset_cache()
+        self._epochs.begin()
+        if self._specs:
+            self._open(RECONNECT_S, require=False)
+        _log.info("weights epoch began: %r", self._epochs.name)
+        return reset
+
+
+def with_tier(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's configuration with the store as a secondary tier, and what else it needs."""
+    given = dict(extra_config)
+    tiers = list(given.get("secondary_tiers", []))
+    if not any(tier.get("type") == KVStoreTier.__name__ for tier in tiers):
+        tiers.append({"type": KVStoreTier.__name__, "module_path": _PACKAGE})
+    given["secondary_tiers"] = tiers
+    given.setdefault("offload_prompt_only", False)  # a later turn begins with the answer
+    if current_platform.is_cpu():
+        given.setdefault("spec_name", "HostTieringSpec")
+        given.setdefault("spec_module_path", _PACKAGE)
+    else:
+        given.setdefault("spec_name", "TieringOffloadingSpec")
+    return given

@@ -1,0 +1,188 @@
+"""What makes the bytes of two engines' chunks differ, read from vLLM's objects in each worker.
+
+A chunk is a row of vLLM's host memory: the pages of one KV cache group, of all workers. vLLM's key of a chunk covers tokens,
+images and adapters' names, and nothing of the model. Everything else is in the namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvclient import CacheSpec, InvalidArgument
+from kvclient.engines.options import HookOptions
+from kvclient.engines.vllm.identity.engine_facts import GroupView, files_text, kernel_of, model_digest, model_name
+from kvclient.engines.vllm.identity.namespaces import digest
+
+_SEEDED_HASHES = ("xxhash", "xxhash_cbor")
+"""Hashes of vLLM that begin with a random seed per process, unless PYTHONHASHSEED is set, and are not safe against collisions."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """Facts of one worker.
+
+    Attributes:
+        model: the engine's name of the model.
+        model_digest: of the model's configuration.
+        engine: vLLM's line, e.g. ``0.32``.
+        weights: digest of the weights that all workers hold.
+        pages: digest of shape, order and dtype of all layers' pages, and of the kernels that read them.
+        whole_prompts_only: the backend or model that cannot continue after a prefix, if any.
+    """
+
+    model: str
+    model_digest: str
+    engine: str
+    weights: str
+    pages: str
+    whole_prompts_only: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierGroup:
+    """One KV cache group as the tier stores it.
+
+    Attributes:
+        group_id: vLLM's index.
+        chunk_tokens: tokens of a chunk.
+        hashes: vLLM's block hashes per chunk.
+        chained: whether every chunk of a prefix is needed. The chunks of other groups (windows, states) are heads of chains.
+    """
+
+    group_id: int
+    chunk_tokens: int
+    hashes: int
+    chained: bool
+
+
+def worker_facts(
+    vllm_config: Any,  # noqa: ANN401
+    kv_cache_config: Any,  # noqa: ANN401
+    kv_caches: Mapping[str, Any],
+    weights: str,
+    *,
+    named: bool,
+) -> WorkerFacts:
+    """Collect the facts of this worker. Requires the KV cache.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's configuration of the KV cache.
+        kv_caches: by layer: its tensor, or the tensors of its state.
+        weights: digest of the weights.
+        named: the user names the weights.
+
+    Raises:
+        OSError: files of the model cannot be read.
+    """
+    from vllm import __version__
+
+    from kvclient.engines.vllm.identity.engine_facts import whole_prompts_only
+
+    views = [
+        GroupView(tuple(group.layer_names), group.kv_cache_spec.block_size, digest([repr(group.kv_cache_spec)]), "")
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    model = vllm_config.model_config
+    pages = [
+        [name, *(f"{tuple(one.shape[1:])} {one.stride()[1:]} {one.dtype}" for one in _tensors(kv_caches[name]))]
+        for view in views
+        for name in view.layers
+        if name in kv_caches
+    ]
+    kernels = [[view.kind, *kernel_of(vllm_config, view)] for view in views]
+    return WorkerFacts(
+        model=model_name(model),
+        model_digest=model_digest(model, vllm_config.cache_config, files_text(vllm_config, named=named)),
+        engine=".".join(__version__.split(".")[:2]),
+        weights=weights,
+        pages=digest({"pages": pages, "kernels": kernels}),
+        whole_prompts_only=whole_prompts_only(vllm_config, views),
+    )
+
+
+def _tensors(cache: Any) -> Sequence[Any]:  # noqa: ANN401
+    return cache if isinstance(cache, list | tuple) else (cache,)
+
+
+def tier_groups(config: Any, kv_cache_config: Any) -> list[TierGroup]:  # noqa: ANN401
+    """The groups that vLLM offloads.
+
+    Args:
+        config: vLLM's ``OffloadingConfig``.
+        kv_cache_config: vLLM's configuration of the KV cache.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    groups = []
+    for group in config.groups:
+        spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+        plain = type(spec) in {FullAttentionSpec, MLAAttentionSpec} and not (spec.sliding_window or spec.attention_chunk_size)
+        chunk_tokens = group.tokens_per_block * config.cache.blocks_per_chunk
+        groups.append(TierGroup(group.group_id, chunk_tokens, chunk_tokens // config.cache.tokens_per_hash, plain))
+    return groups
+
+
+def check_block_hash(vllm_config: Any) -> str:  # noqa: ANN401
+    """Return what vLLM's block hashes begin with: engines with another beginning find nothing of each other.
+
+    Raises:
+        InvalidArgument: blocks of different tokens may have one hash.
+    """
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm in _SEEDED_HASHES:
+        raise InvalidArgument(
+            "blocks of different tokens may have one hash: use --prefix-caching-hash-algo sha256 or sha256_cbor",
+            prefix_caching_hash_algo=algorithm,
+        )
+    return f"{algorithm} {resolve_none_hash_seed(get_hash_fn_by_name(algorithm))!r}"
+
+
+def chunk_specs(
+    hook: HookOptions,
+    workers: Sequence[WorkerFacts],
+    groups: Sequence[TierGroup],
+    config: Any,  # noqa: ANN401
+    chunk_bytes: int,
+    block_hash: str,
+) -> dict[int, CacheSpec]:
+    """Return the namespace of each group. ``hook`` names the weights epoch.
+
+    Args:
+        hook: the options.
+        workers: facts of all workers, by rank.
+        groups: from ``tier_groups``.
+        config: vLLM's ``OffloadingConfig``.
+        chunk_bytes: bytes of a chunk.
+        block_hash: from ``check_block_hash``.
+
+    Raises:
+        InvalidArgument: invalid fields.
+    """
+    facts = digest(
+        {
+            "workers": [{**asdict(one), "weights": ""} for one in workers],
+            "groups": [[group.group_id, group.tokens_per_block, *group.layer_names] for group in config.groups],
+            "cache": asdict(config.cache),
+            "parallel": [config.parallel.tp_size, config.parallel.pp_size, config.parallel.pcp_size, config.parallel.dcp_size],
+            "layout": [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
+            "hash": block_hash,
+        }
+    )
+    first = workers[0]
+    return {
+        group.group_id: hook.spec(
+            first.model,
+            block_tokens=group.chunk_tokens,
+            layers=1,
+            layer_block_bytes=chunk_bytes,
+            dtype=config.model.dtype,
+            layout=f"vllm-offload={first.engine};group={group.group_id};{'chain' if group.chained else 'heads'};facts={facts}",
+        )
+        for group in groups
+    }

@@ -1,0 +1,54 @@
+"""Options of the tier: ``kv_connector_extra_config["kvstore"]``. The other keys there are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from kvclient import InvalidArgument
+from kvclient.engines.options import HookOptions
+
+OPTIONS_KEY = "kvstore"
+_OWN = ("weights_epoch_file", "workers", "idle_wait_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """Options of the tier.
+
+    Attributes:
+        hook: options common to all hooks.
+        weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
+            the connector's cache. Without it, a reset begins an epoch that no other engine shares.
+        workers: threads for loads and stores.
+        idle_wait_ms: how long a step without tokens waits for a load, store or lookup to end, so that an idle engine does not
+            spin.
+    """
+
+    hook: HookOptions = field(default_factory=HookOptions)
+    weights_epoch_file: str = ""
+    workers: int = 4
+    idle_wait_ms: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.workers, int) or isinstance(self.workers, bool) or not 1 <= self.workers <= 64:
+            raise InvalidArgument("the option must be an integer from 1 to 64", option="workers", value=self.workers)
+        wait_ms = self.idle_wait_ms
+        if isinstance(wait_ms, bool) or not isinstance(wait_ms, int | float) or not 0 <= wait_ms <= 100:
+            raise InvalidArgument("the option is out of its range", option="idle_wait_ms", value=wait_ms, least=0, most=100)
+
+    @classmethod
+    def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Self:
+        """Read the options.
+
+        Raises:
+            InvalidArgument: an unknown key, or a value of the wrong type or range.
+        """
+        given = extra_config.get(OPTIONS_KEY, {})
+        if not isinstance(given, Mapping):
+            raise InvalidArgument(f'kv_connector_extra_config["{OPTIONS_KEY}"] must be a mapping of options')
+        hook = HookOptions.from_mapping(given, known_elsewhere=_OWN)
+        if given.get("weights_epoch_file") and hook.weights_epoch:
+            raise InvalidArgument("weights_epoch_file must be a path, without weights_epoch beside it")
+        return cls(hook=hook, **{name: given[name] for name in _OWN if name in given})

@@ -1,0 +1,1 @@
+"""Second copies of durable blocks on other nodes, for namespaces with ``copies = 2``."""

@@ -1,0 +1,91 @@
+"""Chunks of vLLM's host memory in the store, without vLLM: chains, heads, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvclient import CacheSpec, KVClient
+from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore, runs_of
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
+
+BYTES = 4096
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster([NodeSpec("n", dram_bytes=32 << 20)]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def opened(cluster: LocalCluster) -> Iterator[list[ChunkStore]]:
+    stores: list[ChunkStore] = []
+    for group in range(2):
+        spec = CacheSpec("m", block_tokens=32, layers=1, layer_block_bytes=BYTES, layout=f"group={group}")
+        stores.append(ChunkStore(KVClient.connect(cluster.metadata_address, spec, node=cluster.node("n").local_socket)))
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def hashes(seed: int, count: int) -> list[bytes]:
+    draw = np.random.default_rng(seed)
+    return [draw.bytes(32) for _ in range(count)]
+
+
+def chunks(names: Sequence[bytes], positions: Sequence[int | None], seed: int = 0) -> list[Chunk]:
+    """Chunks with rows of random bytes; seed 0: zeros."""
+    draw = np.random.default_rng(seed)
+    rows = [np.frombuffer(draw.bytes(BYTES), np.uint8).copy() if seed else np.zeros(BYTES, np.uint8) for _ in names]
+    return [Chunk(name + bytes(4), name, position, row) for name, position, row in zip(names, positions, rows, strict=True)]
+
+
+def test_chunks_of_a_chain_are_loaded_from_any_position(opened: list[ChunkStore]) -> None:
+    store, chain = opened[0], hashes(1, 12)
+    written = chunks(chain, range(12), seed=5)
+    assert store.store(written[4:][::-1] + written[:4], chain, DEADLINE_S)[1] == 12 * BYTES
+    wait_until(lambda: store.find_chain(chain).hit_blocks == 12, "the index shows the chain")
+    read = chunks(chain[3:9], range(3, 9))
+    arrived, size = store.load(read, chain[:9], None, DEADLINE_S)
+    assert (arrived, size) == ([chunk.key for chunk in read], 6 * BYTES)
+    assert all(np.array_equal(chunk.row, other.row) for chunk, other in zip(read, written[3:9], strict=True))
+    assert opened[1].find_chain(chain).hit_blocks == 0, "groups do not share"
+
+
+def test_chunks_missing_are_not_reported_as_loaded(opened: list[ChunkStore]) -> None:
+    store, chain = opened[0], hashes(2, 6)
+    store.store(chunks(chain[:4], range(4), seed=6), chain, DEADLINE_S)
+    wait_until(lambda: store.find_chain(chain).hit_blocks == 4, "the index shows the chain")
+    read = chunks(chain[2:], range(2, 6))
+    arrived, size = store.load(read, chain, None, DEADLINE_S)
+    assert (arrived, size) == ([chunk.key for chunk in read[:2]], 2 * BYTES)
+    assert not any(chunk.row.any() for chunk in read[2:])
+
+
+def test_heads_with_holes_are_found_and_loaded(opened: list[ChunkStore]) -> None:
+    store, names = opened[1], hashes(3, 5)
+    written = chunks([names[1], names[4]], [None, None], seed=7)
+    assert store.store(written, [], DEADLINE_S)[0] == [chunk.key for chunk in written]
+    wait_until(lambda: store.find_heads(names) == [False, True, False, False, True], "the index shows the heads")
+    read = chunks(names, [None] * 5)
+    arrived, _ = store.load(read, [], None, DEADLINE_S)
+    assert arrived == [read[1].key, read[4].key]
+    assert np.array_equal(read[4].row, written[1].row)
+
+
+@given(st.lists(st.none() | st.integers(0, 30), max_size=30))
+def test_runs_have_consecutive_positions(positions: list[int | None]) -> None:
+    kept = list(dict.fromkeys(positions)) if None not in positions else [*dict.fromkeys(positions), None]
+    given_chunks = chunks([bytes([at]) * 32 for at in range(len(kept))], kept)
+    runs = runs_of(given_chunks)
+    assert sorted(chunk.key for run in runs for chunk in run) == sorted(chunk.key for chunk in given_chunks)
+    for run in runs:
+        found = [chunk.position for chunk in run]
+        assert set(found) == {None} or found == list(range(found[0] or 0, (found[0] or 0) + len(found)))

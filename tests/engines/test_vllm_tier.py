@@ -1,0 +1,111 @@
+"""The store as a secondary tier of vLLM: the tokens of vLLM alone, also for models that the connector refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tier_bed import FAMILIES, engine
+from vllm_bed import BLOCK, text, tiny
+
+from kvclient import InvalidArgument
+from kvstore.embedded.cluster import LocalCluster
+from kvstore.testing.connector.driver import StoreAddress
+
+TIMEOUT_S = 280.0
+PROMPTS = [text(1, 700), text(2, 580), text(3, BLOCK * 4), text(4, 31)]
+TOKENS_BETWEEN_HITS = {"gemma4": 2 * BLOCK}
+"""Hits end at a page of every group: Gemma 4 has pages of two sizes."""
+
+
+@pytest.fixture(scope="module")
+def elsewhere(folder: Path, store: StoreAddress, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Answers of another process without the store. It then stored the KV."""
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.json"
+    prompts.write_text(json.dumps(PROMPTS))
+    script = Path(__file__).with_name("tier_bed.py")
+    argv = [sys.executable, str(script), store.metadata, store.node, str(folder), str(prompts)]
+    done = subprocess.run(argv, env=os.environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tier_loads_what_another_process_stored(
+    family: str, elsewhere: dict[str, Any], folder: Path, store: StoreAddress
+) -> None:
+    """And a changed byte shows."""
+    model, step = tiny(family, folder), TOKENS_BETWEEN_HITS.get(family, BLOCK)
+    with engine(model, store) as loading:
+        answers = loading.answers(PROMPTS)
+        assert [answer.tokens for answer in answers] == elsewhere[family]
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            assert answer.cached_tokens >= (len(prompt) - 1) // step * step
+        again = loading.answers(PROMPTS)
+        assert [answer.tokens for answer in again] == elsewhere[family], "from vLLM's own prefix cache"
+    with engine(model, store) as spoiled:
+        spoil_loads(spoiled.connector)
+        answers = spoiled.answers(PROMPTS[:1])
+        assert answers[0].cached_tokens
+        assert answers[0].tokens != elsewhere[family][0]
+
+
+def spoil_loads(connector: Any) -> None:
+    """Change the rows of all loaded chunks."""
+    for store in connector.scheduler.manager.secondary_tiers[0].stores.values():
+        load = store.load
+
+        def spoiled(chunks: Any, *how: Any, load: Any = load) -> Any:
+            result = load(chunks, *how)
+            for chunk in chunks:
+                chunk.row[:] = chunk.row[::-1].copy()
+            return result
+
+        store.load = spoiled
+
+
+def test_tier_reset_of_the_connector_begins_an_epoch(folder: Path, store: StoreAddress) -> None:
+    """Earlier KV is not found any more, by this engine or by vLLM's host memory."""
+    with engine(tiny("llama", folder), store, {"salt": "reset"}) as resetting:
+        first = resetting.answers(PROMPTS)
+        resetting.settle()
+        assert resetting.llm.reset_prefix_cache(reset_connector=True)
+        after = resetting.answers(PROMPTS)
+        assert [answer.tokens for answer in after] == [answer.tokens for answer in first]
+        assert [answer.cached_tokens for answer in after] == [0] * len(PROMPTS)
+        resetting.settle()
+        assert resetting.llm.reset_prefix_cache(reset_connector=False)
+        assert [answer.cached_tokens > 0 for answer in resetting.answers(PROMPTS)] == [True, True, True, False]
+
+
+def test_tier_engine_answers_after_the_store_is_gone(folder: Path, fragile: LocalCluster) -> None:
+    address = StoreAddress(fragile.metadata_address, fragile.node("n").local_socket)
+    with engine(tiny("llama", folder), address, {"load_deadline_s": 2.0, "store_deadline_s": 2.0}) as served:
+        first = served.answers(PROMPTS)
+        served.settle()
+        fragile.kill("n")
+        fragile.kill("metadata")
+        assert served.llm.reset_prefix_cache()
+        assert [answer.tokens for answer in served.answers(PROMPTS)] == [answer.tokens for answer in first]
+        others = [text(40, 300), text(41, 200)]
+        assert len(served.answers(others)) == 2
+        served.settle()
+
+
+def test_tier_refuses_backend_of_whole_prompts(folder: Path, store: StoreAddress) -> None:
+    """vLLM's own offloading computes wrong tokens there."""
+    how = {"dtype": "float32", "attention_config": {"backend": "CPU_MLA"}}
+    with (
+        pytest.raises(InvalidArgument, match="computes prompts only as a whole"),
+        engine(tiny("deepseek", folder), store, **how),
+    ):
+        pass

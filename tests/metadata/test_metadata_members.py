@@ -1,0 +1,39 @@
+"""The number that tells nodes that the list of nodes has changed."""
+
+from __future__ import annotations
+
+from metadata_harness import Running
+
+from support.wait import wait_until_async
+
+
+async def test_members_change_with_nodes_volumes_and_zones(running: Running) -> None:
+    a, b = running.peer("a"), running.peer("b")
+    await a.register()
+    alone = (await a.beat()).members
+    assert (await a.beat()).members == alone, "heartbeats change nothing"
+    await b.register()
+    both = (await a.beat()).members
+    assert both != alone
+    assert (await b.beat()).members == both
+    b.reboot()
+    await b.register()
+    assert (await a.beat()).members == both, "a restart changes nothing"
+    b.zone = "rack-1"
+    b.reboot()
+    await b.register()
+    zoned = (await a.beat()).members
+    assert zoned != both
+    b.uid = bytes(15) + b"x"
+    b.reboot()
+    await b.register()
+    recreated = (await a.beat()).members
+    assert recreated not in {both, zoned}
+
+    running.clock.advance(1.0)
+    await a.beat()
+
+    async def silent() -> bool:
+        return (await a.beat()).members != recreated
+
+    await wait_until_async(silent)
