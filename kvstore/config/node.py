@@ -52,7 +52,7 @@ class VolumeSection(Section):
 
 
 class MountSection(Section):
-    """Another node's volume on a file system that this host mounts too. It is read directly and never written."""
+    """Another node's volume on a file system that this host mounts too. It is read directly, and written only once adopted."""
 
     volume: Annotated[str, Field(min_length=1, max_length=512)]
     """Volume id, for example ``storage-1/nvme0``."""
@@ -122,6 +122,15 @@ class NodeSection(Section):
     )
     mounts: Annotated[tuple[_Mount, ...], BeforeValidator(parse_list)] = Field(
         default=(), description="volumes of other nodes on a shared file system, read directly: VOLUME=PATH, …"
+    )
+    adopt_mounts: bool = Field(
+        default=False,
+        description="adopt mounted volumes of absent owners: own, evict and publish their blocks; requires nvme and metadata",
+    )
+    adopt_after_ms: DurationMs = Field(
+        default=10_000,
+        gt=0,
+        description="time for which the metadata server must see nothing of a volume's owner before this node adopts the volume",
     )
     write_back_to: Annotated[str, AfterValidator(check_node_id)] | None = Field(
         default=None, description="node id of the storage node for write-back; unset: this node's NVMe volumes"
@@ -266,6 +275,13 @@ class NodeConfig(NodeSection):
         mounted = [mount.volume for mount in self.mounts]
         if len(set(mounted)) != len(mounted) or any(name.startswith(f"{self.node_id}/") for name in mounted):
             raise InvalidArgument("node.mounts must name volumes of other nodes, each once", mounts=", ".join(mounted))
+        if self.adopt_mounts and (not self.nvme or self.metadata is None):
+            raise InvalidArgument(
+                "node.adopt_mounts requires volumes of this node and a metadata server; set node.nvme and node.metadata, or unset"
+                " node.adopt_mounts",
+                nvme=len(self.nvme),
+                metadata=self.metadata,
+            )
         if not self.roles:
             raise InvalidArgument("node.roles is empty; name at least one of prefill, decode and storage")
         if self.write_back_to == self.node_id:

@@ -149,6 +149,10 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
         mend = f"kvstore volumes repair {quoted}   # if it was a volume; if not, move the file away"
         yield Finding(area, Level.MISSING, what, mend)
         return
+    if (owner := folder.text("slab_owner")) is not None:
+        what = f"{path}: node {owner} has adopted this volume: the node of this host only reads it"
+        mend = "kvstore status --detail   # start this node, then stop the adopter in order: the volume returns"
+        yield Finding(area, Level.WARNING, what, mend)
     state = "a volume" if slab is not None else "no volume yet" if folder.flag("exists") else "not there yet"
     free = folder.number("free_bytes")
     yield Finding(area, Level.OK, f"{path}: {state}, {folder.text('filesystem')}, {show_size(free or 0)} free")

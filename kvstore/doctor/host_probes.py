@@ -24,6 +24,7 @@ from kvstore.core.errors import CorruptBlock
 from kvstore.health.certificate_file import certificate_end_s, certificate_names
 from kvstore.process.host_memory import memory_available, memory_total
 from kvstore.tiers.io_engines.probe import SLAB_FILE, nvidia_cards
+from kvstore.tiers.nvme.ownership import ROSTER_FILE, claim_in_force, home_of
 from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, newest_superblock
 
 PACKAGES = (
@@ -185,7 +186,7 @@ def folder(path: str) -> dict[str, object]:
         found |= _slab(wanted / SLAB_FILE)
     if "slab_bytes" not in found:
         slab = None
-    return found | {"roster": (wanted / "roster").is_file(), "direct": _direct_refused(slab, there)}
+    return found | {"roster": any(wanted.glob(f"{ROSTER_FILE}*")), "direct": _direct_refused(slab, there)}
 
 
 def _disk_of(device: int, sys: Path = Path("/sys/dev/block")) -> str | None:
@@ -263,16 +264,17 @@ def _nearest(wanted: Path) -> tuple[bool, Path, Path | None]:
 
 
 def _slab(path: Path) -> dict[str, object]:
-    """Size of a slab, and the reason if it is not valid."""
+    """Size of a slab, the reason if it is not valid, and the node that has adopted its volume."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            newest_superblock(file.read(2 * SUPERBLOCK_BYTES))
+            home = home_of(newest_superblock(file.read(2 * SUPERBLOCK_BYTES))[0].volume_id)
+        owner = claim_in_force(path.parent, home).node_id
     except OSError as error:
         return {"slab_damage": error.strerror or str(error)}
     except CorruptBlock as error:
         return {"slab_bytes": size, "slab_damage": error.message}
-    return {"slab_bytes": size}
+    return {"slab_bytes": size} | ({} if owner == home else {"slab_owner": owner or "unknown"})
 
 
 def _direct_refused(slab: Path | None, there: Path) -> str | None:

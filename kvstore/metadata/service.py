@@ -253,7 +253,9 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         )
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: object) -> pb.ListNodesResponse:
-        return pb.ListNodesResponse(nodes=self._parts.nodes.statuses())
+        if len(request.node_ids) > limits.MAX_NODES:
+            raise InvalidArgument("too many node ids", got=len(request.node_ids), limit=limits.MAX_NODES)
+        return pb.ListNodesResponse(nodes=self._parts.nodes.statuses(request.node_ids))
 
     async def Lookup(self, request: pb.LookupRequest, context: object) -> bytes:  # see add_to_server
         await self._namespace_owners.check(request.namespace_id)

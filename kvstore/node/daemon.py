@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -20,7 +21,7 @@ import aiofiles.os
 import grpc
 
 from kvproto.v1 import admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
-from kvstore.config.node import NodeConfig
+from kvstore.config.node import MountSection, NodeConfig
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
@@ -36,15 +37,16 @@ from kvstore.node.control.pull_client import PullClient
 from kvstore.node.control.retention import RetentionEnforcer
 from kvstore.node.control.rules_file import NAME as RULES_FILE
 from kvstore.node.copies.copier import Copier
+from kvstore.node.durability.adoption import AdoptionParts, OwnerPresence, VolumeAdopter, findings
 from kvstore.node.durability.read_rate import ReadRate
-from kvstore.node.durability.recovery import open_volumes, recover
+from kvstore.node.durability.recovery import SharedVolume, open_shared, open_volumes, own_volumes, recover
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown
 from kvstore.node.durability.volume_checks import VolumeChecks
 from kvstore.node.durability.volume_watch import VolumeWatch
 from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBack
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
-from kvstore.node.loads.mounts import make_mounts
+from kvstore.node.loads.mounts import Mount, Mounts
 from kvstore.node.loads.nixl import NixlAgents
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.prompt_wait import PromptWaits
@@ -157,18 +159,17 @@ class NodeDaemon:
             prefault_threads=int(config.prefault),
             counters=self.counters,
         )
-        self._slabs, self._gds = open_volumes(config, self.counters)
+        self._opened = open_volumes(config, self.counters)
 
     def _build(self) -> None:
         config, counters, clock = self.config, self.counters, self._clock
-        volumes = [self._arena.volume_id, *(slab.volume_id for slab in self._slabs)]
+        slabs = self._opened.slabs
+        volumes = [self._arena.volume_id, *(slab.volume_id for slab in slabs)]
         self._log = ReplicaChangeLog(volumes, counters, clock, keep=config.metadata is not None)
-        self._node_volumes = node_volumes = [
-            NodeVolume(slab, folder=nvme.path) for slab, nvme in zip(self._slabs, config.nvme, strict=True)
-        ]
+        node_volumes = [NodeVolume(slab, folder=slab.path) for slab in slabs]
         for node_volume in node_volumes:
-            node_volume.set_guard(counters, stall_s=config.volume_stall_ms / 1000, readers=config.load_threads)
-        self._writes_back = bool(node_volumes) or config.write_back_to is not None
+            self._set_guard(node_volume)
+        self._writes_back = bool(config.nvme) or config.write_back_to is not None
         residency = Residency(
             self._arena,
             make_policy(config.policy),
@@ -191,9 +192,11 @@ class NodeDaemon:
         probe = HealthProbe(partial(connect, tls=config.tls.resolve()))
         self._liveness = LivenessMonitor(probe, counters, on_close=probe.close)
         self._peers = Peers(self._make_peer, None if known is None else known.check)
-        self._mounts = make_mounts(
-            config.mounts, io_threads=config.io_threads, counters=counters, clock=clock, stall_s=config.volume_stall_ms / 1000
-        )
+        self._mounts = Mounts([])
+        for mount in config.mounts:
+            self._mount(SharedVolume(VolumeId(mount.volume), mount.path, direct=mount.direct))
+        for adopted in self._opened.adopted:
+            self._mount(adopted)
         self._loader = Loader(
             NodeId(config.node_id),
             self.table,
@@ -250,7 +253,7 @@ class NodeDaemon:
         storage_node_failures = FailureTracker()
         target = (
             LocalTarget(self.table, counters, clock)
-            if node_volumes or config.write_back_to is None
+            if config.nvme or config.write_back_to is None
             else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, storage_node_failures)
         )
         self._stall_detector = ProcessStallDetector(clock)
@@ -263,9 +266,50 @@ class NodeDaemon:
             CertificateWatch(config.tls.resolve(), f"node {config.node_id}"),
             self._slow_sources,
             self._stall_detector,
+            lambda: findings(self._adopters),
         )
         self._write_back = WriteBack(self.table, target, counters)
-        self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._slabs))
+        self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in slabs))
+        self._adopters = self._make_adopters(node_volumes)
+
+    def _set_guard(self, node_volume: NodeVolume) -> None:
+        node_volume.set_guard(self.counters, stall_s=self.config.volume_stall_ms / 1000, readers=self.config.load_threads)
+
+    def _mount(self, shared: SharedVolume) -> None:
+        """Mount a volume for reading."""
+        self._mounts.add(
+            Mount(
+                MountSection(volume=shared.volume_id, path=shared.path, direct=shared.direct),
+                io_threads=self.config.io_threads,
+                counters=self.counters,
+                clock=self._clock,
+                stall_s=self.config.volume_stall_ms / 1000,
+            )
+        )
+
+    def _make_adopters(self, node_volumes: Sequence[NodeVolume]) -> list[VolumeAdopter]:
+        """Return the adopters of this node's own volumes and, if it adopts others, of its mounts."""
+        config = self.config
+        self._presence = OwnerPresence(self._connect_metadata)
+        self._adoption = AdoptionParts(
+            node_id=NodeId(config.node_id),
+            after_s=config.adopt_after_ms / 1000,
+            table=self.table,
+            namespaces=self._namespaces,
+            replica_log=self._log,
+            is_away=self._presence.is_away,
+            may_adopt=lambda: not self._gate.closed,
+            open_volume=partial(open_shared, config, counters=self.counters),
+            make_guard=self._set_guard,
+            mount=self._mount,
+            counters=self.counters,
+            clock=self._clock,
+        )
+        held = {node_volume.volume_id: node_volume for node_volume in node_volumes}
+        shared = own_volumes(config)
+        if config.adopt_mounts:
+            shared += [SharedVolume(VolumeId(mount.volume), mount.path, direct=mount.direct) for mount in config.mounts]
+        return [VolumeAdopter(one, self._adoption, held.get(one.volume_id)) for one in shared]
 
     def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlAgent | None = None) -> TcpServer:
         tls = self.config.tls.resolve()
@@ -364,7 +408,7 @@ class NodeDaemon:
             networks["storage"] = self._storage_data.address
             host, _, port = self._storage_data.address.rpartition(":")
             self.info.storage_address = f"{config.storage_advertise_host or host}:{port}"
-        for volume in (self._arena, *self._slabs):
+        for volume in (self._arena, *self._opened.slabs):
             capacity = volume.usage().capacity_bytes
             uid = volume.uid if isinstance(volume, NvmeSlab) else b""
             tier = cast("common_pb2.Tier", int(volume.tier))
@@ -458,12 +502,15 @@ class NodeDaemon:
                 on_connected=partial(self._show_connected, asyncio.get_running_loop(), self._server),
             )
             await self._server.show_serving(METADATA_SERVICE, serving=False)  # until the node has registered
+            self._adoption.registration = self._publisher
             self._publisher.start()
             self._enforcer.start()
             copier.start()
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
                 why = self._health.why_not_published() or "no answer yet"
                 log.warning("metadata server not used: %s (%s); serving without it, and trying again", config.metadata, why)
+            for adopter in self._adopters:
+                adopter.start()
         if config.metrics_listen is not None:
             collector = StoreCollector([self.counters], [NodeGauges(self._parts)], process="node")
             self._metrics = serve(config.metrics_listen, collector, {"/loads": self._recent.page}, self.counters)
@@ -508,6 +555,7 @@ class NodeDaemon:
 
     def _finish(self, until_s: float) -> None:
         """Finish earlier work before the servers stop. Each step may use a part of the remaining time."""
+        self._adoption.stopping.set()
         self._drainer.stop(STOP_CALLS_S)
         if self._parts.copier is not None:
             self._parts.copier.stop(STOP_CALLS_S)
@@ -528,7 +576,8 @@ class NodeDaemon:
         while any(server.busy for server in self._data_servers) and self._clock.now_s() < reads_s:
             time.sleep(STOP_POLL_S)
         if self._publisher is not None and self.config.nvme:  # so that nodes that mount the volumes find their blocks
-            self._log.wait_published([slab.volume_id for slab in self._slabs], self._part_of(until_s))
+            volumes = [node_volume.volume_id for node_volume in self.table.node_volumes]
+            self._log.wait_published(volumes, self._part_of(until_s))
 
     def _part_of(self, until_s: float, parts: int = 1) -> float:
         """Return the time at which some quarters of the remaining time have passed."""
@@ -557,19 +606,24 @@ class NodeDaemon:
         self._nixl.close()
         self._lease_expiry_thread.join(2.0)
         self._watch.stop(2.0)
-        for node_volume in self._node_volumes:
+        for adopter in self._adopters:
+            adopter.stop(STOP_CALLS_S)
+        self._presence.close()
+        for node_volume in list(self.table.node_volumes):
             node_volume.guard.close()
             if node_volume.guard.outstanding:
                 log.error("volume not closed: %s (outstanding=%d)", node_volume.volume_id, node_volume.guard.outstanding)
             else:
                 node_volume.volume.close()
+        for adopter in self._adopters:
+            adopter.release()
         self._arena.close()
         self._socket.unlink(missing_ok=True)
 
     @property
     def hung(self) -> bool:
         """Whether a volume has outstanding I/O after ``stop``. Then the process cannot exit in order."""
-        return any(node_volume.guard.outstanding for node_volume in self._node_volumes)
+        return any(node_volume.guard.outstanding for node_volume in self.table.node_volumes)
 
     def _advertised(self, bound: str) -> str:
         host, _, port = bound.rpartition(":")
@@ -577,8 +631,9 @@ class NodeDaemon:
 
     def _io_engines(self) -> list[str]:
         engines = [f"{self._arena.volume_id}: {self._arena.backing}"]
-        engines += [f"{slab.volume_id}: {slab.io_engine}" for slab in self._slabs]
-        return engines + self._gds + [f"NIXL: {self._nixl.description}"] + [mount.describe() for mount in self._mounts]
+        engines += [f"{one.volume_id}: {one.volume.io_engine}" for one in self.table.node_volumes]
+        engines += [*self._opened.gds_lines, f"NIXL: {self._nixl.description}"]
+        return engines + [mount.describe() for mount in self._mounts]
 
     def _expire_leases(self) -> None:
         while not self._stopping.wait(SWEEP_INTERVAL_S):

@@ -361,6 +361,9 @@ class BlockTable:
         """Note that a block is durable: in a slot of ``node_volume``, or (None) on another node."""
         with self._lock:
             if node_volume is not None and slot is not None:
+                if node_volume not in self.node_volumes:  # another node adopted it meanwhile
+                    self.residency.finish_writeback(block)
+                    return
                 self.residency.put_on_volume(block, node_volume, slot)
                 if not block.produced_here:  # it was evicted for its tenant's quota
                     block.produced_here = True

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvstore.core.types import BlockKey, BlockShape, Outcome
+from kvstore.core.types import BlockKey, BlockShape, NodeId, Outcome
 from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, Slot, Volume, VolumeUsage
 
 HANG_LIMIT_S = 60.0
@@ -267,6 +267,10 @@ class FaultyVolume(_Faulty, DurableVolume):
     @property
     def read_only(self) -> str | None:
         return self._inner.read_only
+
+    @property
+    def adopted_by(self) -> NodeId | None:
+        return self._inner.adopted_by
 
     @property
     def files_present(self) -> bool:

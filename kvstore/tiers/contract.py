@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, Tier, VolumeId
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, NodeId, Outcome, Tier, VolumeId
 
 
 class Slot(NamedTuple):
@@ -162,6 +162,11 @@ class DurableVolume(Volume):
     @property
     def read_only(self) -> str | None:
         """Why blocks can be neither stored nor removed now; None: they can. Blocks in the volume can be read in any case."""
+        return None
+
+    @property
+    def adopted_by(self) -> NodeId | None:
+        """The other node that owns the volume now; None: this node does. Once set, the volume stays read-only."""
         return None
 
     @property

@@ -152,6 +152,8 @@ def test_findings_complete_server_is_ok() -> None:
         ({"volume_0": {"exists": False, "nearest": "/mnt", "closed": True}}, "storage", "may not enter /mnt:", Level.MISSING,
          "sudo chmod o+x /mnt"),
         ({"volume_0": {"closed": True}}, "storage", "may not enter /mnt/a:", Level.MISSING, 'sudo chown "$USER" /mnt/a'),
+        ({"volume_0": {"slab_owner": "host-2"}}, "storage", "node host-2 has adopted this volume", Level.WARNING,
+         "kvstore status --detail"),
         ({"volume_0": {"slab_bytes": 5, "slab_damage": "cut off"}}, "storage", "no volume (cut off)", Level.MISSING,
          "kvstore volumes repair /mnt/a"),
         ({"volume_0": "gave no answer within 10 s"}, "storage", "/mnt/a: not known", Level.WARNING, None),

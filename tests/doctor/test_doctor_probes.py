@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from certificates import make_certificates
-from kvstore.core.types import VolumeId
+from kvstore.core.types import NodeId, VolumeId
 from kvstore.doctor import collect as collecting
 from kvstore.doctor import host_probes
 from kvstore.doctor.certificates import certificate_findings
@@ -24,6 +24,7 @@ from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, 
 from kvstore.doctor.findings import findings
 from kvstore.doctor.levels import Level
 from kvstore.doctor.servers.local_nodes import sockets_in
+from kvstore.tiers.nvme.ownership import claim
 from kvstore.tiers.nvme.slab import NvmeSlab
 
 SMALL = Wanted(dram_bytes=1 << 20)
@@ -79,6 +80,15 @@ def test_folder_probe_changes_nothing(tmp_path: Path) -> None:
     assert volume.text("direct") == empty.text("direct")  # tried on a slab or an unnamed file of the same file system
     assert len(facts.all("gds")) == 4
     assert facts.all("mount")[0].flag("roster") is True
+
+
+def test_volume_probe_names_adopter(tmp_path: Path) -> None:
+    slab = NvmeSlab.open(tmp_path, volume_id=VolumeId("n/nvme0"), capacity_bytes=1 << 20)
+    assert list(slab.recover()) == []
+    assert volume_found(tmp_path).text("slab_owner") is None
+    slab.close()
+    assert claim(tmp_path, 1, NodeId("other"))
+    assert volume_found(tmp_path).text("slab_owner") == "other"
 
 
 def test_folders_on_one_file_system_name_one_device(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Node
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.loads.loader import Loader
-from kvstore.node.loads.mounts import make_mounts
+from kvstore.node.loads.mounts import Mounts
 from kvstore.node.loads.peers import Peers
 from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs
 from kvstore.node.state.change_log import ReplicaChangeLog
@@ -138,7 +138,7 @@ class NodeHarness:
 
     @cached_property
     def loader(self) -> Loader:
-        mounts = make_mounts((), io_threads=1, counters=self.counters, clock=self.clock)
+        mounts = Mounts([])
         made = Loader(NODE_ID, self.table, self.peers, mounts, self.counters, self.clock, window_bytes=MIB, threads=4)
         self._closers.append(made.close)
         return made

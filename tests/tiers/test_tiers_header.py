@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from kvstore.core.errors import CorruptBlock, InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.nvme.slot_header import SlotHeader, check_shape, header_bytes, pack_header, parse_header, slot_bytes
-from kvstore.tiers.nvme.superblock import Superblock, newest_superblock, pack_superblock, parse_superblock
+from kvstore.tiers.nvme.superblock import Superblock, UnknownVersion, newest_superblock, pack_superblock, parse_superblock
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -30,7 +31,7 @@ HEADER = SlotHeader(
         b"".join(number.to_bytes(8, "little") for number in (1, 1 << 63, 0xDEADBEEF)),
     ),
 )
-SUPERBLOCK = Superblock(bytes(range(16, 32)), VolumeId("node-1/nvme0 ü"), 1 << 30, 8 << 20, 12)
+SUPERBLOCK = Superblock(bytes(range(16, 32)), VolumeId("node-1/nvme0 ü"), 1 << 30, 8 << 20, 12, 3)
 
 
 def test_golden_header() -> None:
@@ -41,9 +42,21 @@ def test_golden_header() -> None:
 
 
 def test_golden_superblock() -> None:
-    golden = (GOLDEN / "superblock_v1.bin").read_bytes()
+    golden = (GOLDEN / "superblock_v2.bin").read_bytes()
     assert pack_superblock(SUPERBLOCK) == golden
     assert parse_superblock(golden) == SUPERBLOCK
+
+
+def test_superblock_of_version_1_is_refused_by_name() -> None:
+    """It had no token, so its owner could not be fenced."""
+    with pytest.raises(UnknownVersion, match=r"format version 1, .* knows version 2"):
+        parse_superblock((GOLDEN / "superblock_v1.bin").read_bytes())
+
+
+def test_newest_superblock_has_highest_token() -> None:
+    """A fenced owner may write its next epoch late: the token of its successor wins."""
+    late, newest = replace(SUPERBLOCK, epoch=99), replace(SUPERBLOCK, token=4)
+    assert newest_superblock(pack_superblock(late) + pack_superblock(newest)) == (newest, 0)
 
 
 records = st.builds(
@@ -114,7 +127,7 @@ def test_inconsistent_record_is_rejected() -> None:
 def test_newest_valid_superblock_is_used() -> None:
     older, newer = (
         pack_superblock(SUPERBLOCK),
-        pack_superblock(Superblock(SUPERBLOCK.uid, SUPERBLOCK.volume_id, 1 << 30, 8 << 20, 13)),
+        pack_superblock(replace(SUPERBLOCK, epoch=13)),
     )
     torn = newer[:60] + bytes(4096 - 60)
     assert newest_superblock(older + newer)[0].epoch == 13

@@ -17,8 +17,9 @@ from kvstore.testing.mount_suite import MountSuite, drop, fetch, known, put
 from kvstore.testing.volume_suite import SHAPES, block_key
 from kvstore.tiers.contract import DurableVolume, Slot
 from kvstore.tiers.nvme.mounted import MountedSlab
+from kvstore.tiers.nvme.ownership import ROSTER_FILE
 from kvstore.tiers.nvme.slab import NvmeSlab
-from kvstore.tiers.nvme.slot_manifest import HEAD_BYTES, ROSTER_FILE, SlotManifestReader, SlotManifestWriter
+from kvstore.tiers.nvme.slot_manifest import HEAD_BYTES, SlotManifestReader, SlotManifestWriter
 from kvstore.tiers.nvme.superblock import Superblock
 
 NAME = VolumeId("owner/nvme0")
@@ -57,7 +58,7 @@ def test_mount_other_or_replaced_volume_is_detected(tmp_path: Path) -> None:
     owner = open_owner(tmp_path)
     with pytest.raises(Conflict):
         MountedSlab(tmp_path / "v", VolumeId("other/nvme0"))
-    with pytest.raises(OSError, match="roster"):
+    with pytest.raises(OSError, match=r"slab\.kv"):
         MountedSlab(tmp_path, NAME)
     mounted = MountedSlab(tmp_path / "v", NAME)
     owner.close()

@@ -192,9 +192,10 @@ class NodeTable:
             await self._index.refresh()
             return self.volume_epoch(node_id, boot_id, volume_id)
 
-    def statuses(self) -> list[NodeStatus]:
-        """All nodes, by id."""
-        nodes = sorted(self.view().nodes)
+    def statuses(self, only: Collection[str] = ()) -> list[NodeStatus]:
+        """The known nodes of ``only`` (empty: all nodes), by id."""
+        known = self.view().nodes
+        nodes = sorted(known.keys() & {NodeId(node_id) for node_id in only} if only else known)
         self._exchange.read_reports()
         return [self.status(node_id) for node_id in nodes]
 

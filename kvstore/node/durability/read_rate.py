@@ -78,11 +78,13 @@ class ReadRate:
 
     def measure_if_due(self) -> bool:
         """Measure once, when every volume holds enough blocks. Returns whether this call measured."""
-        if not self._due or any(node_volume.volume.usage().used_bytes < LEAST_BYTES for node_volume in self._table.node_volumes):
+        volumes = [node_volume.volume for node_volume in self._table.node_volumes]
+        if not self._due or not volumes or any(volume.usage().used_bytes < LEAST_BYTES for volume in volumes):
             return False
         self._due = False
-        picked = self._pick()
-        samples = {node_volume.volume_id: _Sample() for node_volume in self._table.node_volumes}
+        node_volumes = list(self._table.node_volumes)
+        picked = self._pick(node_volumes)
+        samples = {node_volume.volume_id: _Sample() for node_volume in node_volumes}
         threads = [
             threading.Thread(
                 target=self._read,
@@ -90,7 +92,7 @@ class ReadRate:
                 name=f"kvstore-read-rate-{number}",
                 daemon=True,
             )
-            for number, node_volume in enumerate(self._table.node_volumes)
+            for number, node_volume in enumerate(node_volumes)
         ]
         for thread in threads:
             thread.start()
@@ -112,14 +114,14 @@ class ReadRate:
         )
         return True
 
-    def _pick(self) -> dict[VolumeId, list[Block]]:
+    def _pick(self, node_volumes: Sequence[NodeVolume]) -> dict[VolumeId, list[Block]]:
         """Pick random blocks of each volume."""
-        picked: dict[VolumeId, list[Block]] = {node_volume.volume_id: [] for node_volume in self._table.node_volumes}
+        picked: dict[VolumeId, list[Block]] = {node_volume.volume_id: [] for node_volume in node_volumes}
         missing = dict.fromkeys(picked, MOST_BYTES)
         known = self._table.snapshot()
         for block in random.sample(known, min(len(known), _PICKS)):
             node_volume = block.nvme_volume
-            if node_volume is None or missing[node_volume.volume_id] <= 0:
+            if node_volume is None or missing.get(node_volume.volume_id, 0) <= 0:
                 continue
             picked[node_volume.volume_id].append(block)
             missing[node_volume.volume_id] -= block.nbytes

@@ -1,62 +1,128 @@
-"""Recovery at start: opens the durable volumes, and fills the block table from their catalogs.
+"""Recovery: opens the durable volumes, and fills the block table from their catalogs.
 
 1. ``open_volumes`` opens each volume's files. The volume repairs its catalog after a crash (``kvstore.tiers.nvme``).
 2. ``recover`` reads each catalog. An entry was committed only after its slot was written and synced, so every entry names a block
    that survived ``kill -9``. Header and checksums verify the bytes when they are read.
 3. A key that two volumes hold (after a crash between a commit on one and the removal from the other) stays on the first.
 4. The rules of namespaces are read after that: ``kvstore.node.control.retention.RetentionEnforcer.recall``.
+5. ``recover_while_running`` does the same for a volume that the node adopts (``adoption``), beside loads and stores.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Final
 
 from kvstore.config.node import NodeConfig
 from kvstore.core.errors import InvalidArgument, KVStoreError
-from kvstore.core.types import BlockKey, VolumeId
-from kvstore.node.state.namespaces import NamespaceRegistry
+from kvstore.core.types import BlockKey, NodeId, VolumeId
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
+from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.io_engines.probe import choose_gds
+from kvstore.tiers.nvme.ownership import VolumeAdopted
 from kvstore.tiers.nvme.slab import NvmeSlab
 
 log = logging.getLogger(__name__)
 
 
-def open_volumes(config: NodeConfig, counters: Counters) -> tuple[list[NvmeSlab], list[str]]:
-    """Open a node's durable volumes.
+ATTACH_WAIT_S: Final = 60.0
+"""How long a block of an adopted volume may be in use by a load or store of its key."""
+ATTACH_POLL_S: Final = 0.2
+_REMOVALS: Final = 1_024
 
-    Returns:
-        The volumes in the order of ``config.nvme``, and a line about GPUDirect Storage for each.
+
+@dataclass(frozen=True, slots=True)
+class SharedVolume:
+    """A volume that this node may own or mount.
+
+    Attributes:
+        volume_id: its name.
+        path: its folder on this host.
+        capacity_bytes: configured space for slots; 0: the present one.
+        direct: use O_DIRECT if the file system supports it.
+    """
+
+    volume_id: VolumeId
+    path: Path
+    capacity_bytes: int = 0
+    direct: bool = True
+
+
+@dataclass(slots=True)
+class OpenedVolumes:
+    """A node's durable volumes at start.
+
+    Attributes:
+        slabs: those that this node owns.
+        adopted: those of its configuration that another node has adopted.
+        gds_lines: a line about GPUDirect Storage for each owned volume.
+    """
+
+    slabs: list[NvmeSlab] = field(default_factory=list)
+    adopted: list[SharedVolume] = field(default_factory=list)
+    gds_lines: list[str] = field(default_factory=list)
+
+
+def own_volumes(config: NodeConfig) -> list[SharedVolume]:
+    """Return the volumes of ``config.nvme``."""
+    return [
+        SharedVolume(VolumeId(f"{config.node_id}/nvme{number}"), nvme.path, nvme.capacity_bytes, nvme.direct)
+        for number, nvme in enumerate(config.nvme)
+    ]
+
+
+def open_volumes(config: NodeConfig, counters: Counters) -> OpenedVolumes:
+    """Open a node's durable volumes, except those that other nodes have adopted.
 
     Raises:
         InvalidArgument: GPUDirect Storage is required but ``config.nvme`` is empty.
     """
-    slabs: list[NvmeSlab] = []
-    gds_lines: list[str] = []
+    opened = OpenedVolumes()
     if config.gds == "required" and not config.nvme:
         raise InvalidArgument("node.gds = required needs an NVMe volume; set node.nvme")
-    for number, nvme in enumerate(config.nvme):
-        volume_id = VolumeId(f"{config.node_id}/nvme{number}")
-        nvme.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # the probe measures the folder's file system
+    for shared in own_volumes(config):
+        shared.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # the probe measures the folder's file system
         threads = config.io_threads * len(config.nvme)
-        gds, found = choose_gds(config.gds, nvme.path, threads=threads, counters=counters)
-        gds_lines.append(f"GPUDirect Storage of {volume_id}: {found.describe()}")
-        slabs.append(
-            NvmeSlab.open(
-                nvme.path,
-                volume_id=volume_id,
-                capacity_bytes=nvme.capacity_bytes,
-                io_threads=config.io_threads,
-                direct=nvme.direct,
-                counters=counters,
-                gds=gds,
-                gds_required=config.gds == "required",
-            )
-        )
-    return slabs, gds_lines
+        gds, found = choose_gds(config.gds, shared.path, threads=threads, counters=counters)
+        try:
+            opened.slabs.append(open_shared(config, shared, counters=counters, gds=gds))
+        except VolumeAdopted as error:
+            counters.add(volumes_metrics.FENCED_VOLUMES)
+            log.error("volume not opened: %s; this node only reads it", error)  # noqa: TRY400  # no bug, no trace
+            opened.adopted.append(shared)
+            continue
+        opened.gds_lines.append(f"GPUDirect Storage of {shared.volume_id}: {found.describe()}")
+    return opened
+
+
+def open_shared(config: NodeConfig, shared: SharedVolume, *, counters: Counters, gds: Kvikio | None = None) -> NvmeSlab:
+    """Open a volume that this node owns.
+
+    Raises:
+        As ``NvmeSlab.open``.
+    """
+    return NvmeSlab.open(
+        shared.path,
+        volume_id=shared.volume_id,
+        capacity_bytes=shared.capacity_bytes,
+        node_id=NodeId(config.node_id),
+        io_threads=config.io_threads,
+        direct=shared.direct,
+        counters=counters,
+        gds=gds,
+        gds_required=gds is not None and config.gds == "required",
+    )
 
 
 def recover(table: BlockTable, namespaces: NamespaceRegistry, counters: Counters) -> None:
@@ -71,6 +137,103 @@ def recover(table: BlockTable, namespaces: NamespaceRegistry, counters: Counters
             else:
                 _drop_duplicate(node_volume.volume, record.key, slot, counters)
         log.info("volume recovered: %s (blocks=%d, io_engine=%s)", node_volume.volume_id, restored, node_volume.volume.io_engine)
+
+
+class _Attached(Enum):
+    """Result for one block of an adopted volume."""
+
+    RESTORED = "restored"
+    BUSY = "busy"
+    DOUBLE = "double"
+    """Another volume of this node holds the block."""
+    UNUSED = "unused"
+    """DRAM holds other bytes under this key. The slot is left out until the next opening of the volume."""
+
+
+def recover_while_running(table: BlockTable, node_volume: NodeVolume, namespaces: NamespaceRegistry, counters: Counters) -> int:
+    """Fill the table with the blocks of one more volume, which the table expects. Returns how many it has now.
+
+    Keys that loads or stores are using are tried again when these have ended.
+    """
+    volume = node_volume.volume
+    keys: dict[BlockKey, BlockKey] = {}
+    found: Counter[_Attached] = Counter()
+    busy: list[tuple[Slot, BlockRecord]] = []
+    doubles: list[tuple[Slot, BlockRecord]] = []
+
+    def attach(slot: Slot, record: BlockRecord) -> bool:
+        result = _attach(table, node_volume, namespaces.of_shape(record.namespace, record.shape), record, slot)
+        if result is _Attached.BUSY:
+            return False
+        found[result] += 1
+        if result is _Attached.DOUBLE:
+            doubles.append((slot, record))
+        return True
+
+    for slot, stored in volume.recover():
+        record = _share_keys(stored, keys)
+        if not attach(slot, record):
+            busy.append((slot, record))
+    deadline_s = table.clock.now_s() + ATTACH_WAIT_S
+    while busy and table.clock.now_s() < deadline_s:
+        busy = [(slot, record) for slot, record in busy if not attach(slot, record)]
+        with table.residency.lock:
+            table.wait_changed(min(deadline_s, table.clock.now_s() + ATTACH_POLL_S))
+    _remove_doubles(node_volume, doubles, counters)
+    if unused := found[_Attached.UNUSED] + len(busy):
+        counters.add(volumes_metrics.ADOPTED_BLOCKS_UNUSED, unused)
+        log.warning("blocks of an adopted volume left out: %s (blocks=%d)", node_volume.volume_id, unused)
+    return found[_Attached.RESTORED]
+
+
+def _attach(table: BlockTable, node_volume: NodeVolume, namespace: NodeNamespace, record: BlockRecord, slot: Slot) -> _Attached:
+    residency = table.residency
+    with residency.lock:
+        key = record.key
+        block = residency.blocks.get(key)
+        if key in residency.preparing or key in residency.loading or (block is not None and block.in_transfer):
+            return _Attached.BUSY
+        if block is None:
+            block = residency.blocks[key] = Block(namespace, key, record.parent, record.depth, record.checksums)
+        elif block.nvme_volume is not None:
+            return _Attached.DOUBLE
+        elif block.namespace is not namespace or block.checksums != record.checksums or block.durable_remotely:
+            return _Attached.UNUSED
+        residency.put_on_volume(block, node_volume, slot)
+        return _Attached.RESTORED
+
+
+def _remove_doubles(node_volume: NodeVolume, doubles: Sequence[tuple[Slot, BlockRecord]], counters: Counters) -> None:
+    """Remove blocks that another volume holds too. If that fails, their slots stay out of use until the next opening."""
+    volume = node_volume.volume
+    for first in range(0, len(doubles), _REMOVALS):
+        batch = doubles[first : first + _REMOVALS]
+        try:
+            volume.commit([], [record.key for _, record in batch])
+        except (KVStoreError, OSError) as error:
+            counters.add(node_metrics.RECOVERY_DOUBLES_KEPT, len(batch))
+            log.warning("duplicate blocks kept: %s (blocks=%d): %s", volume.volume_id, len(batch), error)
+        else:
+            volume.free([slot for slot, _ in batch])
+
+
+def drop_blocks(table: BlockTable, node_volume: NodeVolume) -> int:
+    """Forget the blocks of a volume that another node has adopted. Returns how many are still in use.
+
+    Blocks in DRAM stay there as copies of another node's blocks: the new owner keeps them durable.
+    """
+    residency = table.residency
+    mine = [block for block in table.snapshot() if block.nvme_volume is node_volume]
+    for first in range(0, len(mine), _REMOVALS):
+        with residency.lock:
+            for block in mine[first : first + _REMOVALS]:
+                if block.nvme_volume is node_volume and residency.is_idle(block):
+                    residency.mark_evicting((block,))
+                    residency.remove_from_volume(block, node_volume)
+                    block.produced_here = False
+                    residency.drop_if_nowhere(block)
+            residency.changed.notify_all()
+    return sum(block.nvme_volume is node_volume for block in mine)
 
 
 def _drop_duplicate(volume: DurableVolume, key: BlockKey, slot: Slot, counters: Counters) -> None:

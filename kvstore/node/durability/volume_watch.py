@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -40,9 +40,9 @@ class VolumeWatch:
         self._table = table
         self._measure = measure
         self._counters = counters
-        self._stalls = [0] * len(table.node_volumes)
+        self._stalls: dict[NodeVolume, int] = {}
         """Number of stalls of each volume at the last round."""
-        self._dram_only = [0] * len(table.node_volumes)
+        self._dram_only: dict[NodeVolume, int] = {}
         """Per volume that was stalled: number of blocks in DRAM only at the last round. 0: none to write back."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-volumes", daemon=True)
@@ -61,12 +61,15 @@ class VolumeWatch:
 
     def look(self) -> None:
         """Check each volume once."""
-        node_volumes: Sequence[NodeVolume] = self._table.node_volumes
-        for number, node_volume in enumerate(node_volumes):
+        node_volumes = list(self._table.node_volumes)
+        for known in (self._stalls, self._dram_only):
+            for gone in known.keys() - set(node_volumes):
+                del known[gone]
+        for node_volume in node_volumes:
             try:
                 node_volume.measure_space()
                 self._keep_open(node_volume)
-                self._write_back(number, node_volume)
+                self._write_back(node_volume)
             except Exception:  # process edge: the other volumes must be checked
                 self._counters.add(node_metrics.NVME_WATCH_BUGS)
                 log.exception("volume supervision failed: %s, trying again", node_volume.volume_id)
@@ -82,17 +85,17 @@ class VolumeWatch:
             if volume.read_only is not None or not node_volume.look_in_place():
                 node_volume.guard.change(volume.resume, ignore)
 
-    def _write_back(self, number: int, node_volume: NodeVolume) -> None:
+    def _write_back(self, node_volume: NodeVolume) -> None:
         """Send blocks to write-back again that were given up during a stall, a part per round."""
-        if node_volume.guard.stalls != self._stalls[number]:
-            self._stalls[number], self._dram_only[number] = node_volume.guard.stalls, sys.maxsize
-        if not self._dram_only[number] or not node_volume.guard.takes_changes:
+        if node_volume.guard.stalls != self._stalls.get(node_volume, 0):
+            self._stalls[node_volume], self._dram_only[node_volume] = node_volume.guard.stalls, sys.maxsize
+        if not self._dram_only.get(node_volume, 0) or not node_volume.guard.takes_changes:
             return
         dram_only = requeue_dram_only(self._table, node_volume)
         if dram_only:
             log.info("blocks sent to write-back again: %s answers again (dram_only=%d)", node_volume.volume_id, dram_only)
         # if their number does not fall, the volume is full or fails: the rest is tried again when the node stops
-        self._dram_only[number] = dram_only if dram_only < self._dram_only[number] else 0
+        self._dram_only[node_volume] = dram_only if dram_only < self._dram_only[node_volume] else 0
 
 
 def requeue_dram_only(table: BlockTable, node_volume: NodeVolume) -> int:

@@ -47,6 +47,14 @@ class VolumeEvictor:
         self._clock = clock
         self._reclaimers = {id(node_volume): SpaceReclaimer(node_volume.volume, blocks, policy) for node_volume in node_volumes}
 
+    def add_volume(self, node_volume: NodeVolume) -> None:
+        """Prepare for blocks of another volume."""
+        self._reclaimers[id(node_volume)] = SpaceReclaimer(node_volume.volume, self._blocks, self._policy)
+
+    def remove_volume(self, node_volume: NodeVolume) -> None:
+        """Forget a volume that holds no blocks."""
+        del self._reclaimers[id(node_volume)]
+
     def __len__(self) -> int:
         return len(self._policy) + sum(len(node_volume.aside) for node_volume in self._node_volumes)
 

@@ -254,6 +254,11 @@ class Mounts:
     def __iter__(self) -> Iterator[Mount]:
         return iter(self._mounts.values())
 
+    def add(self, mount: Mount) -> None:
+        """Use another mount, unless the volume is mounted already."""
+        if mount.volume_id not in self._mounts:
+            self._mounts = {**self._mounts, mount.volume_id: mount}
+
     def start(self) -> None:
         """Begin to read the slot manifests in the background."""
         for mount in self:
@@ -267,13 +272,6 @@ class Mounts:
         """Close all mounts."""
         for mount in self:
             mount.close()
-
-
-def make_mounts(
-    configs: Sequence[MountSection], *, io_threads: int, counters: Counters, clock: Clock, stall_s: float = STALL_S
-) -> Mounts:
-    """Return the mounts of a node."""
-    return Mounts([Mount(config, io_threads=io_threads, counters=counters, clock=clock, stall_s=stall_s) for config in configs])
 
 
 def _nothing() -> None:

@@ -59,7 +59,6 @@ class AntiEntropy:
         self._table = table
         self._log = replica_log
         self._counters = counters
-        self._volumes = [table.dram.volume_id, *(node_volume.volume_id for node_volume in table.node_volumes)]
 
     def compare(self, boot_id: BootId, max_age_s: float = 0.0) -> int:
         """Compare all volumes with the index. Returns the number of repaired ranges.
@@ -72,7 +71,7 @@ class AntiEntropy:
             KVStoreError: the server does not answer, or does not know this boot.
         """
         repaired = 0
-        for volume in self._volumes:
+        for volume in self._log.volumes:
             drifted: list[int] = []
             for first in range(0, DIGEST_RANGES, RANGES_PER_CALL):
                 drifted += self._drifted(boot_id, volume, first, max_age_s)
@@ -89,7 +88,7 @@ class AntiEntropy:
         Digests can be compared only while no change waits for its acknowledgement, so a busy node waits for such a moment.
         """
         repaired = 0
-        for volume in self._volumes:
+        for volume in self._log.volumes:
             drifted: list[int] = []
             for first in range(0, DIGEST_RANGES, RANGES_PER_CALL):
                 if any(number in ranges for number in range(first, first + RANGES_PER_CALL)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from kvstore.core.clock import Clock
@@ -47,6 +47,7 @@ class HealthReporter:
         certificate: expiry of the node's certificate; None: it has none.
         sources: what slow loads waited for; None: nothing is reported.
         stalls: times in which the process did not run; None: nothing is reported.
+        owners: findings about volumes that changed their owner.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class HealthReporter:
         certificate: CertificateWatch | None = None,
         sources: SlowSources | None = None,
         stalls: ProcessStallDetector | None = None,
+        owners: Callable[[], Iterable[HealthFinding]] = tuple,
     ) -> None:
         self._table = table
         self._log = replica_log
@@ -66,6 +68,7 @@ class HealthReporter:
         self._certificate = certificate or CertificateWatch(None, "")
         self._sources = sources or SlowSources(NodeId(""), clock)
         self._stalls = stalls or ProcessStallDetector(clock)
+        self._owners = owners
         self.why_copies_late: Callable[[], str] = lambda: ""
         """Returns why second copies are late; empty: they are not."""
         self._publishing = FailureTracker()
@@ -129,6 +132,7 @@ class HealthReporter:
             found.append(HealthFinding(codes.SECOND_COPIES_LATE, "", why))
         for node_volume in self._table.node_volumes:
             found += self._of_volume(node_volume, now_s)
+        found += self._owners()
         found += self._slow()
         found += self._certificate.findings()
         return by_severity(found)[:MAX_NODE_FINDINGS]

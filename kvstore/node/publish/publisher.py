@@ -133,6 +133,8 @@ class IndexPublisher:
         self._heartbeats = 0
         self._sequence = 0
         self._unacknowledged: deque[tuple[metadata_pb2.PublishRequest, int]] = deque()
+        self._volume_changes: deque[tuple[VolumeId, common_pb2.VolumeInfo | None]] = deque()
+        """Volumes that the next registration adds, or (None) no longer has."""
         # work that a broken stream leaves to the next one
         self._inventories_due: dict[VolumeId, None] = {}
         self._round: deque[Taken] = deque()
@@ -150,6 +152,41 @@ class IndexPublisher:
     def wait_registered(self, timeout_s: float) -> bool:
         """Wait for the first registration. Returns whether it succeeded in time."""
         return self._registered.wait(timeout_s)
+
+    def add_volume(self, volume: common_pb2.VolumeInfo) -> None:
+        """Register with one more volume, and publish its blocks."""
+        self._change_volume(VolumeId(volume.volume_id), volume)
+
+    def remove_volume(self, volume_id: VolumeId) -> None:
+        """Register without a volume, which this node only mounts from now on."""
+        self._change_volume(volume_id, None)
+
+    def _change_volume(self, volume_id: VolumeId, volume: common_pb2.VolumeInfo | None) -> None:
+        self._volume_changes.append((volume_id, volume))
+        self._again.set()
+        self._log.wake()
+
+    def _apply_volume_changes(self) -> None:
+        """Change the registration. Without one of its volumes, the node begins as after a restart: see ``_begin_again``."""
+        node = self._node
+        while self._volume_changes:
+            volume_id, added = self._volume_changes.popleft()
+            kept = [volume for volume in node.volumes if volume.volume_id != volume_id]
+            mounts = [mount for mount in node.mounts if mount != volume_id]
+            del node.volumes[:], node.mounts[:]
+            node.volumes.extend(kept if added is None else [*kept, added])
+            node.mounts.extend([*mounts, volume_id] if added is None else mounts)
+            if added is None:
+                self._begin_again()
+        self._volumes = [VolumeId(volume.volume_id) for volume in node.volumes]
+        self._inventories_due = {volume: None for volume in self._inventories_due if volume in self._volumes}
+        self._round = deque(taken for taken in self._round if taken.volume in self._volumes)
+
+    def _begin_again(self) -> None:
+        """Take another boot id: what was sent and not acknowledged no longer counts, and inventories replace it."""
+        self._boot_id = BootId(secrets.token_bytes(16))
+        self._node.boot_id = self._boot_id
+        self._epoch = b""
 
     def compare_now(self) -> int:
         """Compare and repair now. Returns the number of repaired ranges.
@@ -203,6 +240,7 @@ class IndexPublisher:
         while not (self._stopping.is_set() or self._leaving.is_set()):
             try:
                 try:
+                    self._apply_volume_changes()
                     needed = self._register()
                 except Conflict as refused:  # another node has this id or volume: retry until an operator has fixed it
                     self.refused = refused
@@ -212,7 +250,8 @@ class IndexPublisher:
                     self._stopping.wait(pause_s)
                     pause_s = min(RETRY_MOST_S, pause_s * 2)
                     continue
-                self._again.clear()
+                if not self._volume_changes:
+                    self._again.clear()
                 self.refused = None
                 self._registered.set()
                 self._set_connected(connected=True)
@@ -226,10 +265,7 @@ class IndexPublisher:
                 limited.warning("publishing interrupted, trying again: %s", error)
                 # a refused token says nothing about published batches, and may be accepted later
                 if not error.retryable and not isinstance(error, _ACCESS_ERRORS):
-                    # the sequence numbers no longer match the server's: begin as after a restart
-                    self._boot_id = BootId(secrets.token_bytes(16))
-                    self._node.boot_id = self._boot_id
-                    self._epoch = b""
+                    self._begin_again()  # the sequence numbers no longer match the server's
             except Exception:  # thread edge: publication must go on after a bug
                 self._counters.add(node_metrics.PUBLISH_BUGS)
                 self._health.publish_failed("unexpected error; see the log of the node")

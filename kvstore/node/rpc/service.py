@@ -65,10 +65,6 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._clock = parts.clock
         self._log = parts.replica_log
         self._timings = parts.timings
-        self._stored_volumes = [
-            node_pb2.StoredVolume(volume_id=node_volume.volume_id, path=str(nvme.path.absolute()))
-            for node_volume, nvme in zip(parts.table.node_volumes, parts.config.nvme, strict=True)
-        ]
         self._pool = ThreadPoolExecutor(parts.config.load_threads * 2, thread_name_prefix="kvstore-node-rpc")
         self._load_threads = WaitThreads(MAX_LOADS, "loads", counters)
         self._layered_threads = WaitThreads(MAX_LAYERED_LOADS, "layered-loads", counters)
@@ -81,6 +77,14 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._pool.shutdown(wait=False, cancel_futures=True)
         for threads in (self._load_threads, self._layered_threads, self._prompt_threads, self._wait_threads):
             threads.close()
+
+    def _stored_volumes(self) -> list[node_pb2.StoredVolume]:
+        """Return the volumes of this node with their folders."""
+        return [
+            node_pb2.StoredVolume(volume_id=node_volume.volume_id, path=str(node_volume.folder.absolute()))
+            for node_volume in self._table.node_volumes
+            if node_volume.folder is not None
+        ]
 
     async def _run_in_pool(self, work: Callable[[], Result]) -> Result:
         """Run slow work for operators and other nodes, until the call ends."""
@@ -144,7 +148,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             node=self._info,
             prefaulted=self._parts.config.prefault,
             arena_exposed=self._parts.nixl.exposes,
-            stored_volumes=self._stored_volumes if _may_read_volumes(session) else (),
+            stored_volumes=self._stored_volumes() if _may_read_volumes(session) else (),
         )
 
     # ---------------------------------------------------------------- store

@@ -184,8 +184,30 @@ class ReplicaChangeLog:
         self._volumes = {volume: _VolumeLog() for volume in volumes}
         self._events: deque[tuple[VolumeId, BlockKey, Described | None]] = deque()  # of all volumes, in the order of truth
 
+    @property
+    def volumes(self) -> list[VolumeId]:
+        """The volumes whose events are kept."""
+        return list(self._volumes)
+
+    def add_volume(self, volume: VolumeId) -> None:
+        """Keep digests of another volume from now on, and events once its inventory was requested."""
+        with self._lock:
+            log = _VolumeLog()
+            log.inventory_needed = True
+            self._volumes = {**self._volumes, volume: log}
+
+    def forget_volume(self, volume: VolumeId) -> None:
+        """Drop the events of a volume, and ignore further ones."""
+        with self._lock:
+            self._volumes = {name: log for name, log in self._volumes.items() if name != volume}
+            self._events = deque(event for event in self._events if event[0] != volume)
+
+    def _of(self, volume: VolumeId) -> _VolumeLog:
+        """The log of a volume; an empty one if it was forgotten. The caller holds the lock."""
+        return self._volumes.get(volume) or _VolumeLog()
+
     def stored(self, volume: VolumeId, block: Described) -> None:
-        """Record that a volume holds a block from now on."""
+        """Record that a volume holds a block from now on. Volumes that are not kept are ignored."""
         self._append(volume, block.key, block, 1)
 
     def removed(self, volume: VolumeId, key: BlockKey) -> None:
@@ -196,7 +218,9 @@ class ReplicaChangeLog:
         where = key_range(key)
         digest = xxhash.xxh3_64_intdigest(key)
         with self._lock:
-            log = self._volumes[volume]
+            log = self._volumes.get(volume)
+            if log is None:
+                return
             log.digests[where] ^= digest
             log.counts[where] += step
             log.changes[where] += 1
@@ -255,7 +279,7 @@ class ReplicaChangeLog:
     def behind(self, volume: VolumeId) -> bool:
         """Whether events that were in the log when ``wait`` returned are not taken yet."""
         with self._lock:
-            log = self._volumes[volume]
+            log = self._of(volume)
             return log.taken < log.gathered
 
     def waiting(self) -> int:
@@ -266,14 +290,14 @@ class ReplicaChangeLog:
     def take_inventory_request(self, volume: VolumeId) -> bool:
         """Return whether the volume's log overflowed since the last call."""
         with self._lock:
-            log = self._volumes[volume]
+            log = self._of(volume)
             needed, log.inventory_needed = log.inventory_needed, False
             return needed
 
     def acknowledge(self, volume: VolumeId, events: int) -> None:
         """Record that the index has applied this many more events of a volume."""
         with self._lock:
-            log = self._volumes[volume]
+            log = self._of(volume)
             log.acknowledged = min(log.appended, log.acknowledged + events)
             self._acknowledged.notify_all()
 
@@ -282,7 +306,7 @@ class ReplicaChangeLog:
         if not self._keep:
             return False
         with self._lock:
-            marks = [(self._volumes[volume], self._volumes[volume].appended) for volume in volumes]
+            marks = [(log, log.appended) for log in map(self._of, volumes)]
             self._hurry_up()
             while any(log.acknowledged < mark for log, mark in marks):
                 left_s = deadline_s - self._clock.now_s()
@@ -293,16 +317,16 @@ class ReplicaChangeLog:
     def settled_digests(self, volume: VolumeId) -> tuple[list[int], list[int]] | None:
         """Return digest and count of every range. None: the index has not applied everything, so a comparison is impossible."""
         with self._lock:
-            log = self._volumes[volume]
+            log = self._of(volume)
             return None if log.acknowledged < log.appended else (list(log.digests), list(log.counts))
 
     def digests(self, volume: VolumeId) -> tuple[list[int], list[int]]:
         """Return digest and count of every range as of now; for tests."""
         with self._lock:
-            log = self._volumes[volume]
+            log = self._of(volume)
             return list(log.digests), list(log.counts)
 
     def changes(self, volume: VolumeId) -> list[int]:
         """Return how often each range has changed. Removing and adding a block changes this, but not the digest."""
         with self._lock:
-            return list(self._volumes[volume].changes)
+            return list(self._of(volume).changes)

@@ -199,7 +199,7 @@ class Recent(Generic[Key]):
         return key in self._keys
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class NodeVolume:
     """A durable volume, and the state that its node keeps for it."""
 

@@ -197,6 +197,21 @@ class Residency:
         self.changed.notify_all()
 
     # ---- durable volumes
+    def expect_volume(self, node_volume: NodeVolume) -> None:
+        """Accept blocks of another volume, which is not written to before ``add_volume``."""
+        self._log.add_volume(node_volume.volume_id)
+        self.volume_evictor.add_volume(node_volume)
+
+    def add_volume(self, node_volume: NodeVolume) -> None:
+        """Use an expected volume as one of this node's."""
+        self.node_volumes.append(node_volume)
+
+    def remove_volume(self, node_volume: NodeVolume) -> None:
+        """Forget a volume that holds no blocks."""
+        if node_volume in self.node_volumes:
+            self.node_volumes.remove(node_volume)
+        self.volume_evictor.remove_volume(node_volume)
+
     def set_replica(self, block: Block, new: VolumeReplica) -> None:
         """Change the state of a block's replica on a volume.
 

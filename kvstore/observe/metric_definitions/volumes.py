@@ -39,6 +39,21 @@ NVME_THREADS_REFUSED: Final = group.counter(
 )
 NVME_SYNC_ERRORS: Final = group.counter("nvme_sync_errors_total", "syncs that failed with an I/O error")
 NVME_WRITE_ERRORS: Final = group.counter("nvme_write_errors_total", "writes that failed with an I/O error")
+FENCED_WRITES_REFUSED: Final = group.counter(
+    "fenced_writes_refused_total", "writes and commits refused because another node has adopted the volume"
+)
+ADOPTED_VOLUMES: Final = group.counter("adopted_volumes_total", "volumes that this node has adopted from another node")
+ADOPTIONS_FAILED: Final = group.counter("adoptions_failed_total", "failed attempts to adopt a volume")
+ADOPTED_CATALOGS_REBUILT: Final = group.counter(
+    "adopted_catalogs_rebuilt_total", "catalogs rebuilt from slot headers while a volume was adopted"
+)
+FENCED_VOLUMES: Final = group.counter("fenced_volumes_total", "volumes of this node that another node has adopted")
+FENCING_TOKENS_RESTORED: Final = group.counter(
+    "fencing_tokens_restored_total", "superblocks written again after a late write of an earlier owner"
+)
+ADOPTED_BLOCKS_UNUSED: Final = group.counter(
+    "adopted_blocks_unused_total", "blocks of adopted volumes left out until the next opening, as DRAM holds other bytes"
+)
 VOLUME_STALLS: Final = group.counter("volume_stalls_total", "stalls of a volume, own or mounted")
 VOLUME_STALL_REFUSED_BLOCKS: Final = group.counter(
     "volume_stall_refused_blocks_total", "blocks not read because their volume was stalled"

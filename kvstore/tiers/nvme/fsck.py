@@ -30,10 +30,18 @@ import numpy as np
 
 from kvstore.core import limits
 from kvstore.core.errors import CorruptBlock, NotFound
-from kvstore.core.types import BlockKey, Outcome, VolumeId
+from kvstore.core.types import BlockKey, NodeId, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
-from kvstore.tiers.nvme.catalog import CATALOG_FILE, Catalog, map_bytes_for
+from kvstore.tiers.nvme.catalog import Catalog, map_bytes_for
+from kvstore.tiers.nvme.ownership import (
+    CATALOG_FOLDER,
+    SLAB_FILE,
+    claim_in_force,
+    copy_catalog,
+    name_at,
+    newest_catalog,
+)
 from kvstore.tiers.nvme.slab_io import SlabFile, SlotIO
 from kvstore.tiers.nvme.slot_header import MAGIC, SlotHeader, header_bytes, pack_header, parse_header
 from kvstore.tiers.nvme.superblock import (
@@ -44,7 +52,7 @@ from kvstore.tiers.nvme.superblock import (
     newest_superblock,
     pack_superblock,
 )
-from kvstore.tiers.nvme.volume_open import CATALOG_FOLDER, SLAB_FILE, VolumeLock, reserve
+from kvstore.tiers.nvme.volume_open import VolumeLock, reserve
 
 _log = logging.getLogger(__name__)
 
@@ -104,11 +112,12 @@ def check_volume(
     """
     if not (path / SLAB_FILE).exists():
         raise NotFound("the folder has no slab of a volume", path=path)
-    lock = VolumeLock(path)
+    token = claim_in_force(path, NodeId("")).token
+    lock = VolumeLock(path, token)
     try:
         file = SlabFile(path / SLAB_FILE, io_threads=io_threads, direct=direct, writable=repair, counters=Counters())
         try:
-            return _Check(path, file, repair, progress or _silent).run()
+            return _Check(path, file, token, repair, progress or _silent).run()
         finally:
             file.close()
     finally:
@@ -122,8 +131,9 @@ def _silent(_done: int, _total: int) -> None:
 class _Check:
     """One running check."""
 
-    def __init__(self, path: Path, file: SlabFile, repair: bool, progress: Progress) -> None:
+    def __init__(self, path: Path, file: SlabFile, token: int, repair: bool, progress: Progress) -> None:
         self._path = path
+        self._token = token
         self._file = file
         self._repair = repair
         self._progress = progress
@@ -176,10 +186,14 @@ class _Check:
 
     # ---- superblock and catalog ----
     def _open_catalog(self) -> tuple[Catalog | None, str]:
-        folder = self._path / CATALOG_FOLDER
-        if not (folder / CATALOG_FILE).exists():
+        newest = newest_catalog(self._path, self._token)
+        if newest < 0:
             return None, "the catalog is lost"
         try:
+            if self._repair and newest < self._token:  # the volume was adopted, and its catalog was not copied yet
+                copy_catalog(self._path, newest, self._token)
+                newest = self._token
+            folder = self._path / name_at(CATALOG_FOLDER, newest)
             size = map_bytes_for(os.fstat(self._file.fd).st_size)
             catalog = Catalog(folder, map_bytes=size, readonly=not self._repair)
         except CorruptBlock as error:
@@ -334,10 +348,10 @@ class _Check:
                     yield header
 
     def _write_catalog(self, entries: list[tuple[BlockKey, bytes]]) -> None:
-        folder = self._path / CATALOG_FOLDER
+        folder = self._path / name_at(CATALOG_FOLDER, self._token)
         if folder.exists():
             number = 0
-            while (aside := self._path / f"{CATALOG_FOLDER}.damaged.{number}").exists():
+            while (aside := self._path / f"{folder.name}.damaged.{number}").exists():
                 number += 1
             folder.rename(aside)
         folder.mkdir(mode=0o700)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.core import checksum
@@ -24,10 +25,10 @@ from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
+from kvstore.tiers.nvme.ownership import SLAB_FILE, read_superblock
 from kvstore.tiers.nvme.slab_io import NOTHING, IoChoice, SlotIO
 from kvstore.tiers.nvme.slot_header import FIXED_BYTES, check_shape, header_bytes, parse_header, slot_bytes
 from kvstore.tiers.nvme.slot_manifest import SlotManifestReader
-from kvstore.tiers.nvme.volume_open import SLAB_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ class MountedSlab:
         self.volume_id = volume_id
         self._path = path
         self._counters = counters or Counters()
-        self._manifest = SlotManifestReader(path, entries=reads_manifest)
+        self._reads_manifest = reads_manifest
+        self._manifest = SlotManifestReader(path, read_superblock(path).token, entries=reads_manifest)
         self._turn = threading.Lock()
         self._uid = b""
         self._catch_up()
@@ -131,7 +133,15 @@ class MountedSlab:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        self._manifest.catch_up()
+        token = read_superblock(self._path).token
+        if token == self._manifest.token:
+            self._manifest.catch_up()
+        else:
+            following = SlotManifestReader(self._path, token, entries=self._reads_manifest)
+            with suppress(FileNotFoundError):  # the new owner has not opened the volume yet: the old slots can still be read
+                following.catch_up()
+                _log.info("volume has a new owner: %s (token=%d -> %d)", self.volume_id, self._manifest.token, token)
+                self._manifest = following
         superblock = self._manifest.superblock
         assert superblock is not None  # set by catch_up
         if superblock.volume_id != self.volume_id or superblock.uid != (self._uid or superblock.uid):

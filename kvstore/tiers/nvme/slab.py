@@ -3,10 +3,13 @@
 A volume is a folder::
 
     slab.kv    superblock (1 MiB), then slots: [header pages][payload, padded to 4 KiB]
+    claim.N    node that has adopted the volume, by token (``kvstore.tiers.nvme.ownership``)
     catalog/   LMDB: block key -> slot header
     lock       flock of the process that has the volume open
     rules      last retention rules of the node (``kvstore.node.control.rules_file``); not used by the volume
     roster     slot manifest for nodes that mount the folder (``kvstore.tiers.nvme.slot_manifest``); derived, a hint
+
+The names of catalog, lock and roster end in ``.N`` if their owner's token N is not 0.
 
 Crash safety follows from the order of writes. First slots are written; then ``commit`` syncs the slab; then one synced
 transaction changes the catalog; only then may slots of removed blocks be allocated again. After a crash at any point, exactly
@@ -18,6 +21,9 @@ more until it is opened again; reads and removals continue.
 Before each commit, and in ``check_files``, the volume checks that slab and catalog are still at its path. If they were removed,
 moved or mounted over, it is read-only until they are back.
 
+There, before each batch of slots and after each commit, it also checks that no other node has adopted it. If one has, it is
+read-only for good.
+
 If the file system accepts no writes when the volume is opened, it is *read-only*: it allocates and removes nothing, but can be
 read, until ``resume`` succeeds.
 """
@@ -28,24 +34,39 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvstore.core import limits
 from kvstore.core.errors import CorruptBlock, Internal, InvalidArgument, KVStoreError, Unavailable
-from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
+from kvstore.core.types import BlockKey, BlockShape, NodeId, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.catalog import Catalog
+from kvstore.tiers.nvme.ownership import (
+    SLAB_FILE,
+    Claim,
+    Owner,
+    Seen,
+    Step,
+    VolumeAdopted,
+    claim_in_force,
+    home_of,
+    is_claimed,
+    next_step,
+    remove_old_files,
+)
 from kvstore.tiers.nvme.sealed_slot import SealedSlotIO
 from kvstore.tiers.nvme.slab_io import NOTHING, IoChoice, SlotIO
 from kvstore.tiers.nvme.slot_header import check_shape, header_bytes, pack_header, parse_header, place_in, slot_bytes
 from kvstore.tiers.nvme.slot_manifest import SlotManifestWriter
+from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, Superblock, newest_superblock
 from kvstore.tiers.nvme.volume_open import (
-    SLAB_FILE,
     CannotWriteError,
     OpenParts,
     VolumeLock,
@@ -53,11 +74,14 @@ from kvstore.tiers.nvme.volume_open import (
     make_volume,
     open_catalog,
     open_parts,
+    owned_claim,
+    publish_token,
     writing,
 )
 from kvstore.tiers.slot_pool import PooledVolume, SlotPool
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
 
 _RECOVERY_BATCH = 1024
 
@@ -65,8 +89,13 @@ _RECOVERY_BATCH = 1024
 class NvmeSlab(PooledVolume, DurableVolume):
     """A durable volume on a local file system, created by ``open``. Thread-safe."""
 
-    def __init__(self, path: Path, lock: VolumeLock, parts: OpenParts, *, verify_headers: bool, counters: Counters) -> None:
+    def __init__(
+        self, path: Path, lock: VolumeLock, claim: Claim, parts: OpenParts, *, verify_headers: bool, counters: Counters
+    ) -> None:
         superblock = parts.superblock
+        self._claim = claim
+        self._adopted_by: NodeId | None = None
+        self._ownership_lock = threading.Lock()
         self.volume_id = superblock.volume_id
         self.tier = Tier.NVME
         self._path = path
@@ -97,6 +126,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         *,
         volume_id: VolumeId,
         capacity_bytes: int,
+        node_id: NodeId | None = None,
         io_threads: int = 4,
         direct: bool = True,
         verify_headers: bool = False,
@@ -113,7 +143,8 @@ class NvmeSlab(PooledVolume, DurableVolume):
         Args:
             path: folder of the volume.
             volume_id: name of the volume; must be the one that it was created with.
-            capacity_bytes: space for slots. The volume grows if it had less.
+            capacity_bytes: space for slots. The volume grows if it had less. 0: the present one.
+            node_id: node that opens it; None: the node that the volume is named after.
             io_threads: number of concurrent I/O requests.
             direct: use O_DIRECT if the file system supports it (see ``io_engine``).
             verify_headers: ``recover`` reads every slot's header (one I/O per block) and drops blocks whose header differs.
@@ -124,6 +155,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
 
         Raises:
             Conflict: another process has the volume open, or the folder has another volume.
+            VolumeAdopted: another node owns the volume.
             InvalidArgument: the capacity is less than before or too large for the address space, or an argument is invalid.
             CorruptBlock: superblock, slab or catalog is damaged or lost; the message has the command that repairs it.
             CapacityExceeded: not enough space to create or enlarge the volume.
@@ -133,22 +165,38 @@ class NvmeSlab(PooledVolume, DurableVolume):
         """
         counters = counters or Counters()
         capacity_bytes = capacity_bytes // ALIGNMENT * ALIGNMENT
-        if capacity_bytes < ALIGNMENT or not 0 < len(volume_id.encode()) <= limits.MAX_NAME_BYTES:
+        new = not (path / SLAB_FILE).exists()
+        if (capacity_bytes < ALIGNMENT and (new or capacity_bytes)) or not 0 < len(volume_id.encode()) <= limits.MAX_NAME_BYTES:
             raise InvalidArgument("a volume must have a name and at least one page of 4096 bytes", capacity_bytes=capacity_bytes)
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = VolumeLock(path)
+        claim = owned_claim(path, volume_id, node_id or home_of(volume_id))
+        lock = VolumeLock(path, claim.token)
         try:
             if not (path / SLAB_FILE).exists():
                 make_volume(path, volume_id, capacity_bytes)
             engine = IoChoice(io_threads, direct=direct, gds=gds, gds_required=gds_required, gds_host_reads=gds_host_reads)
-            parts = open_parts(path, volume_id, capacity_bytes, engine, counters)
+            parts = open_parts(path, volume_id, capacity_bytes, engine, counters, claim)
         except BaseException:
             lock.close()
             raise
         superblock = parts.superblock
-        size, epoch = superblock.capacity_bytes >> 20, superblock.epoch
-        _log.info("volume opened: %s (path=%s, mib=%d, engine=%s, epoch=%d)", volume_id, path, size, parts.file.engine, epoch)
-        return cls(path, lock, parts, verify_headers=verify_headers, counters=counters)
+        if parts.read_only is None:
+            remove_old_files(path, claim.token)
+        _log.info(
+            "volume opened: %s (path=%s, mib=%d, engine=%s, epoch=%d, token=%d)",
+            volume_id, path, superblock.capacity_bytes >> 20, parts.file.engine, superblock.epoch, claim.token,
+        )  # fmt: skip
+        return cls(path, lock, claim, parts, verify_headers=verify_headers, counters=counters)
+
+    @property
+    def path(self) -> Path:
+        """Folder of the volume."""
+        return self._path
+
+    @property
+    def token(self) -> int:
+        """Token of its owner, this node."""
+        return self._claim.token
 
     @property
     def io_engine(self) -> str:
@@ -176,7 +224,72 @@ class NvmeSlab(PooledVolume, DurableVolume):
     def answered_s(self) -> float:
         return self._file.answered_s
 
+    @property
+    def adopted_by(self) -> NodeId | None:
+        return self._adopted_by
+
+    def _owned(self) -> bool:
+        """Whether this node still owns the volume. If not, the volume becomes read-only for good.
+
+        Raises:
+            Unavailable: the claims cannot be read.
+        """
+        with self._ownership_lock:
+            if self._adopted_by is not None:
+                return False
+            held = self._claim.token
+            try:
+                claimed = held + 1 if is_claimed(self._path, held + 1) else held
+            except OSError as error:
+                raise Unavailable("claims of this volume cannot be read", volume_id=self.volume_id, reason=error) from error
+            newest = self._published()
+            step = next_step(Seen(Owner.SELF, claimed, newest.token, held, held))
+            if step is Step.RESTORE:
+                step = self._restore_token(newest)
+            if step is Step.DROP:
+                self._become_adopted()
+            return step is not Step.DROP
+
+    def _published(self) -> Superblock:
+        """The superblock in the slab; the last known one if it cannot be read. Then the claims alone fence this node."""
+        try:
+            return newest_superblock(self._file.pread(0, 2 * SUPERBLOCK_BYTES))[0]
+        except (OSError, CorruptBlock) as error:
+            self._counters.add(volumes_metrics.NVME_READ_ERRORS)
+            _limited.warning("superblock not read: %s (error=%s)", self.volume_id, error)
+            return self._superblock
+
+    def _restore_token(self, newest: Superblock) -> Step:
+        """Publish this owner's token again. Returns the step after that."""
+        self._counters.add(volumes_metrics.FENCING_TOKENS_RESTORED)
+        _log.warning("volume token restored: %s (found=%d, token=%d)", self.volume_id, newest.token, self._claim.token)
+        try:
+            publish_token(self._path, self._file, self._superblock, self._claim.token)
+        except CannotWriteError as error:
+            raise Unavailable("the token of this volume cannot be written", volume_id=self.volume_id, reason=error) from error
+        except VolumeAdopted:
+            return Step.DROP
+        return Step.KEEP
+
+    def _become_adopted(self) -> None:
+        try:
+            by = claim_in_force(self._path, self._claim.node_id)
+        except OSError:
+            by = Claim(-1, NodeId("unknown"))
+        self._adopted_by = by.node_id
+        self._read_only = f"node {by.node_id} has adopted it (token {by.token}, ours {self._claim.token})"
+        self._counters.add(volumes_metrics.FENCED_VOLUMES)
+        _log.error(
+            "volume fenced: %s (path=%s, adopted_by=%s, token=%d, ours=%d); this node writes to it no more",
+            self.volume_id, self._path, by.node_id, by.token, self._claim.token,
+        )  # fmt: skip
+
     def check_files(self) -> bool:
+        try:
+            if not self._owned():
+                return True  # its new owner may remove files
+        except KVStoreError as error:
+            _log.warning("volume owner not checked: %s (error=%s)", self.volume_id, error)
         found = all(_is_at(path, file) for path, file in self._places)
         if found or self._gone:
             return found
@@ -226,6 +339,8 @@ class NvmeSlab(PooledVolume, DurableVolume):
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
         if self._read_only is not None:
             return [self._refusal(self._read_only)] * len(items)
+        if reason := self._why_not_written():
+            return [self._refusal(reason)] * len(items)
         results: list[Exception | None] = [None] * len(items)
         slots: list[SlotIO] = []
         places: list[int] = []
@@ -329,9 +444,11 @@ class NvmeSlab(PooledVolume, DurableVolume):
             if entries:
                 self._sync()
             if not all(_is_at(path, file) for path, file in self._places):
+                self._check_owned()  # a new owner removes the catalog of the old one
                 self._lose()
                 raise self._refusal(self._read_only or "its files are gone")
             self._catalog.commit(entries, removed)
+            self._check_owned_after_commit()
             self._manifest.append([(record.key, slot) for slot, record in stored], removed)
 
     def _listed(self) -> Iterator[tuple[BlockKey, Slot]]:
@@ -339,6 +456,30 @@ class NvmeSlab(PooledVolume, DurableVolume):
         if self._catalog is not None:
             for key, header in self._catalog.entries():
                 yield BlockKey(key), place_in(header)
+
+    def _why_not_written(self) -> str | None:
+        """Why this node may not write because of the volume's owner; None: it may."""
+        try:
+            if self._owned():
+                return None
+        except Unavailable as error:
+            return str(error)
+        self._counters.add(volumes_metrics.FENCED_WRITES_REFUSED)
+        return self._read_only or "another node has adopted it"
+
+    def _check_owned(self) -> None:
+        if reason := self._why_not_written():
+            raise self._refusal(reason)
+
+    def _check_owned_after_commit(self) -> None:
+        """Check that a new owner, if there will be one, copies a commit that has just ended."""
+        try:
+            self._check_owned()
+        except Unavailable:
+            if self._adopted_by is None:
+                self._sync_failed = True  # the catalog names slots that callers free now: nothing may be committed on top
+                _log.error("volume owner unknown after a commit: %s; it stores nothing until it is opened again", self.volume_id)
+            raise
 
     def _refusal(self, reason: str) -> Unavailable:
         return Unavailable("this volume is read-only", volume_id=self.volume_id, reason=reason)
@@ -403,13 +544,15 @@ class NvmeSlab(PooledVolume, DurableVolume):
         with self._commit_lock:
             if self._read_only is None:
                 return True
-            if self._closed or not self._recovered:
+            if self._closed or not self._recovered or self._adopted_by is not None:
                 return False
             if self._gone:
                 if not all(_is_at(path, file) for path, file in self._places):
                     return False
                 self._gone = False
             try:
+                if not self._owned():
+                    return False
                 if self._catalog is None:  # an open catalog is up to date
                     self._begin_writing()
                 self._read_only = None
@@ -427,10 +570,10 @@ class NvmeSlab(PooledVolume, DurableVolume):
         try:
             with writing():
                 self._file.make_writable()
-                catalog = open_catalog(self._path, self._superblock.capacity_bytes)
+                catalog = open_catalog(self._path, self._superblock.capacity_bytes, self._claim.token)
             noted = catalog.superblock()
             if noted is not None and noted.epoch > self._superblock.epoch:
-                self._superblock = noted  # an earlier attempt failed after this step
+                self._superblock = replace(noted, token=self._claim.token)  # an earlier attempt failed after this step
             self._superblock = begin_epoch(self._file, catalog, self._superblock)
             if self._to_drop:
                 catalog.commit((), self._to_drop)

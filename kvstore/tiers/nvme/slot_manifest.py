@@ -3,7 +3,8 @@
 A shared volume has one owner, which alone writes, evicts and publishes. Other nodes read its slots directly. They cannot open
 the catalog, because LMDB works within one host, and asking the owner would make the volume unavailable without it. So the owner
 writes a second, derived list next to the slab: an append-only file in the order of the catalog's commits. It is replaced by a
-new edition at each opening, and when most of it is history.
+new edition at each opening, and when most of it is history. Each owner's file has its token in its name, so that readers never
+follow an owner that was fenced.
 
 The manifest is a *hint*, like the index: a reader verifies each block against the slot's header and checksums, so a late or lost
 entry costs a miss. So it is not synced, a failed write never fails a commit, and a reader stops at the first incomplete frame.
@@ -38,11 +39,11 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import Slot
+from kvstore.tiers.nvme.ownership import ROSTER_FILE, name_at
 from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, Superblock, pack_superblock, parse_superblock
 
 _log = logging.getLogger(__name__)
 
-ROSTER_FILE = "roster"
 Entries = Callable[[], Iterable[tuple[BlockKey, Slot]]]
 
 _MAGIC = b"KVROST\r\n"
@@ -79,7 +80,7 @@ class SlotManifestWriter:
     """
 
     def __init__(self, folder: Path, superblock: Superblock, everything: Entries, counters: Counters) -> None:
-        self._path = folder / ROSTER_FILE
+        self._path = folder / name_at(ROSTER_FILE, superblock.token)
         self._superblock = superblock
         self._everything = everything
         self._counters = counters
@@ -93,7 +94,7 @@ class SlotManifestWriter:
         """Write a new edition with all entries of the catalog, and replace the old one."""
         self._superblock = superblock or self._superblock
         self.close()
-        temporary = self._path.with_suffix(".new")
+        temporary = self._path.with_name(f"{self._path.name}.new")
         fd = -1
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -160,11 +161,13 @@ class SlotManifestReader:
 
     Args:
         folder: folder of the volume, as mounted here.
+        token: of the owner; another owner writes another file.
         entries: False: read the head only, if the positions of blocks are known otherwise.
     """
 
-    def __init__(self, folder: Path, *, entries: bool = True) -> None:
-        self._path = folder / ROSTER_FILE
+    def __init__(self, folder: Path, token: int = 0, *, entries: bool = True) -> None:
+        self.token = token
+        self._path = folder / name_at(ROSTER_FILE, token)
         self._entries = entries
         self._head = b""
         self._position = 0

@@ -1,5 +1,8 @@
 """Opening a volume's folder: its lock, its creation, the check that its files belong together, and the next epoch.
 
+Only the node that owns the volume opens it (``kvstore.tiers.nvme.ownership``). An owner that follows another one first publishes
+its token and copies the catalog, also if an earlier attempt ended in the middle.
+
 Opening for writing needs some space: the catalog is copied on write, and the epoch is written. If the file system accepts no
 writes (full, over quota, read-only, failing), an existing volume is opened read-only, because its blocks can still be read.
 """
@@ -17,19 +20,42 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, InvalidArgument, NotFound, Unavailable
-from kvstore.core.types import VolumeId
+from kvstore.core.types import NodeId, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import chunk_bytes_for
 from kvstore.tiers.nvme.catalog import CATALOG_FILE, NO_WRITING, Catalog, map_bytes_for, mend_hint
+from kvstore.tiers.nvme.ownership import (
+    CATALOG_FOLDER,
+    LOCK_FILE,
+    SLAB_FILE,
+    Claim,
+    Owner,
+    Seen,
+    Step,
+    VolumeAdopted,
+    claim_in_force,
+    copy_catalog,
+    home_of,
+    name_at,
+    newest_catalog,
+    next_step,
+    sync_folder,
+)
 from kvstore.tiers.nvme.slab_io import IoChoice, SlabFile
-from kvstore.tiers.nvme.superblock import DATA_START, SUPERBLOCK_BYTES, Superblock, newest_superblock, pack_superblock
+from kvstore.tiers.nvme.superblock import (
+    DATA_START,
+    SUPERBLOCK_BYTES,
+    Superblock,
+    UnknownVersion,
+    newest_superblock,
+    pack_superblock,
+)
 
 _log = logging.getLogger(__name__)
 
-SLAB_FILE = "slab.kv"
-CATALOG_FOLDER = "catalog"
-LOCK_FILE = "lock"
+_MOST_STEPS = 4
+"""Steps from a claim to an opening, and one more."""
 _TIB = 1 << 40
 
 
@@ -38,16 +64,22 @@ class CannotWriteError(Exception):
 
 
 class VolumeLock:
-    """Exclusive use of a volume by one process. The kernel releases it when the process ends.
+    """Exclusive use of a volume by one process of its owner. The kernel releases it when the process ends.
+
+    It keeps processes of one host apart. Nodes of several hosts are kept apart by claims, so the lock need not work across hosts.
+
+    Args:
+        path: folder of the volume.
+        token: of the owner.
 
     Raises:
         Conflict: another process has the volume open.
         NotFound: the folder does not exist.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, token: int) -> None:
         try:
-            self._fd = _open_lock(path / LOCK_FILE)
+            self._fd = _open_lock(path / name_at(LOCK_FILE, token))
         except FileNotFoundError as error:
             raise NotFound("no volume here", path=path) from error
         try:
@@ -81,8 +113,30 @@ class OpenParts:
     """Why nothing can be written; None: it can."""
 
 
-def open_parts(path: Path, volume_id: VolumeId, capacity_bytes: int, engine: IoChoice, counters: Counters) -> OpenParts:
+def owned_claim(path: Path, volume_id: VolumeId, node_id: NodeId) -> Claim:
+    """The claim in force, which must be that of ``node_id``.
+
+    Raises:
+        VolumeAdopted: it is another node's.
+    """
+    found = claim_in_force(path, home_of(volume_id))
+    if found.node_id != node_id:
+        raise VolumeAdopted(path, volume_id, found.node_id, found.token)
+    return found
+
+
+def open_parts(
+    path: Path, volume_id: VolumeId, capacity_bytes: int, engine: IoChoice, counters: Counters, owned: Claim
+) -> OpenParts:
     """Open an existing volume, read-only if the file system accepts no writes.
+
+    Args:
+        path: folder of the volume.
+        volume_id: its name.
+        capacity_bytes: space for slots; 0: the present one.
+        engine: I/O engine.
+        counters: count failures.
+        owned: the claim of the caller.
 
     Raises:
         As ``NvmeSlab.open``.
@@ -93,12 +147,15 @@ def open_parts(path: Path, volume_id: VolumeId, capacity_bytes: int, engine: IoC
             with writing() if writable else contextlib.nullcontext():
                 file = engine.open(path / SLAB_FILE, writable=writable, counters=counters)
                 undo.callback(file.close)
-                catalog = open_catalog(path, capacity_bytes, readonly=not writable)
+                current = _current(path, file, volume_id)
+                capacity = capacity_bytes or current.capacity_bytes
+                current = _take_over(path, file, current, owned, writable=writable)
+                catalog = open_catalog(path, capacity, owned.token, readonly=not writable)
                 undo.callback(catalog.close)
-            superblock = _checked(path, file, catalog, volume_id, capacity_bytes)
+            superblock = _checked(path, file, catalog, current, capacity)
             if writable:
-                _grow(file, superblock, capacity_bytes)
-                superblock = begin_epoch(file, catalog, replace(superblock, capacity_bytes=capacity_bytes))
+                _grow(file, superblock, capacity)
+                superblock = begin_epoch(file, catalog, replace(superblock, capacity_bytes=capacity))
             undo.pop_all()
             return OpenParts(file, catalog, superblock, None)
 
@@ -128,18 +185,72 @@ def writing() -> Iterator[None]:
         raise CannotWriteError(error.strerror) from error
 
 
-def open_catalog(path: Path, capacity_bytes: int, *, readonly: bool = False) -> Catalog:
-    """Open the catalog of the volume at ``path``.
+def _take_over(path: Path, file: SlabFile, current: Superblock, owned: Claim, *, writable: bool) -> Superblock:
+    """Do the steps that are left between a claim and the opening of the volume. Returns the superblock then.
+
+    Raises:
+        VolumeAdopted: another node has claimed a higher token since.
+        Unavailable: something is left, and the volume is to be opened read-only.
+        CorruptBlock: claims are missing, or the old catalog is damaged.
+    """
+    for _ in range(_MOST_STEPS):
+        claim = owned_claim(path, current.volume_id, owned.node_id)
+        if claim.token != owned.token:
+            raise VolumeAdopted(path, current.volume_id, claim.node_id, claim.token)
+        catalog = newest_catalog(path, owned.token)
+        step = next_step(Seen(Owner.SELF, owned.token, current.token, catalog))
+        if step is Step.OPEN:
+            return current
+        if step is Step.REFUSE:
+            raise CorruptBlock(
+                "claims of this volume are missing: its superblock has a higher token than any of them",
+                path=path, token=current.token, claimed=owned.token,
+            )  # fmt: skip
+        if not writable:
+            raise Unavailable("the volume must be taken over first, and its file system accepts no writes", path=path)
+        if step is Step.PUBLISH:
+            current = publish_token(path, file, current, owned.token)
+        else:
+            copy_catalog(path, catalog, owned.token)
+            _log.info("catalog copied: %s (token=%d -> %d)", current.volume_id, catalog, owned.token)
+    raise Unavailable("the volume changes while it is taken over", path=path)
+
+
+def publish_token(path: Path, file: SlabFile, current: Superblock, token: int) -> Superblock:
+    """Write a token to both copies of the superblock, synced, which fences nodes with lower tokens.
+
+    The epoch grows too, so slots that the old owner still writes have other generations than those of the new one.
+
+    Raises:
+        VolumeAdopted: another node has claimed a higher token.
+        CannotWriteError: the file system does not accept writes.
+    """
+    following = replace(current, epoch=current.epoch + 1, token=token)
+    page = pack_superblock(following)
+    for position in (0, SUPERBLOCK_BYTES):
+        found = claim_in_force(path, home_of(current.volume_id))
+        if found.token > token:
+            raise VolumeAdopted(path, current.volume_id, found.node_id, found.token)
+        with writing():
+            file.pwrite(position, page)
+            file.sync()
+    _log.info("volume token published: %s (token=%d)", following.volume_id, token)
+    return following
+
+
+def open_catalog(path: Path, capacity_bytes: int, token: int = 0, *, readonly: bool = False) -> Catalog:
+    """Open the catalog of the volume at ``path`` and of an owner's token.
 
     Raises:
         CorruptBlock: the catalog is lost or damaged; the message has the command that repairs it.
         CapacityExceeded, Unavailable: the catalog cannot be opened for writing now.
         InvalidArgument: the volume is too large for the address space of the process.
     """
-    if not (path / CATALOG_FOLDER / CATALOG_FILE).exists():
+    folder = path / name_at(CATALOG_FOLDER, token)
+    if not (folder / CATALOG_FILE).exists():
         raise CorruptBlock(f"the catalog of this volume is lost; {mend_hint(path)}")
     try:
-        return _map_catalog(path / CATALOG_FOLDER, capacity_bytes, readonly=readonly)
+        return _map_catalog(folder, capacity_bytes, readonly=readonly)
     except CorruptBlock as error:
         raise CorruptBlock(f"{error}; {mend_hint(path)}") from error
 
@@ -157,21 +268,29 @@ def _map_catalog(path: Path, capacity_bytes: int, *, readonly: bool = False) -> 
         ) from error
 
 
-def _checked(path: Path, file: SlabFile, catalog: Catalog, volume_id: VolumeId, capacity_bytes: int) -> Superblock:
-    """The superblock of an existing volume, after the check that slab, catalog and arguments belong together."""
+def _current(path: Path, file: SlabFile, volume_id: VolumeId) -> Superblock:
+    """The superblock in the slab, after the check that it is the volume's."""
     try:
         current, _ = newest_superblock(file.pread(0, 2 * SUPERBLOCK_BYTES))
+    except UnknownVersion:
+        raise
     except CorruptBlock as error:
         raise CorruptBlock(
             f"{path / SLAB_FILE} has no good superblock ({error.message}); if it is a volume, {mend_hint(path)}"
         ) from error
     if current.volume_id != volume_id:
         raise Conflict("the folder has another volume", path=path, found=current.volume_id, expected=volume_id)
+    return current
+
+
+def _checked(path: Path, file: SlabFile, catalog: Catalog, current: Superblock, capacity_bytes: int) -> Superblock:
+    """The superblock of an existing volume, after the check that slab, catalog and arguments belong together."""
     noted = catalog.superblock()
     if noted is None or noted.uid != current.uid:
         raise CorruptBlock(f"the catalog here belongs to another volume; {mend_hint(path)}")
     if noted.epoch > current.epoch:
-        current = noted  # the newer copy in the slab was damaged; its epoch must not be used again
+        # the newer copy in the slab was damaged; its epoch must not be used again
+        current = replace(noted, token=current.token)
     if capacity_bytes < current.capacity_bytes:
         raise InvalidArgument(
             "a volume cannot shrink; set at least its current capacity, or create a new volume",
@@ -194,11 +313,14 @@ def begin_epoch(file: SlabFile, catalog: Catalog, current: Superblock) -> Superb
     """Begin the next epoch: write it to catalog and slab, synced.
 
     Raises:
+        Unavailable: another node has published a higher token.
         CannotWriteError: the file system does not accept writes.
         KVStoreError, OSError: another error.
     """
     following = replace(current, epoch=current.epoch + 1)
-    _, next_at = newest_superblock(file.pread(0, 2 * SUPERBLOCK_BYTES))
+    newest, next_at = newest_superblock(file.pread(0, 2 * SUPERBLOCK_BYTES))
+    if newest.token > current.token:
+        raise Unavailable("another node has adopted this volume", volume_id=current.volume_id, token=newest.token)
     with writing():
         catalog.put_superblock(following)
         file.pwrite(next_at, pack_superblock(following))
@@ -238,7 +360,7 @@ def make_volume(path: Path, volume_id: VolumeId, capacity_bytes: int) -> None:
         raise
     finally:
         os.close(fd)
-    _sync_folder(path)
+    sync_folder(path)
 
 
 def reserve(fd: int, size: int) -> None:
@@ -251,11 +373,3 @@ def reserve(fd: int, size: int) -> None:
                 "the file system has not enough space for this volume", bytes=size, reason=error.strerror
             ) from error
         raise
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -53,27 +53,27 @@ def check_folder(path: Path, *, direct: bool, repair: bool = False) -> CommandOu
 
 def _in_use(path: Path) -> str | None:
     """Name the process that has a volume open, and how to check the volume online; None: unknown."""
+    from kvstore.tiers.nvme.ownership import LOCK_FILE, SLAB_FILE, claim_in_force, home_of, name_at
     from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, newest_superblock
-    from kvstore.tiers.nvme.volume_open import LOCK_FILE, SLAB_FILE
 
     try:
         with (path / SLAB_FILE).open("rb") as file:
             volume_id = newest_superblock(file.read(2 * SUPERBLOCK_BYTES))[0].volume_id
-        inode = (path / LOCK_FILE).stat().st_ino
+        claim = claim_in_force(path, home_of(volume_id))
+        inode = (path / name_at(LOCK_FILE, claim.token)).stat().st_ino
         locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
     except (OSError, CorruptBlock):
         return None
     owner = next((words[4] for words in locks if words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode)), "unknown")
-    node = volume_id.partition("/")[0]
     return (
-        f"this volume is in use by node {node} (process {owner}): check it while the node runs with"
+        f"this volume is in use by node {claim.node_id} (process {owner}): check it while the node runs with"
         f" `kvstore volumes check {volume_id}`, or stop the node first"
     )
 
 
 def _suggest_volumes(path: Path) -> None:
     """Reject a data folder of ``kvstore up``, which is not a volume, and name the volumes in it."""
-    from kvstore.tiers.nvme.volume_open import SLAB_FILE
+    from kvstore.tiers.nvme.ownership import SLAB_FILE
 
     if (path / SLAB_FILE).exists():
         return

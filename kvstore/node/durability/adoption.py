@@ -1,0 +1,363 @@
+"""Adoption of volumes on shared storage: this node takes over the volume of an absent owner, and gives up its own ones.
+
+Theory of operation.
+
+1. One thread per volume looks at it every ``POLL_S``. The next step is decided from the volume's files
+   (``kvstore.tiers.nvme.ownership``). The metadata servers only say whether the owner is absent.
+2. An owner is absent if the metadata servers have considered it silent or unknown for ``node.adopt_after``, without a gap in
+   their answers. A volume's first owner that stopped in order is not absent. If no metadata server answers, no owner is.
+3. A volume that this node owns and does not have open is opened as at a start: from its catalog or, if that is damaged, from
+   its slot headers. Its blocks join the table beside loads and stores. Then the node registers with the volume, which closes
+   the replicas of the old owner in the index, and sends its inventory.
+4. A volume of this node that another node has adopted is dropped: its blocks leave the table, and the node mounts it for reading.
+5. A node's own volumes (``node.nvme``) are watched in the same way, so the node takes them back once their adopter has released
+   them or is absent. An adopter releases a volume when it stops in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import grpc
+
+from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
+from kvstore.core.clock import Clock
+from kvstore.core.errors import CorruptBlock, KVStoreError
+from kvstore.core.types import NodeId, VolumeId
+from kvstore.health import codes
+from kvstore.health.findings import HealthFinding
+from kvstore.node.durability.recovery import SharedVolume, drop_blocks, recover_while_running
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
+from kvstore.rpc.client import call
+from kvstore.tiers.nvme.fsck import check_volume
+from kvstore.tiers.nvme.ownership import (
+    Owner,
+    Seen,
+    Step,
+    VolumeAdopted,
+    claim,
+    claim_in_force,
+    home_of,
+    newest_catalog,
+    next_step,
+    read_superblock,
+    release,
+)
+from kvstore.tiers.nvme.slab import NvmeSlab
+
+log = logging.getLogger(__name__)
+_limited = LimitedLog(log)
+
+POLL_S: Final = 1.0
+GAP_S: Final = 10.0
+"""Observations further apart than this do not prove that the owner was absent in between."""
+RETRY_S: Final = 5.0
+"""Pause after a failure."""
+DROP_POLL_S: Final = 0.2
+_RPC_TIMEOUT_S: Final = 5.0
+
+
+class OwnerTimer:
+    """How long the owner of one volume has been absent. Pure.
+
+    Args:
+        after_s: time after which it counts as absent.
+    """
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self._node_id: NodeId | None = None
+        self._since_s = 0.0
+        self._last_s = 0.0
+
+    def judge(self, node_id: NodeId, *, away: bool, now_s: float) -> Owner:
+        """Add an observation: whether an owner is away now."""
+        if not away:
+            self._node_id = None
+            return Owner.PRESENT
+        if node_id != self._node_id or now_s - self._last_s > GAP_S:
+            self._node_id, self._since_s = node_id, now_s
+        self._last_s = now_s
+        return Owner.ABSENT if now_s - self._since_s >= self._after_s else Owner.PRESENT
+
+
+class OwnerPresence:
+    """Asks the metadata servers whether nodes are away.
+
+    Args:
+        connect: opens the channel to the metadata servers.
+    """
+
+    def __init__(self, connect: Callable[[], grpc.Channel]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = None
+
+    def is_away(self, node_id: NodeId, home: NodeId) -> bool:
+        """Whether the owner of a volume is silent or unknown. False also if no metadata server answers.
+
+        An owner whose calls are refused is not away, nor is ``home`` if it stopped in order: it will be started again. Another
+        owner should have released the volume when it stopped.
+        """
+        if not node_id:
+            return True  # an unreadable claim
+        with self._lock:
+            if self._channel is None:
+                self._channel = self._connect()
+            stub = metadata_pb2_grpc.MetadataStub(self._channel)
+        try:
+            found = call(stub.ListNodes, metadata_pb2.ListNodesRequest(node_ids=[node_id]), _RPC_TIMEOUT_S).nodes
+        except KVStoreError as error:
+            _limited.warning("owner of a volume not found: no metadata server answers (node=%s, error=%s)", node_id, error)
+            return False
+        return not any(one.alive or one.refused or (one.stopped and node_id == home) for one in found)
+
+    def close(self) -> None:
+        """Close the channel."""
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+
+
+class Registration(Protocol):
+    """The node's registration with the metadata servers."""
+
+    def add_volume(self, volume: common_pb2.VolumeInfo) -> None:
+        """Register with one more volume."""
+
+    def remove_volume(self, volume_id: VolumeId) -> None:
+        """Register without a volume."""
+
+
+@dataclass(slots=True)
+class AdoptionParts:
+    """Parts that the adopters of a node share.
+
+    Attributes:
+        node_id: this node.
+        after_s: ``node.adopt_after``.
+        table: receives the blocks.
+        namespaces: of the blocks.
+        replica_log: changes to publish.
+        is_away: whether the owner of a volume is away; also gets the node that the volume is named after.
+        may_adopt: whether this node accepts new work.
+        open_volume: opens a volume that this node owns.
+        make_guard: sets up the guard of an opened volume.
+        mount: mounts a volume for reading.
+        counters: metrics.
+        clock: time.
+        registration: of the node; None: it runs without a metadata server.
+        poll_s: time between two looks at a volume.
+    """
+
+    node_id: NodeId
+    after_s: float
+    table: BlockTable
+    namespaces: NamespaceRegistry
+    replica_log: ReplicaChangeLog
+    is_away: Callable[[NodeId, NodeId], bool]
+    may_adopt: Callable[[], bool]
+    open_volume: Callable[[SharedVolume], NvmeSlab]
+    make_guard: Callable[[NodeVolume], None]
+    mount: Callable[[SharedVolume], None]
+    counters: Counters
+    clock: Clock
+    registration: Registration | None = None
+    poll_s: float = POLL_S
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+
+class VolumeAdopter:
+    """The thread of one volume. ``start`` and ``stop`` once each; ``look`` is one round, for tests.
+
+    Args:
+        shared: the volume.
+        parts: of the node.
+        held: the open volume; None: this node does not own it.
+    """
+
+    def __init__(self, shared: SharedVolume, parts: AdoptionParts, held: NodeVolume | None = None) -> None:
+        self.shared = shared
+        self._parts = parts
+        self._held = held
+        self._home = home_of(shared.volume_id)
+        self._is_home = self._home == parts.node_id
+        self._timer = OwnerTimer(parts.after_s)
+        self._token = -1
+        self._owner: NodeId | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kvstore-adopt-{shared.path.name}", daemon=True)
+
+    @property
+    def adopted(self) -> bool:
+        """Whether this node has adopted the volume of another node."""
+        return self._held is not None and not self._is_home
+
+    @property
+    def lost_to(self) -> NodeId | None:
+        """The node that has adopted this node's volume; None: none has, or it is unknown."""
+        return self._owner if self._is_home and self._held is None else None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait for the thread, after ``stopping`` was set. An adoption in progress may take longer."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def release(self) -> None:
+        """Give an adopted volume back to the node that it is named after. Call after it was closed."""
+        held = self._held
+        if held is None or not self.adopted or held.volume.adopted_by is not None:
+            return
+        shared = self.shared
+        try:
+            given = release(shared.path, shared.volume_id, self._token)
+        except OSError as error:
+            log.warning("volume not released: %s (error=%s)", shared.volume_id, error)
+        else:
+            log.info("volume released: %s (token=%d, released=%s)", shared.volume_id, self._token + 1, given)
+
+    def _run(self) -> None:
+        pause_s = self._parts.poll_s
+        while not self._parts.stopping.wait(pause_s):
+            pause_s = self._parts.poll_s
+            try:
+                self.look()
+            except VolumeAdopted as error:
+                log.info("volume not adopted: %s", error)
+            except (KVStoreError, OSError) as error:
+                pause_s = RETRY_S
+                self._parts.counters.add(volumes_metrics.ADOPTIONS_FAILED)
+                _limited.warning("volume not adopted, trying again: %s (error=%s)", self.shared.volume_id, error)
+            except Exception:  # thread edge: the volume would stay without an owner
+                pause_s = RETRY_S
+                self._parts.counters.add(volumes_metrics.ADOPTIONS_FAILED)
+                log.exception("volume not adopted: %s, unexpected error, trying again", self.shared.volume_id)
+
+    def look(self) -> None:
+        """Look at the volume, and do its next step.
+
+        Raises:
+            KVStoreError: it could not be adopted.
+            OSError: see ``KVStoreError``.
+        """
+        if self._held is not None:
+            if self._held.volume.adopted_by is not None:
+                self._lose(self._held)
+            return
+        parts, path = self._parts, self.shared.path
+        found = claim_in_force(path, self._home)
+        self._owner = found.node_id
+        if not parts.may_adopt():
+            return
+        if found.node_id == parts.node_id:
+            owner = Owner.SELF
+        else:
+            away = parts.is_away(found.node_id, self._home)
+            owner = self._timer.judge(found.node_id, away=away, now_s=parts.clock.now_s())
+            if owner is Owner.PRESENT:
+                return
+        step = next_step(Seen(owner, found.token, read_superblock(path).token, newest_catalog(path, found.token)))
+        if step is Step.CLAIM:
+            log.warning(
+                "adopting volume: %s (owner=%s, absent=%.0f s or more, token=%d)",
+                self.shared.volume_id, found.node_id, parts.after_s, found.token + 1,
+            )  # fmt: skip
+            if claim(path, found.token + 1, parts.node_id):
+                self._adopt(found.token + 1)
+        elif step is Step.REFUSE:
+            raise CorruptBlock("claims of this volume are missing: its superblock has a higher token than any of them", path=path)
+        elif step is not Step.WAIT:
+            self._adopt(found.token)
+
+    # ---- taking
+    def _adopt(self, token: int) -> None:
+        parts, shared = self._parts, self.shared
+        began_s = parts.clock.now_s()
+        slab = self._open()
+        node_volume = NodeVolume(slab, folder=slab.path)
+        parts.make_guard(node_volume)
+        residency = parts.table.residency
+        with residency.lock:
+            residency.expect_volume(node_volume)
+        try:
+            blocks = recover_while_running(parts.table, node_volume, parts.namespaces, parts.counters)
+        except BaseException:
+            self._drop(node_volume)
+            raise
+        with residency.lock:
+            residency.add_volume(node_volume)
+            residency.changed.notify_all()
+        self._held, self._token, self._owner = node_volume, token, parts.node_id
+        if parts.registration is not None:
+            capacity_bytes = slab.usage().capacity_bytes
+            parts.registration.add_volume(
+                common_pb2.VolumeInfo(
+                    volume_id=shared.volume_id, tier=common_pb2.TIER_NVME, capacity_bytes=capacity_bytes, uid=slab.uid
+                )
+            )
+        parts.counters.add(volumes_metrics.ADOPTED_VOLUMES)
+        log.warning(
+            "volume adopted: %s (path=%s, token=%d, blocks=%d, seconds=%.1f)",
+            shared.volume_id, shared.path, token, blocks, parts.clock.now_s() - began_s,
+        )  # fmt: skip
+
+    def _open(self) -> NvmeSlab:
+        """Open the volume. If its catalog is damaged, rebuild it from the slot headers, as no operator is there to do it."""
+        try:
+            return self._parts.open_volume(self.shared)
+        except CorruptBlock as error:
+            log.warning("catalog rebuilt from slot headers: %s (reason=%s)", self.shared.volume_id, error)
+            self._parts.counters.add(volumes_metrics.ADOPTED_CATALOGS_REBUILT)
+            check_volume(self.shared.path, repair=True, direct=self.shared.direct)
+            return self._parts.open_volume(self.shared)
+
+    # ---- losing
+    def _lose(self, node_volume: NodeVolume) -> None:
+        parts, volume_id = self._parts, self.shared.volume_id
+        self._owner = node_volume.volume.adopted_by
+        parts.mount(self.shared)
+        parts.replica_log.forget_volume(volume_id)
+        if parts.registration is not None:
+            parts.registration.remove_volume(volume_id)
+        self._drop(node_volume)
+        self._held = None
+        log.warning("volume dropped: %s (adopted_by=%s); this node only reads it", volume_id, self._owner)
+
+    def _drop(self, node_volume: NodeVolume) -> None:
+        """Take the blocks of a volume out of the table, and close it. Waits until no load uses them."""
+        parts = self._parts
+        parts.replica_log.forget_volume(node_volume.volume_id)
+        while drop_blocks(parts.table, node_volume) and not parts.stopping.wait(DROP_POLL_S):
+            pass
+        if parts.stopping.is_set():
+            return  # the daemon closes the volume
+        with parts.table.residency.lock:
+            parts.table.residency.remove_volume(node_volume)
+        node_volume.guard.close()
+        if not node_volume.guard.outstanding:
+            node_volume.volume.close()
+
+
+def findings(adopters: Sequence[VolumeAdopter]) -> Iterator[HealthFinding]:
+    """Report volumes that changed their owner."""
+    for adopter in adopters:
+        volume_id = adopter.shared.volume_id
+        if adopter.adopted:
+            facts = f"This node has adopted volume {volume_id} of node {home_of(volume_id)}."
+            yield HealthFinding(codes.VOLUME_ADOPTED, volume_id, facts)
+        elif (owner := adopter.lost_to) is not None:
+            facts = f"Volume {volume_id} of this node was adopted by node {owner or 'unknown'}; this node only reads it."
+            yield HealthFinding(codes.VOLUME_FENCED, volume_id, facts)

@@ -1,0 +1,366 @@
+"""Adoption at a node: when an owner counts as absent, and how a volume joins and leaves the block table while the node runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproto.v1 import common_pb2, metadata_pb2
+from kvstore.core.types import BlockKey, NodeId, VolumeId
+from kvstore.node.base.volume_guard import VolumeGuard
+from kvstore.node.durability import adoption
+from kvstore.node.durability.adoption import GAP_S, AdoptionParts, OwnerPresence, OwnerTimer, VolumeAdopter, findings
+from kvstore.node.durability.recovery import SharedVolume
+from kvstore.node.state.block_states import DramState
+from kvstore.node.state.model import NodeVolume
+from kvstore.tiers.contract import BlockRecord
+from kvstore.tiers.nvme.ownership import Claim, Owner, claim, claim_in_force
+from kvstore.tiers.nvme.slab import NvmeSlab
+from support.chains import checksums_of, payload_of
+from support.node_harness import MIB, NODE_ID, SHAPE, NodeHarness, volume_id
+from support.wait import wait_until
+
+OTHER, THIRD = NodeId("other"), NodeId("third")
+THEIRS = VolumeId("other/nvme0")
+AFTER_S = 10.0
+
+
+class Registered:
+    """Records the changes of a registration."""
+
+    def __init__(self) -> None:
+        self.changes: list[str] = []
+
+    def add_volume(self, volume: common_pb2.VolumeInfo) -> None:
+        self.changes.append(f"+{volume.volume_id}")
+
+    def remove_volume(self, volume_id: VolumeId) -> None:
+        self.changes.append(f"-{volume_id}")
+
+
+class Bed:
+    """A node, the folder of another node's volume, and the answers about that node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "shared"
+        self.node = NodeHarness(folder, volumes=[4 * MIB], publishes=True)
+        self.away = False
+        self.open = True
+        self.registered = Registered()
+        self.mounted: list[VolumeId] = []
+
+    def make_theirs(self, keys: list[BlockKey]) -> None:
+        """Create the other node's volume with blocks."""
+        slab = NvmeSlab.open(self.folder, volume_id=THEIRS, capacity_bytes=4 * MIB, io_threads=1)
+        assert list(slab.recover()) == []
+        slots = slab.allocate(SHAPE, len(keys))
+        assert slots is not None
+        records = [
+            BlockRecord(self.node.namespace.namespace_id, key, keys[at - 1] if at else None, at, SHAPE, checksums_of(key, SHAPE))
+            for at, key in enumerate(keys)
+        ]
+        payloads = [memoryview(payload_of(key, SHAPE)) for key in keys]
+        assert slab.write(list(zip(slots, records, payloads, strict=True))) == [None] * len(keys)
+        slab.commit(list(zip(slots, records, strict=True)), [])
+        slab.close()
+
+    def adopter(self, shared: SharedVolume | None = None, held: NodeVolume | None = None) -> VolumeAdopter:
+        node = self.node
+        parts = AdoptionParts(
+            node_id=NODE_ID,
+            after_s=AFTER_S,
+            table=node.table,
+            namespaces=node.registry,
+            replica_log=node.log,
+            is_away=lambda _owner, _home: self.away,
+            may_adopt=lambda: self.open,
+            open_volume=lambda shared: NvmeSlab.open(
+                shared.path,
+                volume_id=shared.volume_id,
+                capacity_bytes=shared.capacity_bytes,
+                node_id=NODE_ID,
+                io_threads=1,
+                counters=node.counters,
+            ),
+            make_guard=lambda _: None,
+            mount=lambda shared: self.mounted.append(shared.volume_id),
+            counters=node.counters,
+            clock=node.clock,
+            registration=self.registered,
+        )
+        return VolumeAdopter(shared or SharedVolume(THEIRS, self.folder), parts, held)
+
+    def look_until_absent(self, adopter: VolumeAdopter) -> None:
+        """Look every second until the owner has been away for long enough."""
+        self.away = True
+        for _ in range(int(AFTER_S) + 1):
+            adopter.look()
+            self.node.clock.advance(1.0)  # type: ignore[union-attr]
+
+    def loaded(self, keys: list[BlockKey]) -> int:
+        """Load blocks, each compared with its bytes. Returns the number of hits."""
+        for key in keys:
+            block = self.node.block(key)
+            assert block.nvme_volume is not None
+            assert block.nvme is not None
+            payload = memoryview(bytearray(SHAPE.block_bytes))
+            [(outcome, _)] = block.nvme_volume.volume.read_with_checksums([(block.nvme, block.record(), payload)])
+            assert outcome == 1
+            assert bytes(payload) == payload_of(key, SHAPE)
+        return len(keys)
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Iterator[Bed]:
+    made = Bed(tmp_path)
+    yield made
+    for node_volume in made.node.table.node_volumes:
+        if node_volume not in made.node.volumes:
+            node_volume.guard.close()
+            node_volume.volume.close()
+    made.node.close()
+
+
+# ---- when an owner is absent
+observations = st.lists(st.tuples(st.sampled_from([OTHER, THIRD]), st.booleans(), st.floats(0.1, 15.0)), max_size=40)
+
+
+@given(observations)
+def test_owner_is_absent_only_after_unbroken_absence(seen: list[tuple[NodeId, bool, float]]) -> None:
+    timer = OwnerTimer(AFTER_S)
+    now_s, history = 0.0, list[tuple[float, NodeId, bool]]()
+    for node_id, away, step_s in seen:
+        now_s += step_s
+        history.append((now_s, node_id, away))
+        verdict = timer.judge(node_id, away=away, now_s=now_s)
+        absent_since_s = now_s
+        for (at_s, who, gone), later_s in zip(reversed(history), [now_s, *(at for at, _, _ in reversed(history))], strict=False):
+            if not gone or who != node_id or later_s - at_s > GAP_S:
+                break
+            absent_since_s = at_s
+        expected = away and now_s - absent_since_s >= AFTER_S
+        assert verdict is (Owner.ABSENT if expected else Owner.PRESENT)
+
+
+def node_status(**fields: object) -> metadata_pb2.NodeStatus:
+    return metadata_pb2.NodeStatus(node=common_pb2.NodeInfo(node_id=OTHER), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "home", "away"),
+    [
+        ([], OTHER, True),
+        ([node_status()], OTHER, True),
+        ([node_status(alive=True)], OTHER, False),
+        ([node_status(stopped=True)], OTHER, False),
+        ([node_status(stopped=True)], THIRD, True),
+        ([node_status(refused="its token has expired")], OTHER, False),
+    ],
+)
+def test_owner_presence_follows_metadata_server(
+    monkeypatch: pytest.MonkeyPatch, found: list[metadata_pb2.NodeStatus], home: NodeId, away: bool
+) -> None:
+    monkeypatch.setattr(adoption, "call", lambda *_: metadata_pb2.ListNodesResponse(nodes=found))
+    presence = OwnerPresence(lambda: grpc.insecure_channel("127.0.0.1:1"))
+    assert presence.is_away(OTHER, home) is away
+    assert presence.is_away(NodeId(""), home), "an unreadable claim names no node"
+    presence.close()
+
+
+def test_owner_presence_without_metadata_server_no_owner_is_away() -> None:
+    presence = OwnerPresence(lambda: grpc.insecure_channel("127.0.0.1:1"))
+    assert not presence.is_away(OTHER, OTHER)
+    presence.close()
+
+
+# ---- taking a volume
+def test_volume_of_absent_owner_is_adopted(bed: Bed) -> None:
+    keys = bed.node.keys("theirs", 40)
+    bed.make_theirs(keys)
+    adopter = bed.adopter()
+    adopter.look()
+    assert not adopter.adopted, "its owner is present"
+    bed.look_until_absent(adopter)
+    assert adopter.adopted
+    assert claim_in_force(bed.folder, OTHER) == Claim(1, NODE_ID)
+    assert bed.registered.changes == [f"+{THEIRS}"]
+    assert bed.loaded(keys) == 40
+    assert bed.node.log.digests(THEIRS)[1].count(0) < 4096
+    assert [found.code.name for found in findings([adopter])] == ["VOLUME_ADOPTED"]
+    bed.node.table.validate()
+    adopter.look()
+    assert bed.registered.changes == [f"+{THEIRS}"]
+    assert bed.node.counters.get("adopted_volumes_total") == 1
+
+
+def test_adopted_volume_is_written_and_evicted_like_own(bed: Bed) -> None:
+    bed.make_theirs(bed.node.keys("theirs", 8))
+    bed.look_until_absent(bed.adopter())
+    for number in range(60):
+        bed.node.store_durably(f"c{number}", 16)
+    used = {block.nvme_volume.volume_id for block in bed.node.table.snapshot() if block.nvme_volume is not None}
+    assert used == {THEIRS, volume_id(0)}
+    bed.node.table.validate()
+
+
+def test_busy_node_does_not_adopt(bed: Bed) -> None:
+    bed.make_theirs(bed.node.keys("theirs", 4))
+    bed.open = False
+    adopter = bed.adopter()
+    bed.look_until_absent(adopter)
+    assert not adopter.adopted
+    assert claim_in_force(bed.folder, OTHER) == Claim(0, OTHER)
+
+
+def test_own_claim_is_continued_without_waiting(bed: Bed) -> None:
+    keys = bed.node.keys("theirs", 4)
+    bed.make_theirs(keys)
+    assert claim(bed.folder, 1, NODE_ID)  # the process died after it
+    adopter = bed.adopter()
+    adopter.look()
+    assert adopter.adopted
+    assert bed.loaded(keys) == 4
+
+
+def test_claim_of_other_candidate_restarts_the_wait(bed: Bed) -> None:
+    bed.make_theirs(bed.node.keys("theirs", 4))
+    adopter = bed.adopter()
+    bed.away = True
+    for _ in range(8):
+        adopter.look()
+        bed.node.clock.advance(1.0)  # type: ignore[union-attr]
+    assert claim(bed.folder, 1, THIRD)
+    for _ in range(8):
+        adopter.look()
+        bed.node.clock.advance(1.0)  # type: ignore[union-attr]
+    assert not adopter.adopted
+    bed.look_until_absent(adopter)
+    assert claim_in_force(bed.folder, OTHER) == Claim(2, NODE_ID)
+
+
+def test_damaged_catalog_is_rebuilt_while_adopting(bed: Bed) -> None:
+    keys = bed.node.keys("theirs", 12)
+    bed.make_theirs(keys)
+    (bed.folder / "catalog" / "data.mdb").write_bytes(b"x" * 8192)
+    bed.look_until_absent(bed.adopter())
+    assert bed.loaded(keys) == 12
+    assert bed.node.counters.get("adopted_catalogs_rebuilt_total") == 1
+
+
+def test_blocks_known_already_keep_one_durable_replica(bed: Bed) -> None:
+    durable, resident, other = bed.node.keys("d", 4), bed.node.keys("r", 4), bed.node.keys("o", 4)
+    assert bed.node.store_durably("d", 4) == durable
+    for name in ("r", "o"):
+        bed.node.store(name, 0, 4)
+    assert bed.node.table.give_up_pending() == 8
+    for key in other:  # another engine computed other bytes under the same key
+        bed.node.block(key).checksums = bytes(8 * SHAPE.layers)
+    bed.make_theirs([*durable, *resident, *other])
+    bed.look_until_absent(bed.adopter())
+    on = {key: bed.node.block(key).nvme_volume for key in [*durable, *resident, *other]}
+    assert [on[key] for key in durable] == [bed.node.volumes[0]] * 4
+    assert {volume.volume_id for key in resident if (volume := on[key]) is not None} == {THEIRS}
+    assert [on[key] for key in other] == [None] * 4
+    assert bed.node.counters.get("adopted_blocks_unused_total") == 4
+    assert bed.node.table.node_volumes[1].volume.usage().blocks == 8, "doubles are freed, blocks left out are not"
+    bed.node.table.validate()
+
+
+def test_block_being_loaded_is_adopted_after_the_load(tmp_path: Path) -> None:
+    bed = Bed(tmp_path)
+    keys = bed.node.keys("theirs", 4)
+    bed.make_theirs(keys)
+    assert claim(bed.folder, 1, NODE_ID)
+    claimed = bed.node.table.claim(bed.node.namespace, keys[:2])
+    adopter = bed.adopter()
+    thread = threading.Thread(target=adopter.look)
+    thread.start()
+    wait_until(lambda: len(bed.node.table.snapshot()) == 2, "the others are there")
+    assert not adopter.adopted
+    bed.node.table.unclaim([keys[at] for at in claimed.claimed_absent], [])
+    thread.join(30)
+    assert adopter.adopted
+    assert bed.loaded(keys) == 4
+    adopted = bed.node.table.node_volumes[1]
+    adopted.guard.close()
+    bed.node.close()
+    adopted.volume.close()
+
+
+# ---- losing a volume
+def fenced(bed: Bed) -> VolumeAdopter:
+    """The adopter of the node's own volume, which another node has claimed."""
+    own = bed.node.volumes[0]
+    shared = SharedVolume(own.volume_id, bed.node.slabs[0].path, 4 * MIB)
+    assert claim(shared.path, 1, THIRD)
+    assert own.volume.check_files()
+    assert own.volume.adopted_by == THIRD
+    return bed.adopter(shared, own)
+
+
+def test_fenced_volume_leaves_the_table(bed: Bed) -> None:
+    keys = bed.node.store_durably("c", 8)
+    adopter = fenced(bed)
+    adopter.look()
+    assert bed.node.table.node_volumes == []
+    assert [block.nvme_volume for block in bed.node.table.snapshot()] == [None] * 8
+    assert bed.node.block(keys[0]).dram_state is DramState.CLEAN
+    assert (bed.registered.changes, bed.mounted) == ([f"-{volume_id(0)}"], [volume_id(0)])
+    assert volume_id(0) not in bed.node.log.volumes
+    assert [found.code.name for found in findings([adopter])] == ["VOLUME_FENCED"]
+    bed.node.table.validate()
+    adopter.look()
+    assert adopter.lost_to == THIRD
+
+
+def test_fenced_volume_waits_for_reads_in_progress(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed.node.store_durably("c", 4)
+    adopter = fenced(bed)
+    [pinned, *_] = [block for block in bed.node.table.snapshot() if block.depth == 3]
+    pinned.pins += 1
+    closed: list[str] = []
+    close: Callable[[VolumeGuard], None] = VolumeGuard.close
+    monkeypatch.setattr(VolumeGuard, "close", lambda guard: (closed.append("closed"), close(guard))[1])
+    thread = threading.Thread(target=adopter.look)
+    thread.start()
+    wait_until(lambda: sum(block.nvme_volume is not None for block in bed.node.table.snapshot()) == 1, "the others are dropped")
+    assert not closed
+    bed.node.table.unpin([pinned])
+    thread.join(30)
+    assert closed
+    assert bed.node.table.node_volumes == []
+
+
+def test_fenced_volume_is_taken_back_after_its_adopter_is_lost(bed: Bed) -> None:
+    keys = bed.node.store_durably("c", 8)
+    adopter = fenced(bed)
+    adopter.look()
+    for key in keys:
+        assert bed.node.block(key).nvme_volume is None
+    bed.look_until_absent(adopter)
+    assert adopter.lost_to is None
+    assert not adopter.adopted, "it is its own"
+    assert bed.loaded(keys) == 8
+    assert bed.registered.changes == [f"-{volume_id(0)}", f"+{volume_id(0)}"]
+    bed.node.table.validate()
+
+
+def test_adopted_volume_is_released_when_node_stops(bed: Bed) -> None:
+    bed.make_theirs(bed.node.keys("theirs", 4))
+    adopter = bed.adopter()
+    bed.look_until_absent(adopter)
+    bed.node.table.node_volumes[1].volume.close()
+    adopter.release()
+    assert claim_in_force(bed.folder, OTHER) == Claim(2, OTHER)
+
+
+def test_own_volume_is_not_released(bed: Bed) -> None:
+    own = SharedVolume(volume_id(0), bed.node.slabs[0].path, 4 * MIB)
+    bed.adopter(own, bed.node.volumes[0]).release()
+    assert claim_in_force(own.path, NODE_ID) == Claim(0, NODE_ID)

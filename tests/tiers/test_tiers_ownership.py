@@ -1,0 +1,346 @@
+"""Claims, fencing and adoption of a volume, with real files: slabs in one process stand for nodes on several hosts."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.errors import CorruptBlock, Unavailable
+from kvstore.core.types import NodeId, Outcome, VolumeId
+from kvstore.observe.counters import Counters
+from kvstore.testing.mount_suite import Held, fetch, known, put
+from kvstore.testing.volume_suite import SHAPES, block_payload, empty_memory, items_for
+from kvstore.tiers.nvme import slab as slab_module
+from kvstore.tiers.nvme.catalog import Catalog
+from kvstore.tiers.nvme.fsck import check_volume
+from kvstore.tiers.nvme.mounted import MountedSlab
+from kvstore.tiers.nvme.ownership import Claim, VolumeAdopted, claim, claim_in_force, newest_catalog, read_superblock, release
+from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.slab_io import SlabFile
+from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, pack_superblock
+
+NAME = VolumeId("owner/nvme0")
+OWNER, ADOPTER, OTHER = NodeId("owner"), NodeId("adopter"), NodeId("other")
+SHAPE = SHAPES[0]
+
+
+def opened(folder: Path, node_id: NodeId = OWNER, counters: Counters | None = None) -> tuple[NvmeSlab, Held]:
+    """Open the volume of a folder as a node. Returns the blocks found, by number."""
+    capacity = 4 << 20 if node_id == OWNER else 0
+    slab = NvmeSlab.open(folder, volume_id=NAME, capacity_bytes=capacity, node_id=node_id, counters=counters)
+    return slab, {int.from_bytes(record.key, "big"): (slot, record) for slot, record in slab.recover()}
+
+
+def adopt(folder: Path, node_id: NodeId = ADOPTER) -> tuple[NvmeSlab, Held]:
+    assert claim(folder, claim_in_force(folder, OWNER).token + 1, node_id)
+    return opened(folder, node_id)
+
+
+def good(slab: NvmeSlab, held: Held) -> list[int]:
+    """Read blocks. Returns the numbers of the hits, each compared byte for byte."""
+    views = empty_memory(len(held), SHAPE, aligned=True) if held else []
+    items = [(slot, record, view) for (slot, record), view in zip(held.values(), views, strict=True)]
+    hits = []
+    for number, view, outcome in zip(held, views, slab.read(items), strict=True):
+        if outcome is Outcome.HIT:
+            assert bytes(view) == block_payload(number, SHAPE), "WRONG BYTES"
+            hits.append(number)
+    return hits
+
+
+def test_claim_many_threads_one_succeeds(tmp_path: Path) -> None:
+    won: list[NodeId] = []
+    start = threading.Barrier(16)
+
+    def race(node_id: NodeId) -> None:
+        start.wait()
+        if claim(tmp_path, 1, node_id):
+            won.append(node_id)
+
+    threads = [threading.Thread(target=race, args=(NodeId(f"n{number}"),)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert [claim_in_force(tmp_path, OWNER)] == [Claim(1, node_id) for node_id in won]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["claim.1"]
+
+
+def test_claim_in_force_is_the_highest_one(tmp_path: Path) -> None:
+    assert claim_in_force(tmp_path, OWNER) == Claim(0, OWNER)
+    for token, node_id in ((1, ADOPTER), (9, OTHER), (10, ADOPTER)):
+        assert claim(tmp_path, token, node_id)
+    assert not claim(tmp_path, 10, OTHER)
+    assert claim_in_force(tmp_path, OWNER) == Claim(10, ADOPTER)
+    (tmp_path / "claim.11").touch()
+    assert claim_in_force(tmp_path, OWNER) == Claim(11, NodeId(""))
+
+
+def test_adopter_has_all_durable_blocks_and_owner_is_refused(tmp_path: Path) -> None:
+    counters = Counters()
+    owner, _ = opened(tmp_path, counters=counters)
+    stored = put(owner, range(40), SHAPE)
+    adopter, held = adopt(tmp_path)
+    assert good(adopter, held) == sorted(stored) == list(range(40))
+    slots = owner.allocate(SHAPE, 3)
+    assert slots is not None
+    put(adopter, range(40, 60), SHAPE)
+    late = items_for(slots, range(100, 103), SHAPE)
+    assert [type(error) for error in owner.write(late)] == [Unavailable] * 3
+    with pytest.raises(Unavailable, match="read-only"):
+        owner.commit([(slot, record) for slot, record, _ in late], [])
+    assert owner.allocate(SHAPE, 1) is None
+    assert owner.adopted_by == ADOPTER
+    assert "adopter has adopted it" in (owner.read_only or "")
+    assert not owner.resume()
+    assert owner.check_files()
+    assert good(owner, stored) == list(range(40)), "its blocks can still be read"
+    assert counters.get("fenced_volumes_total") == 1
+    assert counters.get("fenced_writes_refused_total") >= 1
+    owner.close()
+    with pytest.raises(VolumeAdopted, match="belongs to node adopter") as refused:
+        opened(tmp_path)
+    assert (refused.value.node_id, refused.value.token) == (ADOPTER, 1)
+    adopter.close()
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_paused_owner_notices_before_next_write(tmp_path: Path, idle: bool) -> None:
+    owner, _ = opened(tmp_path)
+    put(owner, range(5), SHAPE)
+    slots = owner.allocate(SHAPE, 1)
+    assert slots is not None
+    items = items_for(slots, [7], SHAPE)
+    before = (tmp_path / "slab.kv").read_bytes()
+    adopter, held = adopt(tmp_path)
+    if idle:
+        owner.check_files()
+    [error] = owner.write(items)
+    assert isinstance(error, Unavailable)
+    after = (tmp_path / "slab.kv").read_bytes()
+    assert after[1 << 20 :] == before[1 << 20 :], "no slot was written"
+    assert good(adopter, held) == list(range(5))
+    for slab in (owner, adopter):
+        slab.close()
+
+
+def test_late_write_of_fenced_owner_is_never_wrong_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner is paused between its check and its writes, and continues after the adopter has filled the same slots."""
+    owner, _ = opened(tmp_path)
+    put(owner, range(5), SHAPE)
+    numbers = range(100, 120)
+    slots = owner.allocate(SHAPE, len(numbers))
+    assert slots is not None
+    late = items_for(slots, numbers, SHAPE)
+    adopter, held = adopt(tmp_path)
+    mount = MountedSlab(tmp_path, NAME)
+    theirs = put(adopter, range(200, 220), SHAPE)
+    assert {slot.offset for slot, _ in theirs.values()} == {slot.offset for slot in slots}
+    with monkeypatch.context() as paused:
+        paused.setattr(NvmeSlab, "_owned", lambda _self: True)
+        paused.setattr(slab_module, "_is_at", lambda _path, _file: True)
+        assert owner.write(late) == [None] * len(late)
+        owner.commit([(slot, record) for slot, record, _ in late], [])
+    assert good(adopter, theirs) == [], "they are misses"
+    assert good(adopter, held) == list(range(5))
+    mount.catch_up()
+    assert known(mount, range(100, 120), SHAPE) == [], "no reader finds late slots"
+    assert fetch(mount, range(220), SHAPE) == list(range(5))
+    for part in (mount, owner, adopter):
+        part.close()
+    again, held = opened(tmp_path, ADOPTER)
+    assert sorted(held) == [*range(5), *range(200, 220)], "late commits reach no catalog that is in use"
+    again.close()
+
+
+def test_commit_during_adoption_counts_only_if_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node adopts the volume while a commit changes the old catalog: the commit is not reported durable."""
+    owner, _ = opened(tmp_path)
+    put(owner, range(3), SHAPE)
+    commit = Catalog.commit
+    adopted: list[tuple[NvmeSlab, Held]] = []
+
+    def late(catalog: Catalog, *arguments: object) -> None:
+        monkeypatch.setattr(Catalog, "commit", commit)
+        adopted.append(adopt(tmp_path))
+        commit(catalog, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Catalog, "commit", late)
+    with pytest.raises(Unavailable):
+        put(owner, range(3, 6), SHAPE)
+    [(adopter, held)] = adopted
+    assert good(adopter, held) == list(range(3))
+    for slab in (owner, adopter):
+        slab.close()
+
+
+def test_late_superblocks_of_fenced_node_are_replaced(tmp_path: Path) -> None:
+    counters = Counters()
+    owner, _ = opened(tmp_path)
+    old = read_superblock(tmp_path)
+    owner.close()
+    assert claim(tmp_path, 1, ADOPTER)
+    adopter, _ = opened(tmp_path, ADOPTER, counters)
+    with (tmp_path / "slab.kv").open("r+b") as file:
+        file.write(2 * pack_superblock(old))
+    assert read_superblock(tmp_path).token == 0
+    put(adopter, range(4), SHAPE)
+    restored = read_superblock(tmp_path)
+    assert restored.token == 1
+    assert restored.epoch > old.epoch + 2, "no epoch is used again"
+    assert counters.get("fencing_tokens_restored_total") == 1
+    adopter.close()
+    again, held = opened(tmp_path, ADOPTER)
+    assert good(again, held) == list(range(4))
+    again.close()
+
+
+def test_claim_without_opening_is_continued_by_claimant(tmp_path: Path) -> None:
+    owner, _ = opened(tmp_path)
+    put(owner, range(4), SHAPE)
+    assert claim(tmp_path, 1, ADOPTER)
+    assert claim(tmp_path, 2, OTHER)  # the first one died
+    with pytest.raises(VolumeAdopted):
+        opened(tmp_path, ADOPTER)
+    other, held = opened(tmp_path, OTHER)
+    assert good(other, held) == list(range(4))
+    assert newest_catalog(tmp_path, 9) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "catalog.2", "claim.1", "claim.2", "lock.2", "roster.2", "slab.kv",
+    ]  # fmt: skip
+    for slab in (owner, other):
+        slab.close()
+
+
+def test_released_volume_goes_back_to_its_first_owner(tmp_path: Path) -> None:
+    owner, _ = opened(tmp_path)
+    put(owner, range(4), SHAPE)
+    owner.close()
+    adopter, _ = adopt(tmp_path)
+    put(adopter, range(4, 8), SHAPE)
+    adopter.close()
+    assert release(tmp_path, NAME, adopter.token)
+    with pytest.raises(VolumeAdopted):
+        opened(tmp_path, ADOPTER)
+    owner, held = opened(tmp_path)
+    assert owner.token == 2
+    assert good(owner, held) == list(range(8))
+    owner.close()
+
+
+@pytest.mark.parametrize("damage", ["lost", "garbage"])
+def test_damaged_catalog_is_rebuilt_for_adopter(tmp_path: Path, damage: str) -> None:
+    owner, _ = opened(tmp_path)
+    put(owner, range(12), SHAPE)
+    if damage == "lost":
+        shutil.rmtree(tmp_path / "catalog")
+    else:
+        (tmp_path / "catalog" / "data.mdb").write_bytes(b"x" * 8192)
+    assert claim(tmp_path, 1, ADOPTER)
+    with pytest.raises(CorruptBlock):
+        opened(tmp_path, ADOPTER)
+    assert check_volume(tmp_path, repair=True).good == 12
+    adopter, held = opened(tmp_path, ADOPTER)
+    assert good(adopter, held) == list(range(12))
+    for slab in (owner, adopter):
+        slab.close()
+
+
+def test_unreadable_superblock_leaves_fencing_to_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, _ = opened(tmp_path)
+    monkeypatch.setattr(SlabFile, "pread", lambda *_: bytes(2 * SUPERBLOCK_BYTES))
+    put(owner, range(3), SHAPE)
+    assert claim(tmp_path, 1, ADOPTER)
+    with pytest.raises(AssertionError):
+        put(owner, range(3, 6), SHAPE)
+    assert owner.adopted_by == ADOPTER
+    owner.close()
+
+
+def test_unreadable_claims_after_commit_stop_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit may count or not, so its slots are not named again by another commit."""
+    owner, _ = opened(tmp_path)
+    slots = owner.allocate(SHAPE, 2)
+    assert slots is not None
+    items = items_for(slots, range(2), SHAPE)
+    assert owner.write(items) == [None, None]
+
+    def fail(_path: Path, _token: int) -> bool:
+        raise OSError(5, "no such luck")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(slab_module, "is_claimed", fail)
+        with pytest.raises(Unavailable):
+            owner.commit([(slot, record) for slot, record, _ in items], [])
+    owner.free(slots)
+    with pytest.raises(Unavailable, match="until it is opened again"):
+        put(owner, range(10, 12), SHAPE)
+    owner.close()
+    again, held = opened(tmp_path)
+    assert set(good(again, held)) <= {0, 1}
+    again.close()
+
+
+def test_lost_claims_are_refused(tmp_path: Path) -> None:
+    opened(tmp_path)[0].close()
+    adopt(tmp_path)[0].close()
+    (tmp_path / "claim.1").unlink()
+    with pytest.raises(CorruptBlock, match="claims of this volume are missing"):
+        opened(tmp_path)
+
+
+def test_torn_token_is_published_again(tmp_path: Path) -> None:
+    """The adopter died between the two copies of the superblock, and the first copy is torn."""
+    owner, _ = opened(tmp_path)
+    put(owner, range(4), SHAPE)
+    owner.close()
+    assert claim(tmp_path, 1, ADOPTER)
+    with (tmp_path / "slab.kv").open("r+b") as file:
+        file.write(bytes(SUPERBLOCK_BYTES // 2))
+    adopter, held = opened(tmp_path, ADOPTER)
+    assert good(adopter, held) == list(range(4))
+    assert read_superblock(tmp_path).token == 1
+    adopter.close()
+
+
+def test_mount_follows_volume_to_new_owner(tmp_path: Path) -> None:
+    owner, _ = opened(tmp_path)
+    put(owner, range(4), SHAPE)
+    mount = MountedSlab(tmp_path, NAME)
+    assert claim(tmp_path, 1, ADOPTER)
+    mount.catch_up()
+    assert fetch(mount, range(10), SHAPE) == list(range(4))
+    adopter, _ = opened(tmp_path, ADOPTER)
+    put(adopter, range(4, 8), SHAPE)
+    mount.catch_up()
+    assert fetch(mount, range(10), SHAPE) == list(range(8))
+    for part in (mount, owner, adopter):
+        part.close()
+
+
+def test_catalog_that_keeps_changing_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that is not fenced still commits: the copy would be torn."""
+    owner, _ = opened(tmp_path)
+    put(owner, range(4), SHAPE)
+    assert claim(tmp_path, 1, ADOPTER)
+    copy = shutil.copyfile
+    number = iter(range(100, 200))
+
+    def busy(source: Path, target: Path) -> object:
+        copied = copy(source, target)
+        with monkeypatch.context() as blind:
+            blind.setattr(NvmeSlab, "_owned", lambda _self: True)
+            put(owner, [next(number)], SHAPE)
+        return copied
+
+    monkeypatch.setattr(shutil, "copyfile", busy)
+    with pytest.raises(Unavailable, match=r"still changes its catalog|must be taken over"):
+        opened(tmp_path, ADOPTER)
+    monkeypatch.undo()
+    adopter, held = opened(tmp_path, ADOPTER)
+    assert set(range(4)) <= set(good(adopter, held))
+    for slab in (owner, adopter):
+        slab.close()
