@@ -1,4 +1,4 @@
-"""What the start says about servers that cannot be used: the address, the cause, and the setting that helps."""
+"""Errors of a start with servers that cannot be used name the address, the cause, and the setting that helps."""
 
 from __future__ import annotations
 
