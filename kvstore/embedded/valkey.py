@@ -9,18 +9,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import IO, Final, Protocol, Self
 
 import hiredis
 
 from kvstore.core.errors import Unavailable, Unsupported
 from kvstore.embedded.children import start
-from kvstore.embedded.ports import free_port
+from kvstore.embedded.ports import LOOPBACK, free_port
 
 SLOTS: Final = 16_384
 START_S: Final = 30.0
@@ -56,11 +56,12 @@ class ValkeyServer:
 
     port: int
     process: subprocess.Popen[bytes]
+    host: str = LOOPBACK
 
     @property
     def address(self) -> str:
         """``host:port``."""
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def call(self, *words: str | bytes | int, timeout_s: float = 5.0) -> object:
         """Run one command.
@@ -69,7 +70,7 @@ class ValkeyServer:
             OSError: the server does not answer.
         """
         reader = hiredis.Reader(notEnoughData=_NO_REPLY)
-        with socket.create_connection(("127.0.0.1", self.port), timeout_s) as connection:
+        with socket.create_connection((self.host, self.port), timeout_s) as connection:
             connection.settimeout(timeout_s)
             connection.sendall(hiredis.pack_command(words))  # type: ignore[arg-type]  # its stub has a tuple of one type
             while (reply := reader.gets()) is _NO_REPLY:
@@ -89,6 +90,22 @@ class ValkeyServer:
         self.process.wait()
 
 
+class ServerStarter(Protocol):
+    """Starts a server's process, which must end with this one. ``LabHost.popen`` of a lab implements it."""
+
+    def __call__(
+        self, argv: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes], cwd: Path | None, env: Mapping[str, str] | None
+    ) -> subprocess.Popen[bytes]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHost:
+    """Host of servers: the address that they listen on, and what starts them."""
+
+    address: str = LOOPBACK
+    start: ServerStarter = start
+
+
 class ValkeyServers:
     """A cluster of ``shards`` primaries with ``replicas`` replicas each, without persistence. A context manager.
 
@@ -97,6 +114,7 @@ class ValkeyServers:
         shards: number of primaries.
         replicas: replicas of each.
         program: server program; None: ``find_server``.
+        hosts: hosts of the servers, in turn. A replica is on the host after that of its primary.
         env: environment of the servers; None: inherited.
 
     Raises:
@@ -111,6 +129,7 @@ class ValkeyServers:
         shards: int = 3,
         replicas: int = 0,
         program: Path | None = None,
+        hosts: Sequence[ServerHost] = (ServerHost(),),
         env: Mapping[str, str] | None = None,
     ) -> None:
         found = program if program is not None else find_server()
@@ -122,10 +141,12 @@ class ValkeyServers:
         self._program = found
         self._folder = folder
         self._shards = shards
+        self._host_of: dict[ValkeyServer, ServerHost] = {}
         self._env = env
         self.servers: list[ValkeyServer] = []
         try:
-            self.servers = [self._start() for _ in range(shards * (1 + replicas))]
+            for number in range(shards * (1 + replicas)):
+                self.servers.append(self._start(hosts[(number % shards + number // shards) % len(hosts)]))
             self._form()
         except BaseException:
             self.close()
@@ -168,7 +189,7 @@ class ValkeyServers:
         server.end()
         if empty:
             (self._folder / str(server.port) / "dump.rdb").unlink(missing_ok=True)
-        server.process = self._spawn(server.port, self._folder / str(server.port))
+        server.process = self._spawn(self._host_of[server], server.port)
 
     def close(self) -> None:
         """End all servers."""
@@ -181,18 +202,22 @@ class ValkeyServers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _start(self) -> ValkeyServer:
+    def _start(self, host: ServerHost) -> ValkeyServer:
         port = free_port()
         folder = self._folder / str(port)
         folder.mkdir(parents=True)
         (folder / "bus").write_text(str(free_port()))
-        return ValkeyServer(port, self._spawn(port, folder))
+        server = ValkeyServer(port, self._spawn(host, port), host.address)
+        self._host_of[server] = host
+        return server
 
-    def _spawn(self, port: int, folder: Path) -> subprocess.Popen[bytes]:
+    def _spawn(self, host: ServerHost, port: int) -> subprocess.Popen[bytes]:
+        folder = self._folder / str(port)
         options = {
             "port": port,
             "cluster-port": (folder / "bus").read_text(),
-            "bind": "127.0.0.1",
+            "bind": host.address,
+            "protected-mode": "yes" if host.address == LOOPBACK else "no",  # it refuses other hosts without a password
             "dir": folder,
             "cluster-enabled": "yes",
             "cluster-node-timeout": NODE_TIMEOUT_MS,
@@ -203,7 +228,7 @@ class ValkeyServers:
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         with (folder / "log").open("ab") as log:
-            return start([str(self._program), *words], stdout=log, stderr=log, cwd=folder, env=self._env)
+            return host.start([str(self._program), *words], stdout=log, stderr=log, cwd=folder, env=self._env)
 
     def _form(self) -> None:
         shards = self._shards
@@ -215,7 +240,7 @@ class ValkeyServers:
                 server.call("CLUSTER", "ADDSLOTSRANGE", SLOTS * number // shards, SLOTS * (number + 1) // shards - 1)
                 server.call("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
             if server is not first:
-                server.call("CLUSTER", "MEET", "127.0.0.1", first.port, int((self._folder / str(first.port) / "bus").read_text()))
+                server.call("CLUSTER", "MEET", first.host, first.port, int((self._folder / str(first.port) / "bus").read_text()))
         self._wait(lambda: all(self._knows_all(server) for server in self.servers), "meet")
         for number, server in enumerate(self.servers[shards:]):
             primary = self.servers[number % shards].call("CLUSTER", "MYID")

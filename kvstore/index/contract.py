@@ -390,6 +390,11 @@ class PrefixIndex(ABC):
     def stats(self) -> IndexStats:
         """Size and health of the index, in O(1)."""
 
+    @property
+    def reachable(self) -> bool:
+        """Whether some server of the index answers. It does not wait."""
+        return True
+
     def backend(self) -> IndexBackend:
         """The servers that hold the index, as last observed. It does not wait."""
         return IndexBackend()

@@ -17,7 +17,7 @@ from kvproto.v1.common_pb2 import CacheSpec, NodeInfo
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvproto.v1.metadata_pb2_grpc import add_MetadataServicer_to_server
 from kvstore.core import limits
-from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unsupported
+from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unavailable, Unsupported
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.cluster.event_journal import EventJournal
@@ -45,6 +45,7 @@ from kvstore.process.node_id import check_node_id
 from kvstore.rpc.address import host_and_port
 from kvstore.rpc.auth.interceptor import TenantLimit, caller_name, host_of_peer, require_tenant, tenant
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, tier_from_proto
+from kvstore.rpc.errors import USE_ANOTHER_SERVER
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
 MISSED_BEATS: Final = 3
@@ -122,6 +123,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         check_id(request.operation_id, "operation_id")
         info = request.node
         _check_node(info)
+        self._check_reaches_index()
         await self._parts.index.refresh()  # another server may have registered the node or the volume a moment ago
         self._check_space_for(info)
         needs = await self._parts.writes.run(register_node, self._parts.index, info)
@@ -155,6 +157,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             check_progress(request.drain)
         check_usages(request)
         check_findings(request)
+        self._check_reaches_index()  # else other servers would not learn of this heartbeat, and hide the node
         host = host_of_peer(context.peer())
         known = self._parts.nodes.record_heartbeat(request, host)
         if not known:
@@ -170,6 +173,12 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             checks=self._parts.range_checks.messages(request) if known else (),
             members=self._parts.nodes.members_token,
         )
+
+    def _check_reaches_index(self) -> None:
+        """Send a node to another metadata server if this one alone has lost the index."""
+        if not self._parts.index.reachable:
+            self._parts.counters.add(metadata_metrics.NODES_SENT_ELSEWHERE)
+            raise Unavailable("this metadata server cannot reach the index", **{USE_ANOTHER_SERVER: "yes"})
 
     async def UnregisterNode(self, request: pb.UnregisterNodeRequest, context: object) -> pb.UnregisterNodeResponse:
         return pb.UnregisterNodeResponse(known=await self._parts.node_admin.unregister(request))

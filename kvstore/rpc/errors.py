@@ -19,6 +19,8 @@ from kvstore.core.status import STATUS, kind_of_grpc, make_error
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 """Trailing metadata key of the status details in all gRPC libraries."""
+USE_ANOTHER_SERVER: Final = "use_another_server"
+"""Field of the error of a metadata server that cannot serve this caller, while others may."""
 _GRPC_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 _KINDS: Final = {kind.value: kind for kind in ErrorKind}
 # gRPC peers accept about 8 KiB of trailing metadata by default. A larger status would arrive as RESOURCE_EXHAUSTED without
@@ -62,7 +64,7 @@ def from_rpc_error(failed: FailedCall) -> KVStoreError:
     code = failed.code()
     number: int = code.value[0] if code is not None else grpc.StatusCode.UNKNOWN.value[0]
     message = failed.details() or "the call failed without a message"
-    detail = _detail(failed)
+    detail = detail_of(failed)
     if detail is not None and (kind := _KINDS.get(detail.kind)) is not None:
         return make_error(kind, message, detail.fields)
     if number == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0] and "larger than max" in message:
@@ -76,7 +78,7 @@ def has_details(failed: FailedCall) -> bool:
     return any(key == DETAILS_KEY for key, _ in failed.trailing_metadata() or ())  # type: ignore[attr-defined]  # pairs
 
 
-def _detail(failed: FailedCall) -> ErrorDetail | None:
+def detail_of(failed: FailedCall) -> ErrorDetail | None:
     """Return the details of a failed call; None: the server sent none."""
     metadata = failed.trailing_metadata()
     for key, value in metadata or ():  # type: ignore[attr-defined]  # pairs, in both flavours

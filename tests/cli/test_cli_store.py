@@ -471,7 +471,7 @@ def test_names_with_control_sequences_are_escaped(liar: str) -> None:
             assert harmless(done.stderr), command
             told += "evil" in done.output
     assert told > 20, "nothing was left out for it"
-    with Terminal("namespaces", "--metadata", liar, columns=600) as terminal:
+    with Terminal("namespaces", "--metadata", liar, columns=700) as terminal:
         assert terminal.end() == 0
         assert "evil" in terminal.shown
         assert harmless(re.sub(r"\x1b\[[0-9;]*m|\r", "", terminal.shown)), "the table's own colours apart"

@@ -92,7 +92,7 @@ def test_heads_of_chains_are_stored_and_loaded(cluster: LocalCluster, node: str 
 @pytest.mark.parametrize("reader", ["prefill", "decode", None])
 def test_heads_are_looked_up_together(cluster: LocalCluster, reader: str | None) -> None:
     """Any of them may be missing. A node that brings them from another one keeps them as heads."""
-    seed = {"prefill": 50, "decode": 51, None: 52}[reader]
+    seed = {"prefill": 160, "decode": 161, None: 162}[reader]
     data = content(6, seed)
     with connect(cluster, "prefill") as writer, connect(cluster, reader) as client:
         keys = client.keys(tokens(6, seed))

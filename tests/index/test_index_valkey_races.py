@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockKey, BootId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServers, find_server
@@ -15,23 +18,37 @@ from kvstore.index.contract import ReplicaRun, VolumeEpoch
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import Answer, Command, Lane
 from kvstore.index.valkey.connection import Reply, pack
-from kvstore.index.valkey.index import ValkeyIndex
-from kvstore.index.valkey.keys import record_name
+from kvstore.index.valkey.feed import FRESH_S, StreamPosition
+from kvstore.index.valkey.index import A, ValkeyIndex
+from kvstore.index.valkey.keys import STREAMS, TAGS, record_name
 from kvstore.index.valkey.records import records_of
+from kvstore.metadata.events.shared_feed import encode_events
+from kvstore.rpc.codec import keys_from_packed
 from kvstore.testing.index.small_records_suite import CHAIN, NAMESPACE
 
 pytestmark = pytest.mark.skipif(find_server() is None, reason="no valkey-server or redis-server here")
 
 
 class InterruptedIndex(ValkeyIndex):
-    """An index in which something happens right before records are read."""
+    """An index in which something happens right before records are read, or before each attempt to change them."""
 
     before_reading: Callable[[], None] | None = None
+    before_changes: Callable[[], None] | None = None
+    after_changes: Callable[[], None] | None = None
 
     def _interrupt(self) -> None:
         work, self.before_reading = self.before_reading, None
         if work is not None:
             work()
+
+    def _change(self, commands: Sequence[Command], run: Callable[[Sequence[Command], Lane], Sequence[A]]) -> Sequence[A]:
+        if self.before_changes is not None:
+            self.before_changes()
+        replies = super()._change(commands, run)
+        work, self.after_changes = self.after_changes, None
+        if work is not None:
+            work()
+        return replies
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         self._interrupt()
@@ -93,6 +110,19 @@ def test_publish_keeps_replicas_of_a_new_volume_epoch(index: InterruptedIndex, o
     assert runs(index, {mine, *theirs}) == {ReplicaRun(0, 100, mine), ReplicaRun(0, 100, theirs[0])}
 
 
+def test_publish_that_loses_many_races_wins_in_the_end(index: InterruptedIndex, other: ValkeyIndex) -> None:
+    mine, theirs = opened(index, "mine"), list[VolumeEpoch]()
+
+    def interrupt() -> None:
+        if len(theirs) < 12:
+            theirs.append(opened(other, f"other-{len(theirs)}"))
+            other.publish(theirs[-1], [CHAIN.run(0, 100)], [])
+
+    index.before_changes = interrupt
+    index.publish(mine, [CHAIN.run(0, 100)], [])
+    assert runs(index, {mine, *theirs}) == {ReplicaRun(0, 100, epoch) for epoch in (mine, *theirs)}
+
+
 def test_sweep_keeps_replicas_of_a_new_volume_epoch(index: InterruptedIndex, other: ValkeyIndex) -> None:
     mine, theirs = opened(index, "mine"), list[VolumeEpoch]()
     index.publish(mine, [CHAIN.run(0, 100)], [])
@@ -108,6 +138,43 @@ def test_inventory_has_replicas_of_a_new_volume_epoch(index: InterruptedIndex, o
     index.before_reading = published_by(other, theirs)
     blocks, _ = index.blocks_from(None, 1_000)
     assert {block.key for block in blocks} == set(CHAIN.keys)
+
+
+async def mirrored(index: ValkeyIndex) -> set[bytes]:
+    """The keys that a reader of all events holds."""
+    held: set[bytes] = set()
+    for read in await index.feed.read(tuple(StreamPosition() for _ in STREAMS), most=100):
+        for entry in read.entries:
+            for event in pb.BlockEvents.FromString(entry.encoded).events:
+                held -= set(keys_from_packed(event.removed.keys))
+                held |= {key for run in event.stored.runs for key in keys_from_packed(run.keys)}
+    return held
+
+
+async def test_events_of_a_server_that_was_stopped_are_still_true(address: ValkeyAddress) -> None:
+    """A server is stopped between a change and its events, while the node publishes at another server."""
+    index = await InterruptedIndex.start(address, lookup_budget_s=5.0)
+    other = await ValkeyIndex.start(address, lookup_budget_s=5.0)
+    for one in (index, other):
+        one.feed.record(encode_events, 1 << 20)
+    await index.feed.join()
+    await index.feed.settle()
+    mine, keys = await asyncio.to_thread(opened, index, "mine"), CHAIN.keys
+
+    def meanwhile() -> None:
+        other.publish(mine, [CHAIN.run(40, 60)], keys[80:])
+        time.sleep(2 * FRESH_S)
+
+    try:
+        await asyncio.to_thread(index.publish, mine, [CHAIN.run(0, 80)], [])
+        index.after_changes = meanwhile
+        await asyncio.to_thread(index.publish, mine, [CHAIN.run(80, 100)], keys[40:60])
+        held = {bytes(key) for key, _ in await asyncio.to_thread(index.records_in_ranges, 0, len(TAGS))}
+        assert held == set(keys[:80])
+        assert await mirrored(index) == held
+    finally:
+        await index.close_async()
+        await other.close_async()
 
 
 @pytest.mark.parametrize("damage", [b"", b"x", b"x" * 8, b"x" * 17])

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
 from kvstore.index.contract import VolumeEpoch
 from kvstore.index.valkey import cluster as cluster_module
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import UNANSWERED, ValkeyClient
+from kvstore.index.valkey.cluster import PATIENCE, UNANSWERED, ValkeyClient
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import RANGE_SLOTS, SLOTS, TAGS
@@ -163,7 +164,7 @@ async def test_redirections_end_with_the_budget(counters: Counters) -> None:
 
 async def test_slow_shard_takes_changes_and_no_lookups(counters: Counters) -> None:
     async with Puppet().serve() as puppet, client_of(puppet, counters, budget_s=0.02) as cluster:
-        puppet.delay_s = 0.05
+        puppet.delay_s = 2 * PATIENCE * cluster.budget_s
         assert await cluster.run(READ) == [UNANSWERED]
         for _ in range(5):
             assert await cluster.run_until(READ, time.monotonic() + 10.0) == [b"1"]
@@ -185,6 +186,15 @@ def test_versions_are_judged_by_product() -> None:
         False
     ] * 3
     assert too_old("redis_version:7.2.4\nvalkey_version:7.0.0").startswith("Valkey 7.0")
+
+
+async def test_all_shards_late_lookups_wait_for_them(counters: Counters) -> None:
+    """On a busy host, or the lookup would find nothing at all."""
+    async with Puppet().serve() as puppet, client_of(puppet, counters, budget_s=0.05) as cluster:
+        puppet.delay_s = 2 * cluster.budget_s
+        for _ in range(5):
+            assert await cluster.run(READ) == [b"1"]
+        assert cluster.away() == []
 
 
 async def test_client_closed_ends_calls_at_once(counters: Counters) -> None:
@@ -282,6 +292,26 @@ async def test_holders_of_a_silent_shard_are_left_out(servers: ValkeyServers) ->
         assert set(found) == {(epoch,), ()}, "the other shard has answered"
     finally:
         await index.close_async()
+
+
+@needs_valkey
+def test_servers_that_begin_an_epoch_together_find_no_loss(servers: ValkeyServers, counters: Counters) -> None:
+    """One of them writes the markers; the others must not take them for lost."""
+    for server in servers.servers:
+        server.call("FLUSHALL")
+
+    def begin(_: int) -> ValkeyIndex:
+        return ValkeyIndex.open(ValkeyAddress(servers.seeds), count=counters.add, lookup_budget_s=5.0)
+
+    with ThreadPoolExecutor(6) as pool:
+        opened = list(pool.map(begin, range(6)))
+    try:
+        wait_until(lambda: all(not one.range_checks() for one in opened))
+        assert len({one.epoch for one in opened}) == 1
+        assert counters.snapshot().get(metadata_metrics.RANGES_LOST, 0) == 0
+    finally:
+        for one in opened:
+            one.close()
 
 
 @needs_valkey

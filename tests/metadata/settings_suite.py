@@ -38,6 +38,7 @@ WRONG = [
     b"\xff\xfe\x00",
     b'{"version": 1, "revision": -1}',
     b'{"version": 1, "path_policy": 7}',
+    b'{"version": 1, "changes": ["a"]}',
 ]
 
 

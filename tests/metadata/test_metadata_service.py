@@ -354,6 +354,7 @@ async def test_stats_and_sweep_of_dead_volume_epochs(running: Running) -> None:
 def node_request(**change: object) -> pb.RegisterNodeRequest:
     peer = Peer.__new__(Peer)
     peer.node_id, peer.boot_id, peer.volumes = "host-1", b"b" * 16, {"v": Tier.TIER_DRAM}
+    peer.zone, peer.uid = "", b""
     request = pb.RegisterNodeRequest(operation_id=b"o" * 16, node=peer.info())
     for name, value in change.items():
         if name == "operation_id":

@@ -17,7 +17,7 @@ from settings_suite import SettingsSuite, quota, reads
 
 from kvstore.core.errors import CapacityExceeded, Unavailable
 from kvstore.metadata.retention import settings_store
-from kvstore.metadata.retention.settings_store import FileSettings, OperatorSettings, QuotaSetting, SettingsStore, age
+from kvstore.metadata.retention.settings_store import KNOWN_CHANGES, FileSettings, OperatorSettings, QuotaSetting, SettingsStore
 from kvstore.metadata.retention.shared_settings import Reconciled, SharedSettings, reconcile
 from kvstore.observe.counters import Counters
 
@@ -112,30 +112,49 @@ async def test_file_settings_full_disk_refuses_change(tmp_path: Path, monkeypatc
     assert store.read() == OperatorSettings()
 
 
-some_settings = st.builds(
-    lambda revision, bound: OperatorSettings({"a": QuotaSetting(bound)} if bound else {}, revision=revision),
-    st.integers(0, 3),
-    st.integers(0, 3),
-)
+@st.composite
+def histories(draw: st.DrawFn) -> list[OperatorSettings]:
+    """Settings that were made from each other in any way; the first ones are those of a new server."""
+    made = [OperatorSettings()]
+    for number in range(draw(st.integers(1, 8))):
+        origin = draw(st.sampled_from(made))
+        made.append(origin.edited(lambda known, number=number: known.with_quota("a", QuotaSetting(number + 1))))  # type: ignore[misc]
+    return made
 
 
-@given(st.lists(some_settings, min_size=1, max_size=5), st.one_of(st.none(), some_settings), st.randoms())
-def test_reconcile_in_any_order_gives_all_servers_the_newest(
-    copies: list[OperatorSettings], shared: OperatorSettings | None, random: object
-) -> None:
-    newest = max([*copies, *([] if shared is None else [shared])], key=age)
+@given(histories(), st.data())
+def test_reconcile_in_any_order_gives_all_servers_the_same(made: list[OperatorSettings], data: st.DataObject) -> None:
+    some = st.sampled_from(made)
+    copies = data.draw(st.lists(some, min_size=1, max_size=5))
+    shared = data.draw(st.one_of(st.none(), some))
+    newest = [one for one in copies if all(one.descends_from(other) for other in (*copies, *([shared] if shared else [])))]
+    began = shared
     for _ in range(2):
         for number, copy in enumerate(copies):
             decided = reconcile(copy, shared)
-            assert age(decided.settings) >= age(copy)
-            assert shared is None or age(decided.settings) >= age(shared)
+            assert shared is None or decided.settings.descends_from(shared), "what is shared is never dropped"
+            assert decided.lost in (None, copy)
             if decided.write_shared:
                 shared = decided.settings
             copies[number] = decided.settings
-    assert copies == [newest] * len(copies)
-    assert shared == newest or (shared is None and newest == OperatorSettings())
+    assert copies == [shared or OperatorSettings()] * len(copies)
+    assert began is None or copies[0].descends_from(began)
+    if newest:
+        assert copies[0] == newest[0], "if one is the newest of all, it is in force"
     for copy in copies:
-        assert reconcile(copy, shared) == Reconciled(newest, write_shared=False)
+        assert reconcile(copy, shared) == Reconciled(copy, write_shared=False)
+
+
+def test_settings_far_behind_are_an_origin() -> None:
+    made = [OperatorSettings()]
+    for number in range(2 * KNOWN_CHANGES):
+        made.append(made[-1].edited(lambda known, number=number: known.with_quota("a", QuotaSetting(number + 1))))  # type: ignore[misc]
+    newest = OperatorSettings.decode(made[-1].encode())
+    assert all(newest.descends_from(one) for one in made)
+    assert not any(one.descends_from(newest) for one in made[:-1])
+    aside = made[-3].edited(lambda known: known.with_quota("b", QuotaSetting(1)))
+    assert not newest.descends_from(aside)
+    assert not aside.descends_from(newest)
 
 
 servers = st.integers(0, 2)
@@ -145,7 +164,7 @@ class SettingsMachine(RuleBasedStateMachine):
     """Three servers, their files, and the shared value, which may be lost or go back in time. A change sets one quota.
 
     Without such a loss no acknowledged change may be missing. With it, a change may be missing only if other changes were made
-    from older settings at that time; the newest settings of any copy that is left must be in force in the end.
+    from older settings at that time, and all servers have the same settings in the end.
     """
 
     def __init__(self) -> None:
@@ -249,7 +268,7 @@ class SettingsMachine(RuleBasedStateMachine):
         for number, store in enumerate(getattr(self, "stores", ())):
             copy = store.read()
             assert copy is not None
-            assert age(copy) >= age(self.seen[number])
+            assert self.value_was_lost or copy.descends_from(self.seen[number])
             self.seen[number] = copy
 
 

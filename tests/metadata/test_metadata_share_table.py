@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import InvalidArgument, Unavailable
+from kvstore.core.limits import MAX_NOTE_BYTES, MAX_QUOTAS
 from kvstore.core.types import NodeId
-from kvstore.metadata.retention.share_table import ShareTable
+from kvstore.metadata.retention.share_table import SHARES_NOTE, ShareTable
 from kvstore.rpc.address import reachable_address
 
 names_ = st.text(min_size=1, max_size=10)
@@ -47,6 +49,34 @@ def test_share_table_survives_encoding(table: ShareTable) -> None:
         table.epoch,
     )
     assert as_lists(read) == as_lists(table)
+
+
+def large_table(generation: int) -> ShareTable:
+    """256 quotas on 1,000 nodes, none of which compress."""
+    numbers = np.random.default_rng(generation)
+    nodes = {NodeId(f"node-{number}"): number for number in range(1_000)}
+    tenants = [(f"tenant-{number}", *numbers.integers(0, 2**40, (2, len(nodes))).tolist()) for number in range(MAX_QUOTAS)]
+    return ShareTable({}, nodes, tenants, generation, b"e" * 16)
+
+
+def test_share_table_too_large_for_a_note_is_several() -> None:
+    table, notes = large_table(2), large_table(2).notes()
+    assert len(notes) > 1
+    assert max(map(len, notes.values())) <= MAX_NOTE_BYTES
+    read = ShareTable.read(notes.get)
+    assert read is not None
+    assert as_lists(read) == as_lists(table)
+    mixed = {**notes, max(notes): large_table(1).notes()[max(notes)]}
+    assert ShareTable.read(mixed.get) is None, "parts of two tables"
+    small = ShareTable({}, {}, [], 3, b"e")
+    assert ShareTable.read({**notes, **small.notes()}.get) == small
+    assert ShareTable.read({}.get) is None
+
+
+@given(st.dictionaries(st.just(SHARES_NOTE), st.binary(max_size=50), min_size=1))
+def test_share_table_rejects_other_notes(notes: dict[str, bytes]) -> None:
+    with pytest.raises(ValueError, match="not a table"):
+        ShareTable.read(notes.get)
 
 
 @given(st.binary(max_size=50))

@@ -183,7 +183,7 @@ async def test_mirror_shard_failover_is_followed(servers: list[ServerProcess], c
             await follower.progress()
             await asyncio.to_thread(cluster.restart, primary)
             await asyncio.to_thread(wait_until, lambda: has_replica(cluster), "it is a replica", WAIT_S)
-        await follower.ends_equal()
+        print(f"snapshots: {await follower.ends_equal()}")
 
 
 def is_primary(server: ValkeyServer) -> bool:

@@ -52,11 +52,11 @@ class Place:
             raise Unavailable("the index is away")
         return self.notes.values.get(name)
 
-    def put_note(self, name: str, value: bytes, *, announce: bool) -> None:
+    def put_notes(self, notes: dict[str, bytes], *, announce: bool) -> None:
         assert not announce
         if self.cut_off:
             raise Unavailable("the index is away")
-        self.notes.values[name] = value
+        self.notes.values.update(notes)
 
     def holds(self, role: ServerRole) -> bool:
         assert role is ServerRole.QUOTA

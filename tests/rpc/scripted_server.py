@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvproto.v1 import admin_pb2, metadata_pb2
 from kvstore.core.errors import Unavailable
-from kvstore.rpc.errors import abort_arguments
+from kvstore.rpc.errors import USE_ANOTHER_SERVER, abort_arguments
 from kvstore.rpc.failover.rpc_rules import FORWARDED_TO
 from kvstore.rpc.health_probe import SHARED_STATE
 
@@ -50,6 +50,14 @@ def forward(server: ScriptedServer, context: grpc.ServicerContext) -> bytes:
     """Answer as a server that forwarded the call."""
     context.set_trailing_metadata(((FORWARDED_TO, "planner"),))
     return server.address.encode()
+
+
+def send_elsewhere(_server: ScriptedServer, context: grpc.ServicerContext) -> bytes:
+    """Answer that this server cannot serve the caller, while others may."""
+    code, message, metadata = abort_arguments(Unavailable("no index", **{USE_ANOTHER_SERVER: "yes"}))
+    context.set_trailing_metadata(metadata)
+    context.abort(code, message)
+    raise AssertionError
 
 
 def hang(server: ScriptedServer, _context: grpc.ServicerContext) -> bytes:

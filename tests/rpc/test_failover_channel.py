@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from scripted_server import ScriptedServer, answer, forward, hang, lose_connection, say_unavailable
+from scripted_server import ScriptedServer, answer, forward, hang, lose_connection, say_unavailable, send_elsewhere
 
 from kvproto.v1 import admin_pb2, metadata_pb2
 from kvstore.observe.counters import Counters
@@ -187,6 +187,13 @@ def test_call_answered_unavailable_is_repeated_server_stays(pair: Pair) -> None:
     first.behaviour = say_unavailable
     assert pair.call(LOOKUP) == second.address
     assert pair.condition(first) == "usable"
+
+
+def test_call_sent_elsewhere_leaves_the_server_for_a_while(pair: Pair) -> None:
+    first, second = pair.preferred(LOOKUP)
+    first.behaviour = send_elsewhere
+    assert [pair.call(LOOKUP) for _ in range(3)] == [second.address] * 3
+    assert first.calls["Lookup"] == 1, "later calls go to the other server at once"
 
 
 def test_call_timed_out_is_repeated_within_its_deadline(pair: Pair) -> None:

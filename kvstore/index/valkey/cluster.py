@@ -3,7 +3,8 @@
 1. A shard that does not answer within the budget of a batch, or whose connection is lost, is *away*: batches no longer wait
    for it, and its commands come back as ``UNANSWERED``. A background task probes it, and ends that after three quick answers.
    A shard that answers, but later than the budget of a lookup, is *slow*: only batches with a longer budget ask it. So changes
-   go on.
+   go on. If no shard of a lookup's batch answers within the budget, nothing could be found, and perhaps this host is only busy.
+   Then the batch waits ``PATIENCE`` times as long.
 2. The topology is read again while a shard is away, after a redirection, and every few seconds. So a promoted replica takes
    over as soon as the cluster names it.
 3. Redirections (``MOVED``, ``ASK``) are followed within the batch, and within its budget.
@@ -44,6 +45,8 @@ PROBE_S: Final = 0.1
 """Pause between two probes of a shard that is away."""
 REFRESH_S: Final = 5.0
 """Interval at which the topology is read when nothing happens."""
+PATIENCE: Final = 5
+"""Budgets that a lookup waits if no shard answers."""
 GOOD_PROBES: Final = 3
 """Consecutive probes within the budget after which a shard is no longer away."""
 MAX_REDIRECTIONS: Final = 4
@@ -120,12 +123,14 @@ class ShardPrimary:
                 connection.close()
 
 
-class _Batch:
+class ShardBatch:
     """Replies to one batch, shard by shard."""
 
     def __init__(self, answers: list[Answer]) -> None:
         self.answers = answers
         self.pending: set[ShardPrimary] = set()
+        self.asked = 0
+        """Number of shards that were asked."""
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def received(self, shard: ShardPrimary, positions: Sequence[int], replies: list[Reply] | None) -> None:
@@ -139,14 +144,20 @@ class _Batch:
         if not self.pending:
             self.finished.set_result(None)
 
-    def expire(self) -> None:
-        """Stop waiting."""
-        if not self.finished.done():
+    def expire(self, *, patient: bool = False) -> None:
+        """Stop waiting.
+
+        Args:
+            patient: go on if no shard has answered.
+        """
+        if not self.finished.done() and not (patient and len(self.pending) == self.asked):
             self.finished.set_result(None)
 
 
 class BudgetTimer:
-    """Ends waits that take longer than a budget, with one timer of the event loop for all of them.
+    """Ends batches that take longer than a budget, with one timer of the event loop for all of them.
+
+    A batch to which no shard has answered by then goes on for ``PATIENCE`` budgets in all.
 
     Args:
         budget_s: the budget.
@@ -154,35 +165,34 @@ class BudgetTimer:
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s
-        self._waits: deque[tuple[float, asyncio.Future[None]]] = deque()
+        self._batches: deque[tuple[float, ShardBatch]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, wait: asyncio.Future[None]) -> None:
-        """Set the result of a wait after the budget, unless it has one by then."""
-        loop = wait.get_loop()
-        self._waits.append((loop.time() + self._budget_s, wait))
+    def watch(self, batch: ShardBatch) -> None:
+        """End a batch after the budget, unless it has ended by then."""
+        loop = asyncio.get_running_loop()
+        self._batches.append((loop.time() + self._budget_s, batch))
         if self._timer is None:
-            self._timer = loop.call_at(self._waits[0][0], self._expire)
+            self._timer = loop.call_at(self._batches[0][0], self._expire)
 
     def _expire(self) -> None:
-        waits, self._timer = self._waits, None
+        batches, self._timer = self._batches, None
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        while waits and (waits[0][0] <= now_s or waits[0][1].done()):
-            wait = waits.popleft()[1]
-            if not wait.done():
-                wait.set_result(None)
-        if waits:
-            self._timer = loop.call_at(waits[0][0], self._expire)
+        while batches and (batches[0][0] <= now_s or batches[0][1].finished.done()):
+            batch = batches.popleft()[1]
+            batch.expire(patient=True)
+            if not batch.finished.done():
+                loop.call_later((PATIENCE - 1) * self._budget_s, batch.expire)
+        if batches:
+            self._timer = loop.call_at(batches[0][0], self._expire)
 
     def close(self) -> None:
-        """End all waits."""
+        """End all batches."""
         if self._timer is not None:
             self._timer.cancel()
-        while self._waits:
-            wait = self._waits.popleft()[1]
-            if not wait.done():
-                wait.set_result(None)
+        while self._batches:
+            self._batches.popleft()[1].expire()
 
 
 class ValkeyClient:
@@ -366,6 +376,11 @@ class ValkeyClient:
         """Open a connection for the caller alone, for commands that block. The same errors as ``connect``."""
         return await connect(address, self._address.credentials, self._address.tls, CONNECT_S)
 
+    @property
+    def reachable(self) -> bool:
+        """Whether a primary answers, in time or late."""
+        return any(shard.up or shard.slow for shard in self._by_number)
+
     def away(self) -> list[str]:
         """Addresses of the primaries that are away."""
         return list(self.away_since_s())
@@ -377,7 +392,7 @@ class ValkeyClient:
     async def _exchange(
         self, sends: Sequence[tuple[ShardPrimary, Sequence[int], bytes]], answers: list[Answer], budget_s: float, lane: Lane
     ) -> None:
-        batch = _Batch(answers)
+        batch = ShardBatch(answers)
         for shard, positions, packed in sends:
             asked = (shard.up or (shard.slow and budget_s > self.budget_s)) and not shard.reconnected
             connection = shard.connection(lane) if asked else None
@@ -392,8 +407,9 @@ class ValkeyClient:
             batch.pending.add(shard)
         if not batch.pending:
             return
+        batch.asked = len(batch.pending)
         if budget_s == self.budget_s:
-            self._budgets.watch(batch.finished)
+            self._budgets.watch(batch)
             await batch.finished
         else:
             timer = asyncio.get_running_loop().call_later(budget_s, batch.expire)
@@ -429,7 +445,7 @@ class ValkeyClient:
                 answers[position] = UNANSWERED
 
     def _redirections(self, commands: Sequence[Command], answers: list[Answer]) -> dict[str, list[tuple[int, bytes]]]:
-        """The positions of redirected commands by new address, each with what must be sent before the command."""
+        """The positions of redirected commands by new address, each with the bytes that are sent before the command."""
         redirected: dict[str, list[tuple[int, bytes]]] = {}
         for position, answer in enumerate(answers):
             if not isinstance(answer, hiredis.ReplyError):
@@ -540,7 +556,7 @@ class ValkeyClient:
                     answered_s = await self._ping(shard)
                     shard.slow = answered_s is not None and await self._connect_lanes(shard)
                     good = good + 1 if shard.slow and answered_s is not None and answered_s <= self.budget_s else 0
-                except Exception:  # task edge: without a probe, the shard would stay away for ever
+                except Exception:  # task edge: without a probe, the shard would stay away
                     good = 0
                     self._count(metadata_metrics.BACKGROUND_BUGS, 1)
                     logger.exception("probe failed: unexpected error, trying again")
@@ -552,7 +568,7 @@ class ValkeyClient:
             self._probed.discard(address)
 
     async def _ping(self, shard: ShardPrimary) -> float | None:
-        """The time until a ping is answered; None: there was no answer. A late answer is waited for, so pings do not pile up."""
+        """The time until a ping is answered; None: nothing came. A late answer is waited for, so pings do not pile up."""
         try:
             connection = shard.connection(Lane.READS) or await self._connect(shard, Lane.READS)
             began_s = time.monotonic()

@@ -138,7 +138,7 @@ async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | 
         timeout_s: deadline of the whole.
 
     Raises:
-        Unavailable: no server answers at the address.
+        Unavailable: no server answers at the address, or its certificate is not trusted.
         Unauthenticated: the server rejects the user or the password, or requires one.
         PermissionDenied: the user may not use the cluster's commands.
     """
@@ -149,6 +149,13 @@ async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | 
             await asyncio.get_running_loop().create_connection(lambda: connection, host.strip("[]"), int(port), ssl=tls)
             first = _hello(credentials)
             answers = await connection.ask(first + pack("PING"), 2 if first else 1)
+    except ssl.SSLCertVerificationError as error:
+        connection.close()
+        raise Unavailable(
+            "the certificate of the Valkey server is not trusted: see metadata.engine_ca",
+            address=address,
+            cause=error.verify_message,
+        ) from error
     except (OSError, TimeoutError) as error:
         connection.close()
         raise Unavailable("no Valkey server answers", address=address, cause=_cause(error, timeout_s, tls)) from error

@@ -6,7 +6,9 @@
    before the snapshot.
 3. A publish is appended to the stream of its volume epoch after it took effect and before it is acknowledged. A node publishes
    again without an acknowledgement, so an event may come twice, and none is missing.
-4. Gaps are known. A lost key gets another feed id. Streams count their entries, so a reader sees that entries were trimmed or
+4. A server may be stopped between a change and its append, while another server changes the same blocks. So a change that was
+   made more than ``FRESH_S`` ago is compared with the records again, and only what is still true is appended.
+5. Gaps are known. A lost key gets another feed id. Streams count their entries, so a reader sees that entries were trimmed or
    that the stream was lost. Writers number their entries, so a reader sees that a failover lost some.
 """
 
@@ -17,16 +19,17 @@ import logging
 import secrets
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final, TypeAlias
 
 import hiredis
 
 from kvstore.core.clock import BootTimeClock
 from kvstore.core.errors import CapacityExceeded, KVStoreError, Unavailable
-from kvstore.core.types import KEY_BYTES, BlockRun
+from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun
 from kvstore.index.contract import RemovedKeys, VolumeEpoch
 from kvstore.index.counts import Count
 from kvstore.index.valkey.cluster import Lane, Unanswered, ValkeyClient
@@ -39,6 +42,8 @@ limited = LimitedLog(logging.getLogger(__name__))
 
 VALID_S: Final = 0.5
 """How long a server relies on its last reading, without watchers."""
+FRESH_S: Final = 0.5
+"""Time for which a change counts as true: shorter than nodes and clients take to use another server."""
 LINGER_MS: Final = 600_000
 """How long events are recorded after the last watcher left: it may only be restarting."""
 STREAM_TTL_MS: Final = 86_400_000
@@ -46,6 +51,8 @@ STREAM_TTL_MS: Final = 86_400_000
 EXTEND_S: Final = 1.0
 """Interval at which a server with watchers extends the expiry of the key."""
 CALL_S: Final = 5.0
+APPEND_S: Final = 1.0
+"""Deadline of an append: later, its change may no longer be true."""
 READ_S: Final = 1.0
 """Time that a reader waits for a shard."""
 BLOCK_MS: Final = 1_000
@@ -203,7 +210,7 @@ class BlockFeed:
             (slot, pack("XADD", name, "MAXLEN", "~", most, "*", *fields)),
             (slot, pack("PEXPIRE", name, STREAM_TTL_MS)),
         ]
-        reply, _ = await self._cluster.run_until(commands, time.monotonic() + CALL_S)
+        reply, _ = await self._cluster.run_until(commands, time.monotonic() + APPEND_S)
         if isinstance(reply, hiredis.ReplyError):
             if str(reply).startswith("OOM"):
                 raise CapacityExceeded("Valkey is full: raise its maxmemory or add shards", reply=str(reply))
@@ -334,6 +341,34 @@ class BlockFeed:
         finally:
             if connection is not None:
                 connection.close()
+
+
+def still_true(
+    volume_epoch: VolumeEpoch,
+    stored: Sequence[BlockRun],
+    removed: Sequence[RemovedKeys],
+    holders: Mapping[BlockKey, Container[int]],
+) -> tuple[list[BlockRun], list[RemovedKeys]]:
+    """The parts of a change that are still true: stored blocks that are held, and removed ones that are not. Pure.
+
+    Args:
+        volume_epoch: holder of the stored blocks.
+        stored: stored runs.
+        removed: removed keys.
+        holders: the present volume epochs of each key.
+    """
+    runs: list[BlockRun] = []
+    for run in stored:
+        at = 0
+        for held, group in groupby(run.keys, lambda key: volume_epoch in holders.get(key, ())):
+            keys = tuple(group)
+            if held:
+                runs.append(BlockRun(run.namespace, run.keys[at - 1] if at else run.parent, run.depth + at, keys))
+            at += len(keys)
+    gone = [
+        entry._replace(keys=[key for key in entry.keys if entry.volume_epoch not in holders.get(key, ())]) for entry in removed
+    ]
+    return runs, [entry for entry in gone if entry.keys]
 
 
 @dataclass(frozen=True, slots=True)

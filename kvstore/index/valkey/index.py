@@ -15,10 +15,10 @@ small state answer at once, the latter from the copy (heartbeats: at most 0.4 s 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import itertools
 import logging
+import random
 import time
 from collections.abc import Callable, Collection, Container, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, Final, Self, TypeVar
@@ -27,6 +27,7 @@ import hiredis
 
 from kvstore.core import limits
 from kvstore.core.checksum import key_range
+from kvstore.core.clock import BootTimeClock
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.index_backend import IndexBackend, MetadataServerRecord
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
@@ -47,7 +48,7 @@ from kvstore.index.contract import (
     VolumeEpochInfo,
 )
 from kvstore.index.counts import Count, Observe, count_nothing, observe_nothing, report_ignored
-from kvstore.index.loop_thread import LoopThread
+from kvstore.index.loop_thread import LoopThread, run_on
 from kvstore.index.prefix import PrefixSearch
 from kvstore.index.record import BatchEdit, Replicas, decode, is_record, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
@@ -56,7 +57,7 @@ from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import UNANSWERED, Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
-from kvstore.index.valkey.feed import BlockFeed
+from kvstore.index.valkey.feed import FRESH_S, BlockFeed, still_true
 from kvstore.index.valkey.keys import RANGE_SLOTS
 from kvstore.index.valkey.range_audit import RangeAudit, names_in_ranges
 from kvstore.index.valkey.records import (
@@ -66,6 +67,7 @@ from kvstore.index.valkey.records import (
     holders_of,
     read_command,
     records_of,
+    refused_change,
     sweep_commands,
     took_effect,
 )
@@ -90,8 +92,11 @@ PART_S: Final = 10.0
 SYNC_MARGIN_S: Final = 5.0
 SERVERS_S: Final = 1.0
 """Deadline of an exchange of the metadata servers' records."""
-MAX_RACES: Final = 5
-"""Attempts to replace records that other servers change at the same time. Then anti-entropy repairs what is left."""
+MAX_RACES: Final = 40
+"""Attempts to replace records that other servers change at the same time: more than there are servers, one of which
+wins each time. Then anti-entropy repairs what is left."""
+RACE_PAUSE_S: Final = 0.002
+"""The longest pause before the second attempt, and by how much it grows with each."""
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
 _NAMES: Final = 256
@@ -138,6 +143,7 @@ class ValkeyIndex(PrefixIndex):
         self._cluster = ValkeyClient(address, budget_s=lookup_budget_s, count=count, observe=observe, on_moved=self._moved)
         self._watch = ServerWatch(address, self._cluster)
         self._small = SmallStateStore(self._cluster, count)
+        self._clock = BootTimeClock()
         self._audit = RangeAudit(self._cluster, self._small, count)
         self.feed = BlockFeed(self._cluster, count)
         """Block events for the watchers of all servers."""
@@ -256,7 +262,8 @@ class ValkeyIndex(PrefixIndex):
         keys_read = BatchEdit.reads(stored, removed)
         lost: dict[tuple[VolumeEpoch, int], list[BlockKey]] = {}
         missed: set[BlockKey] = set()
-        for _ in range(MAX_RACES):
+        for attempt in range(MAX_RACES):
+            time.sleep(random.uniform(0.0, attempt * RACE_PAUSE_S))  # noqa: S311  # no secret
             replies = self._run_without_lost([read_command(key) for key in keys_read])
             missed |= {key for key, reply in zip(keys_read, replies, strict=True) if reply is UNANSWERED}
             state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
@@ -272,13 +279,16 @@ class ValkeyIndex(PrefixIndex):
                 lost[holder] = list(dict.fromkeys([*lost.get(holder, ()), *keys]))
             changes = [(key, value) for key, value in edit.changes() if key not in missed]
             commands = [change_command(key, existing.get(key), value, self._abilities) for key, value in changes]
-            answers = self._change(commands, self._run_without_lost)
-            missed |= {key for (key, _), answer in zip(changes, answers, strict=True) if answer is UNANSWERED}
-            raced = [answer for answer in answers if answer is not UNANSWERED and not took_effect(answer)]
+            changed_s = self._clock.now_s()  # before the change, which is true from then on
+            outcomes = list(zip(changes, self._change(commands, self._run_without_lost), strict=True))
+            missed |= {key for (key, _), reply in outcomes if reply is UNANSWERED}
+            raced = {key for (key, _), reply in outcomes if reply is not UNANSWERED and not took_effect(reply)}
             if not raced:
                 break
             self._count(metadata_metrics.INDEX_RACES, len(raced))
-        else:
+            if raced <= {key for key, reply in zip(keys_read, replies, strict=True) if reply is not None and key not in existing}:
+                break  # damaged records never become what was expected
+        if raced:
             self._count(metadata_metrics.INDEX_RACES_LOST, len(raced))
             limited.warning(
                 "gave up on records that are damaged or that other servers keep changing (volume_epoch=%d, keys=%d)",
@@ -289,7 +299,7 @@ class ValkeyIndex(PrefixIndex):
         slots = {slot for slot, _ in commands}
         told = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in lost.items()]
         if self.feed.wanted():
-            slots |= self._append_to_feed(volume_epoch, edit.stored, told, removed)
+            slots |= self._append_to_feed(volume_epoch, edit.stored, told, removed, changed_s)
         self._replicate(slots)
         self._run_ends.record_stored(stored)
         if self._listener is not None and (edit.stored or lost):
@@ -304,7 +314,12 @@ class ValkeyIndex(PrefixIndex):
             self._loop.call_soon_threadsafe(self._audit.missed, {key_range(key) for key in missed})
 
     def _append_to_feed(
-        self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], told: Sequence[RemovedKeys], removed: Sequence[BlockKey]
+        self,
+        volume_epoch: VolumeEpoch,
+        stored: Sequence[BlockRun],
+        told: Sequence[RemovedKeys],
+        removed: Sequence[BlockKey],
+        changed_s: float,
     ) -> set[int]:
         """Append a batch that took effect to the feed. Returns the hash slot that was written.
 
@@ -314,6 +329,14 @@ class ValkeyIndex(PrefixIndex):
         known = {key for entry in told if entry.volume_epoch == volume_epoch for key in entry.keys}
         before = [key for key in removed if key not in known]
         gone = [*told, RemovedKeys(volume_epoch, NamespaceId(b""), before)] if before else told
+        if self._clock.now_s() - changed_s > FRESH_S:
+            keys = sorted({*(key for run in stored for key in run.keys), *(key for entry in gone for key in entry.keys)})
+            changed_s = self._clock.now_s()
+            values = self._run([read_command(key) for key in keys])
+            holders = {key: decode(value)[2::2] for key, value in zip(keys, values, strict=True) if is_record(value)}
+            stored, gone = still_true(volume_epoch, stored, gone, holders)
+            if self._clock.now_s() - changed_s > FRESH_S:
+                raise Unavailable("Valkey is too slow for block events: publish again")
         if not stored and not gone:
             return set()
         slot = self._call(self.feed.append(volume_epoch, stored, gone))
@@ -505,6 +528,10 @@ class ValkeyIndex(PrefixIndex):
         return dict(self._small.state.beats)
 
     # ---- servers ----
+    @property
+    def reachable(self) -> bool:
+        return self._cluster.reachable
+
     def backend(self) -> IndexBackend:
         return self._watch.backend()
 
@@ -594,20 +621,7 @@ class ValkeyIndex(PrefixIndex):
             if self._closed:
                 raise Unavailable("the index is closed")
             raise Internal("a call that waits for Valkey would block the event loop")
-        try:
-            waiting = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:  # the loop is closed
-            work.close()
-            raise Unavailable("the index is closed") from error
-        try:
-            return waiting.result(PART_S + SYNC_MARGIN_S)
-        except concurrent.futures.CancelledError as error:
-            raise Unavailable("the index is closed") from error
-        except TimeoutError as error:
-            if waiting.done():  # the work's own error
-                raise
-            waiting.cancel()
-            raise Unavailable("the event loop of the index does not run") from error
+        return run_on(self._loop, work, PART_S + SYNC_MARGIN_S)
 
     def _fresh(self) -> SmallState:
         """The small state: as it is now, or on the event loop the copy."""
@@ -644,11 +658,7 @@ class ValkeyIndex(PrefixIndex):
         if failed:
             full = str(failed[0]).startswith("OOM")
             self._count(metadata_metrics.INDEX_CHANGES_REFUSED["full" if full else "other"], 1)
-            error: KVStoreError = (
-                CapacityExceeded("Valkey is full: raise its maxmemory or add shards", reply=str(failed[0]))
-                if full
-                else Unavailable("Valkey rejects changes", reply=str(failed[0])[:200])
-            )
+            error = refused_change(str(failed[0]), full=full)
             self._changes.failed(time.monotonic(), error)
             if full:
                 self._count(metadata_metrics.INDEX_FULL, 1)

@@ -37,6 +37,8 @@ AUDIT_S: Final = 1.0
 RETRY_S: Final = 0.05
 """Pause before markers of a shard that is away are read again."""
 READ_S: Final = 1.0
+FOUNDING_S: Final = 2.0
+"""Time in which the server that began an epoch writes all markers. Until then, missing ones are not a loss."""
 AGAIN_S: Final = 0.02
 """Pause before ranges that were not listed are listed again."""
 _PART: Final = 1_024
@@ -81,6 +83,7 @@ class RangeAudit:
         self._writes = writes
         self.states = RangeStates()
         self._epoch = b""
+        self._epoch_s = 0.0
         self._founded = b""
         self._reported: frozenset[int] = frozenset()
         self._moved_since: set[int] = set()
@@ -138,7 +141,7 @@ class RangeAudit:
         if not epoch:
             return
         if epoch != self._epoch:
-            self._epoch, self.states = epoch, RangeStates()
+            self._epoch, self.states, self._epoch_s = epoch, RangeStates(), time.monotonic()
         self.states.tick(time.monotonic())
         if self._small.founded == epoch != self._founded:
             self._founded = epoch
@@ -149,7 +152,8 @@ class RangeAudit:
         if neighbours := self._neighbours_of_lost():
             await self._read(neighbours)
         if self._writes():
-            await self._begin_repairs()
+            if time.monotonic() - self._epoch_s > FOUNDING_S:
+                await self._begin_repairs()
             await self._end_repairs()
 
     # ---- parts

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from kvstore.core.errors import Unavailable
+from kvstore.core.errors import CapacityExceeded, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, NamespaceId
 from kvstore.index.contract import VolumeEpoch
 from kvstore.index.record import decode, encode, is_record, is_record_size, replicas_of
@@ -105,6 +105,13 @@ def change_command(key: BlockKey, before: bytes | None, after: bytes | None, abi
     else:
         words = ("EVALSHA", _CAS_NAME, 1, name, before or b"", after or b"")
     return slot_of(key), pack(*words)
+
+
+def refused_change(reply: str, *, full: bool) -> KVStoreError:
+    """The error of a change that Valkey rejects."""
+    if full:
+        return CapacityExceeded("Valkey is full: raise its maxmemory or add shards", reply=reply)
+    return Unavailable("Valkey rejects changes", reply=reply[:200])
 
 
 def took_effect(reply: object) -> bool:

@@ -1,4 +1,4 @@
-"""Opening the index that the configuration names, and what belongs to it."""
+"""Opening the index that the configuration names, and the stores that belong to the index."""
 
 from __future__ import annotations
 

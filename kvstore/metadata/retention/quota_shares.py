@@ -40,7 +40,7 @@ from kvstore.index.contract import PrefixIndex, ServerRole
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.settings_store import OperatorSettings, RuleSetting
-from kvstore.metadata.retention.share_table import SHARES_NOTE, ShareTable
+from kvstore.metadata.retention.share_table import ShareTable
 from kvstore.metadata.roles.roles import Roles
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -224,7 +224,7 @@ class QuotaShares:
             made = replace(made, table=replace(made.table, generation=generation, epoch=self._index.epoch))
             if not self._roles.holds(ServerRole.QUOTA):
                 return  # this server was stopped meanwhile: another one makes shares
-            await self._thread.run(lambda: self._index.put_note(SHARES_NOTE, made.table.encode(), announce=False))
+            await self._thread.run(lambda: self._index.put_notes(made.table.notes(), announce=False))
         self._answers = made
 
     async def _read(self, settings: OperatorSettings) -> None:
@@ -241,8 +241,7 @@ class QuotaShares:
         return table if table is not None and table.epoch == self._index.epoch else None
 
     def _read_note(self) -> ShareTable | None:
-        note = self._index.note(SHARES_NOTE)
-        return None if note is None else ShareTable.decode(note)
+        return ShareTable.read(self._index.note)
 
     async def _make_shares(self, settings: OperatorSettings) -> _Answers:
         began_s = slice_s = self._clock.now_s()

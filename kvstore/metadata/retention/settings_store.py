@@ -17,6 +17,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ VERSION: Final = 1
 MAX_FILE_BYTES: Final = 4 << 20
 """Several times the size of the maximum number of quotas and rules."""
 NAMESPACE_BYTES: Final = 16
+KNOWN_CHANGES: Final = 64
+"""Number of changes by which settings are recognised as made from others. Settings that are older count as their origin."""
+_CHANGE_BYTES: Final = 6
 _DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -72,12 +76,14 @@ class OperatorSettings:
     Attributes:
         path_policy: path policy of loads that name none; empty: the configured one.
         revision: number of changes that led to these settings.
+        changes: ids of the last of these changes, the newest last. They tell whether other settings were made from these.
     """
 
     quotas: Mapping[str, QuotaSetting] = field(default_factory=dict)
     rules: Mapping[NamespaceId, RuleSetting] = field(default_factory=dict)
     path_policy: str = ""
     revision: int = 0
+    changes: tuple[str, ...] = field(default=(), compare=False)
 
     def with_quota(self, tenant: str, quota: QuotaSetting) -> OperatorSettings:
         """A copy with another quota of one tenant; an unlimited quota is removed."""
@@ -92,7 +98,19 @@ class OperatorSettings:
     def edited(self, edit: SettingsEdit) -> OperatorSettings:
         """These settings after a change; the revision grows if they differ."""
         after = edit(self)
-        return self if after == self else replace(after, revision=self.revision + 1)
+        if after == self:
+            return self
+        changes = (*self.changes, secrets.token_hex(_CHANGE_BYTES))[-KNOWN_CHANGES:]
+        return replace(after, revision=self.revision + 1, changes=changes)
+
+    def descends_from(self, earlier: OperatorSettings) -> bool:
+        """Whether these settings were made from earlier ones, or are the same."""
+        if earlier == OperatorSettings() or (self, self.changes) == (earlier, earlier.changes):
+            return True
+        beyond = self.revision - earlier.revision
+        if not earlier.changes:
+            return beyond > 0
+        return earlier.changes[-1] in self.changes or beyond >= max(1, len(self.changes))
 
     def encode(self) -> bytes:
         """Encode as the file's content."""
@@ -107,6 +125,7 @@ class OperatorSettings:
             "quotas": quotas,
             "namespaces": rules,
             "path_policy": self.path_policy,
+            "changes": list(self.changes),
         }
         return json.dumps(found, indent=1).encode()
 
@@ -136,6 +155,7 @@ class OperatorSettings:
             },
             _policy(found.get("path_policy", "")),
             _number(found, "revision") or 0,
+            _changes(found.get("changes", [])),
         )
 
 
@@ -153,6 +173,16 @@ def _policy(name: object) -> str:
     if not isinstance(name, str) or len(name) > MAX_NAME_BYTES or not name.isprintable():
         raise ValueError("path_policy is not a name")
     return name
+
+
+def _changes(names: object) -> tuple[str, ...]:
+    if not isinstance(names, list) or len(names) > KNOWN_CHANGES or not all(_is_change(name) for name in names):
+        raise ValueError("changes is not a list of ids")
+    return tuple(names)
+
+
+def _is_change(name: object) -> bool:
+    return isinstance(name, str) and len(name) == 2 * _CHANGE_BYTES
 
 
 def _tenant(name: str) -> str:
@@ -184,11 +214,6 @@ def _copies(entry: dict[str, Any]) -> int:
 
 SettingsEdit: TypeAlias = "Callable[[OperatorSettings], OperatorSettings]"
 """Returns the new settings for the present ones. May be called again if others change the settings at the same time."""
-
-
-def age(settings: OperatorSettings) -> tuple[int, bool, bytes]:
-    """Order of settings: the higher revision is newer. Equal revisions with other contents have an order, too."""
-    return settings.revision, settings != OperatorSettings(), settings.encode()
 
 
 class SettingsStore(ABC):
@@ -264,8 +289,8 @@ class FileSettings(SettingsStore):
         pass
 
     async def keep(self, settings: OperatorSettings) -> None:
-        """Write settings that others made, unless the file has newer ones. The same errors as ``change``."""
-        await asyncio.to_thread(self._write, lambda present: max(present, settings, key=age))
+        """Write settings that others made, unless those of the file were made from them. The same errors as ``change``."""
+        await asyncio.to_thread(self._write, lambda present: present if present.descends_from(settings) else settings)
 
     def _write(self, replaced: SettingsEdit) -> tuple[OperatorSettings, OperatorSettings]:
         try:
@@ -275,7 +300,7 @@ class FileSettings(SettingsStore):
                 if before is None:
                     raise unreadable(self.path, present.problem)
                 after = replaced(before)
-                if after != before:
+                if after is not before:
                     write_atomically(self.path, after.encode())
                 return before, after
         except OSError as error:

@@ -1,25 +1,32 @@
 """Shares of all quotas that were made together, and their form in the index.
 
-The server with the role ``quota`` makes a table several times per second and writes it as one note, with the next generation.
-All servers read it and answer heartbeats from it. A server never goes back to an older generation, so a note that a former holder
+The server with the role ``quota`` makes a table several times per second and writes it as a note, with the next generation. A
+table that is too large for one note is several, written at once; a reader that meets parts of two tables reads again later. All
+servers read it and answer heartbeats from it. A server never goes back to an older generation, so a note that a former holder
 of the role writes late changes nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
+from kvstore.core.limits import MAX_NOTE_BYTES
 from kvstore.core.types import NodeId
 
 SHARES_NOTE: Final = "shares"
+MAX_PARTS: Final = 64
+_PART_BYTES: Final = MAX_NOTE_BYTES - 1_024
 _HEADER: Final = struct.Struct("<I")
+_PART: Final = struct.Struct("<I8s")
+"""Number of parts, and checksum of the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ class ShareTable:
         return other is None or self.epoch != other.epoch or self.generation > other.generation
 
     def encode(self) -> bytes:
-        """The table as a note."""
+        """Encode the table."""
         numbers = array("q")
         for _, *tiers in self.tenants:
             for shares in tiers:
@@ -65,12 +72,46 @@ class ShareTable:
         encoded = json.dumps(header).encode()
         return zlib.compress(_HEADER.pack(len(encoded)) + encoded + numbers.tobytes(), 1)
 
+    def notes(self) -> dict[str, bytes]:
+        """The table as notes, to be written at once."""
+        encoded = self.encode()
+        parts = [encoded[at : at + _PART_BYTES] for at in range(0, len(encoded), _PART_BYTES)]
+        header = _PART.pack(len(parts), _checksum(encoded))
+        return {_part_name(number): header + part for number, part in enumerate(parts)}
+
     @classmethod
-    def decode(cls, note: bytes) -> Self:
-        """The table in a note.
+    def read(cls, note: Callable[[str], bytes | None]) -> Self | None:
+        """Read the table from notes.
+
+        Args:
+            note: reads a note; None: there is none.
+
+        Returns:
+            None: there is no table, or another one is being written.
 
         Raises:
-            ValueError: the note is not a table.
+            ValueError: the notes are not a table.
+        """
+        first = note(SHARES_NOTE)
+        if first is None:
+            return None
+        if len(first) < _PART.size:
+            raise ValueError("the note is not a table of shares")
+        count, checksum = _PART.unpack_from(first)
+        if not 1 <= count <= MAX_PARTS:
+            raise ValueError("the note is not a table of shares")
+        parts = [first, *(note(_part_name(number)) or b"" for number in range(1, count))]
+        encoded = b"".join([part[_PART.size :] for part in parts])
+        if count > 1 and _checksum(encoded) != checksum:
+            return None
+        return cls.decode(encoded)
+
+    @classmethod
+    def decode(cls, note: bytes) -> Self:
+        """Decode a table.
+
+        Raises:
+            ValueError: this is not a table.
         """
         try:
             content = zlib.decompress(note)
@@ -95,3 +136,11 @@ class ShareTable:
             )
         except (zlib.error, struct.error, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
             raise ValueError("the note is not a table of shares") from error
+
+
+def _part_name(number: int) -> str:
+    return f"{SHARES_NOTE}/{number}" if number else SHARES_NOTE
+
+
+def _checksum(encoded: bytes) -> bytes:
+    return hashlib.blake2b(encoded, digest_size=8).digest()

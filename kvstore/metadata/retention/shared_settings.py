@@ -3,9 +3,10 @@
 1. A change replaces the shared value if it still is what the change was made from. So of two changes at the same time one is
    made again on top of the other, and conditions of a change (``If-Match``) hold over all servers.
 2. Each server copies the shared value to its file, and hands out its copy while it cannot reach the value.
-3. A server that finds the value missing, or older than its copy, restores it. So settings survive the loss of all shared values
-   and of all servers but one. The higher revision wins. Of equal revisions with different contents, which only a lost value
-   explains, all servers choose the same one and log it.
+3. A server that finds the value missing, or finds a value from which its copy was made, restores it. So settings survive the loss
+   of all shared values and of all servers but one.
+4. If neither the copy nor the value was made from the other, the shared value stays and the difference is logged. That happens
+   if changes were made on both sides of a split network, and Valkey kept those of the majority.
 
 ``reconcile`` decides and is pure. ``SharedSettings`` acts.
 """
@@ -23,7 +24,6 @@ from kvstore.metadata.retention.settings_store import (
     OperatorSettings,
     SettingsEdit,
     SettingsStore,
-    age,
     unreadable,
 )
 from kvstore.observe.counters import Counters
@@ -64,7 +64,7 @@ class Reconciled:
     Args:
         settings: the settings in force; the copy becomes these.
         write_shared: whether the shared value must become these settings.
-        lost: the settings of equal revision that are dropped; None: there are none.
+        lost: a copy with changes that the settings lack; None: there are none.
     """
 
     settings: OperatorSettings
@@ -81,11 +81,11 @@ def reconcile(copy: OperatorSettings, shared: OperatorSettings | None) -> Reconc
     """
     if shared is None:
         return Reconciled(copy, write_shared=copy != OperatorSettings())
-    if shared == copy:
-        return Reconciled(copy, write_shared=False)
-    newest, other = (copy, shared) if age(copy) > age(shared) else (shared, copy)
-    lost = other if other.revision == newest.revision and other != OperatorSettings() else None
-    return Reconciled(newest, write_shared=newest is copy, lost=lost)
+    if shared.descends_from(copy):
+        return Reconciled(shared, write_shared=False)
+    if copy.descends_from(shared):
+        return Reconciled(copy, write_shared=True)
+    return Reconciled(shared, write_shared=False, lost=None if copy == shared else copy)
 
 
 class SharedSettings(SettingsStore):
@@ -108,7 +108,7 @@ class SharedSettings(SettingsStore):
     def read(self) -> OperatorSettings | None:
         copy = self._file.read()
         self.problem = self._file.problem
-        return copy if copy is None or copy.revision >= self._newest.revision else self._newest
+        return copy if copy is None or copy.descends_from(self._newest) else self._newest
 
     async def change(self, edit: SettingsEdit) -> tuple[OperatorSettings, OperatorSettings]:
         for _ in range(MAX_RACES):
@@ -147,15 +147,15 @@ class SharedSettings(SettingsStore):
         if decision.lost is not None:
             self._counters.add(metadata_metrics.SETTINGS_LOST)
             logger.error(
-                "settings in conflict: kept one of two of equal revision (revision=%d, kept=%s, dropped=%s)",
-                decision.settings.revision,
+                "settings in conflict: changes were made from others at the same time (kept=%s, dropped=%s)",
                 decision.settings.encode(),
                 decision.lost.encode(),
             )
         if decision.write_shared and await self._value.replace(raw, decision.settings.encode()):
             self._counters.add(metadata_metrics.SETTINGS_RESTORED)
             logger.warning("settings restored: from the copy of this server (revision=%d)", decision.settings.revision)
-        if self._file.read() != decision.settings:
+        present = self._file.read()
+        if present is None or (present, present.changes) != (decision.settings, decision.settings.changes):
             await self._keep(decision.settings)
 
     async def _follow(self) -> None:
@@ -177,7 +177,8 @@ class SharedSettings(SettingsStore):
 
     async def _keep(self, settings: OperatorSettings) -> None:
         """Copy settings that are in force. If the file cannot be written, they stay in memory until it can."""
-        self._newest = max(self._newest, settings, key=age)
+        if not self._newest.descends_from(settings):
+            self._newest = settings
         try:
             await self._file.keep(settings)
             self.copy_problem = ""

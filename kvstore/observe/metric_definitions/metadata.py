@@ -87,6 +87,9 @@ PUBLISH_DUPLICATES: Final = group.counter("metadata_publish_duplicates_total", "
 PUBLISH_GAPS: Final = group.counter("metadata_publish_gaps_total", "publish streams rejected because a batch was missing")
 REGISTRATIONS: Final = group.counter("metadata_registrations_total", "registrations of nodes, restarts included")
 HEARTBEATS: Final = group.counter("metadata_heartbeats_total", "heartbeats received from all nodes")
+NODES_SENT_ELSEWHERE: Final = group.counter(
+    "metadata_nodes_sent_elsewhere_total", "heartbeats and registrations refused because this server cannot reach the index"
+)
 NODES_APPEARED: Final = group.counter("metadata_nodes_appeared_total", "nodes that became alive, again or for the first time")
 NODES_EXPIRED: Final = group.counter("metadata_nodes_expired_total", "nodes hidden because their heartbeats stopped")
 NODES_LEFT: Final = group.counter("metadata_nodes_left_total", "nodes that reported their stop")
@@ -150,7 +153,8 @@ SETTINGS_RESTORED: Final = group.counter(
     "metadata_settings_restored_total", "times that this server's copy of the settings replaced missing or older shared ones"
 )
 SETTINGS_LOST: Final = group.counter(
-    "metadata_settings_lost_total", "settings dropped because other settings with the same revision were kept"
+    "metadata_settings_lost_total",
+    "settings of a server dropped because others were made at the same time, in a split network",
 )
 QUOTA_SHARE_FAILURES: Final = group.counter(
     "metadata_quota_share_failures_total", "divisions of quotas that failed with an unexpected exception: a bug"

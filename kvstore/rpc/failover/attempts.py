@@ -11,7 +11,7 @@ import grpc.aio
 
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.metric_definitions import common as common_metrics
-from kvstore.rpc.errors import DETAILS_KEY, FailedCall
+from kvstore.rpc.errors import DETAILS_KEY, USE_ANOTHER_SERVER, FailedCall, detail_of
 from kvstore.rpc.failover.rpc_rules import FORWARDED_TO, Repetition, RpcRule
 from kvstore.rpc.failover.selection import CallPlacement, Failure
 from kvstore.rpc.failover.servers import MetadataServers
@@ -34,7 +34,8 @@ def failure_of(error: grpc.RpcError) -> Failure | None:
     """Return the verdict of a failed call on its server; None: no verdict, because the server or the caller ended it."""
     failed = cast("FailedCall", error)
     if any(key == DETAILS_KEY for key, _ in failed.trailing_metadata() or ()):  # type: ignore[attr-defined]  # pairs
-        return None
+        detail = detail_of(failed)
+        return Failure.UNAVAILABLE if detail is not None and USE_ANOTHER_SERVER in detail.fields else None
     code = failed.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Failure.TIMEOUT
