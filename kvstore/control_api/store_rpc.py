@@ -17,6 +17,8 @@ from kvproto.v1.admin_pb2_grpc import MetadataAdminStub, NodeAdminStub
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvproto.v1.node_pb2_grpc import NodeStub
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unauthenticated, Unavailable
+from kvstore.health.findings import HealthFinding
+from kvstore.health.server_indexes import differing_indexes
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import admin as admin_metrics
 from kvstore.process.tls import TlsConfig
@@ -39,6 +41,8 @@ DIAGNOSIS_HOLDS_S: Final = 10.0
 """How long a diagnosis of an unreachable metadata server is reused."""
 _IDLE_CHECK_S: Final = 0.5
 """Time limit of the probe of a metadata server to which no call goes."""
+_INDEXES_AGAIN_S: Final = 0.5
+"""Time after which servers with different indexes are asked again."""
 _TWO_ATTEMPTS: Final = RetryPolicy(attempts=2, first_backoff_s=0.05)
 """The second attempt reaches a server that was restarted. Calls of nodes use it for changes too, because these may be repeated:
 they carry an operation id or the expected old value."""
@@ -128,8 +132,35 @@ class StoreRpc:
         return states_of(self._channel, self._endpoint.metadata)
 
     async def server(self) -> pb.DescribeServerResponse:
-        """State of the metadata server."""
-        return await self._ask(self._admin.DescribeServer, pb.DescribeServerRequest())
+        """State of the metadata server. If the servers of a list have different indexes, that is one of its findings."""
+        answer: pb.DescribeServerResponse = await self._ask(self._admin.DescribeServer, pb.DescribeServerRequest())
+        found = await self._different_indexes()
+        if found is not None and found.code.name not in {one.code for one in answer.findings}:
+            answer.findings.insert(0, found.to_proto())
+        return answer
+
+    async def _different_indexes(self) -> HealthFinding | None:
+        """The finding about different indexes; servers are asked twice, because they differ while an index is created again."""
+        if not isinstance(self._channel, AioFailoverChannel):
+            return None
+        if differing_indexes(await self._index_epochs(self._channel)) is None:
+            return None
+        await asyncio.sleep(_INDEXES_AGAIN_S)
+        return differing_indexes(await self._index_epochs(self._channel))
+
+    @staticmethod
+    async def _index_epochs(channel: AioFailoverChannel) -> dict[str, bytes]:
+        """The index epoch of each metadata server that answers."""
+
+        async def ask(address: str) -> bytes:
+            stub = MetadataStub(channel.channel_to(address))
+            request = metadata_pb2.GetStatsRequest()
+            answer: metadata_pb2.GetStatsResponse = await call_aio(stub.GetStats, request, _IDLE_CHECK_S, RetryPolicy(attempts=1))
+            return answer.index_epoch
+
+        addresses = channel.servers.addresses
+        found = await asyncio.gather(*map(ask, addresses), return_exceptions=True)
+        return {address: epoch for address, epoch in zip(addresses, found, strict=True) if isinstance(epoch, bytes)}
 
     async def shards(self) -> pb.DescribeShardsResponse:
         """Servers that hold a shared index, and the metadata servers that serve it."""

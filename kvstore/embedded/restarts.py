@@ -11,6 +11,8 @@ from kvstore.embedded.cluster import LocalCluster
 
 AWAY_S: Final = 1.0
 """How long a server is away at least."""
+UNREPLACED_S: Final = 8.0
+"""Time after which a primary is started without its contents: its replica, which would have replaced it, is lost too."""
 
 
 class RedundantServers:
@@ -43,9 +45,14 @@ class RedundantServers:
         valkey = self._cluster.valkey
         for server in [] if valkey is None else valkey.servers:
             name = f"Valkey server {server.address}"
-            if self._is_due(name, server.process.poll()) and valkey is not None and valkey.is_replaced(server):
-                valkey.restart(server)
-                self._note_start(name, server.process.pid)
+            if not self._is_due(name, server.process.poll()) or valkey is None:
+                continue
+            if not valkey.is_replaced(server):
+                if time.monotonic() < self._away_since_s[name] + UNREPLACED_S:
+                    continue
+                self._report(f"{name} was not replaced by its replica; starting it without its contents")
+            valkey.restart(server)
+            self._note_start(name, server.process.pid)
 
     def _is_due(self, name: str, code: int | None) -> bool:
         """Whether a server was away long enough. ``code`` is its exit code; None: it runs."""
@@ -53,7 +60,8 @@ class RedundantServers:
             return False
         if name not in self._away_since_s:
             self._away_since_s[name] = time.monotonic()
-            self._report(f"{name} ended with code {code}; starting it again")
+            again = "starting it again" if name in self.names else "it starts again after its replica has replaced it"
+            self._report(f"{name} ended with code {code}; {again}")
         return time.monotonic() >= self._away_since_s[name] + AWAY_S
 
     def _start_metadata(self, name: str) -> None:

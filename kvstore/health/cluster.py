@@ -17,6 +17,8 @@ from kvstore.health.shards import shard_findings
 
 QUOTA_SHARE: Final = 0.95
 """Share of a quota above which it is nearly used."""
+OVER_QUOTA: Final = 1.05
+"""Share of a quota above which it is exceeded. Loads and late reports exceed it by a little."""
 CLOCK_S: Final = 5.0
 """Difference between two clocks that is reported. A heartbeat may be late by a call's timeout."""
 _GIB: Final = 1 << 30
@@ -57,6 +59,7 @@ class ServerReport:
         index_disk: space on its file system; None: unknown.
         settings_problem: why the file of quotas and rules cannot be read; empty: it can be read.
         settings_path: that file.
+        unwritten: files of the server that could not be written, with the reason.
         quotas: tenants with a quota.
         findings: findings of the process, for example about its certificate.
         backend: the servers that hold the index.
@@ -69,6 +72,7 @@ class ServerReport:
     index_disk: FileSystem | None = None
     settings_problem: str = ""
     settings_path: str = ""
+    unwritten: Mapping[str, str] = field(default_factory=dict)
     quotas: Sequence[QuotaUse] = ()
     findings: Sequence[HealthFinding] = ()
     backend: IndexBackend = field(default_factory=IndexBackend)
@@ -96,10 +100,11 @@ def find(report: ClusterReport) -> list[HealthFinding]:
     found = [*_of_server(report.server)]
     if not report.nodes:
         found.append(HealthFinding(codes.NO_NODES, "", "No node has registered with this metadata server."))
+    away = _away_shards(report.server.backend)
     reported: dict[tuple[str, str], list[HealthFinding]] = {}
     for node in report.nodes:
         found += _of_node(node)
-        for one in _reported_by(node):
+        for one in _reported_by(node, away):
             reported.setdefault(one.identity, []).append(one)
     found += map(_merged, reported.values())
     return by_severity(found)[:MAX_FINDINGS]
@@ -116,11 +121,15 @@ def _of_server(server: ServerReport) -> Iterator[HealthFinding]:
     if server.settings_problem:
         facts = f"{server.settings_path} cannot be read: {server.settings_problem}"
         yield HealthFinding(codes.SETTINGS_FILE_UNREADABLE, "", facts)
+    for path, why in server.unwritten.items():
+        yield HealthFinding(codes.FILE_NOT_WRITTEN, path, f"{path} cannot be written: {why}")
     for use in server.quotas:
         if use.quota_bytes and use.held_bytes > QUOTA_SHARE * use.quota_bytes:
             name = use.tenant or "(default)"
-            facts = f"Tenant {name} holds {size(use.held_bytes)} of {size(use.quota_bytes)} in {use.tier}."
-            yield HealthFinding(codes.QUOTA_NEARLY_USED, name, facts)
+            over = use.held_bytes > OVER_QUOTA * use.quota_bytes
+            of = f"{size(use.held_bytes)} in {use.tier}, more than its quota of" if over else f"{size(use.held_bytes)} of"
+            facts = f"Tenant {name} holds {of} {size(use.quota_bytes)}{'' if over else f' in {use.tier}'}."
+            yield HealthFinding(codes.QUOTA_EXCEEDED if over else codes.QUOTA_NEARLY_USED, name, facts)
     yield from server.findings
     yield from shard_findings(server.backend, server.metadata_servers)
 
@@ -142,10 +151,18 @@ def _of_node(node: NodeReport) -> Iterator[HealthFinding]:
         yield HealthFinding(codes.CLOCK_DIFFERS, node_id, facts)
 
 
-def _reported_by(node: NodeReport) -> Iterator[HealthFinding]:
+def _reported_by(node: NodeReport, away: str) -> Iterator[HealthFinding]:
     status = node.status
     for one in from_proto(status.findings) if status.alive else ():
-        yield HealthFinding(one.code, one.subject or status.node.node_id, one.facts)
+        facts = f"{one.facts}{away}" if one.code is codes.PUBLISH_FAILS else one.facts
+        yield HealthFinding(one.code, one.subject or status.node.node_id, facts)
+
+
+def _away_shards(backend: IndexBackend) -> str:
+    """Sentence about the shards that do not answer, which may be why nodes cannot publish; empty: all answer."""
+    primaries = [server for server in backend.servers if server.primary]
+    away = sum(server.away_s is not None for server in primaries)
+    return f" {away} of {len(primaries)} shards of the index do not answer." if away else ""
 
 
 def _merged(alike: Sequence[HealthFinding]) -> HealthFinding:

@@ -77,6 +77,14 @@ METADATA_UNREACHABLE: Final = _error(
     "Start the metadata server again, and read its log: journalctl -u kvstore-metadata. If it runs, compare its address, TLS"
     " files and token with those of the caller.",
 )
+METADATA_SERVERS_DIFFER: Final = _error(
+    "METADATA_SERVERS_DIFFER",
+    "Metadata servers have different indexes",
+    "Servers that the setting `metadata` names in one list must share an index. Now each finds only the blocks of the nodes that"
+    " use it: which blocks a lookup finds depends on the server that answers.",
+    "Set the same metadata.engine on each host, and restart the servers that lacked it. Without an index in Valkey, name one"
+    " server only.",
+)
 INDEX_READ_ONLY: Final = _error(
     "INDEX_READ_ONLY",
     "The index accepts no changes",
@@ -97,6 +105,13 @@ SETTINGS_FILE_UNREADABLE: Final = _error(
     "Nodes keep their last quotas, times to live and pins. Changes are rejected.",
     "Repair the file or restore it from a backup. If you remove it, all quotas and rules are lost.",
 )
+FILE_NOT_WRITTEN: Final = _warning(
+    "FILE_NOT_WRITTEN",
+    "A file of a metadata server cannot be written",
+    "The server keeps its copy of quotas, pins and times to live, or its cluster events, in memory only. They are lost if Valkey"
+    " loses its data and all metadata servers end.",
+    "Free space, or correct the owner of the folder. The file is then written without a restart.",
+)
 NO_NODES: Final = _warning(
     "NO_NODES",
     "No node has registered",
@@ -108,8 +123,9 @@ NO_NODES: Final = _warning(
 SHARD_AWAY: Final = _error(
     "SHARD_AWAY",
     "A shard of the index does not answer",
-    "Its records are unknown: some lookups find a few blocks less, and blocks whose records belong there cannot be published."
-    " Nodes repeat their changes. If the shard has a replica, the cluster promotes the replica within seconds.",
+    "Its records are unknown: some lookups find a few blocks less. New blocks are published without the records that belong"
+    " there; nodes compare these ranges after the shard is back. If it has a replica, the cluster promotes the replica within"
+    " seconds. While the shard of the small state is away, nothing is published: nodes repeat their changes.",
     "If it lasts longer than a few seconds, check the server's process and host, and `CLUSTER NODES` on another server. Without a"
     " replica, start the server again, even without data: nodes send its records again.",
 )
@@ -331,6 +347,13 @@ QUOTA_NEARLY_USED: Final = _warning(
     "A tenant has almost used its quota",
     "At the quota, new blocks of the tenant replace its own coldest blocks, and its hit ratio falls.",
     "Raise the quota with `kvstore tenants set`, or evict namespaces of the tenant that are no longer used.",
+)
+QUOTA_EXCEEDED: Final = _warning(
+    "QUOTA_EXCEEDED",
+    "A tenant holds more than its quota",
+    "Nodes evict the tenant's coldest blocks until it is within its quota. A drain that moves blocks (`kvstore nodes drain NODE"
+    " --move`) keeps the blocks of both nodes until it is cancelled or the node stops, so they count twice.",
+    "Wait for a minute after a quota was lowered. If a node drains, stop it, or cancel the drain: `kvstore nodes undrain NODE`.",
 )
 CERTIFICATE_EXPIRES: Final = _warning(
     "CERTIFICATE_EXPIRES",

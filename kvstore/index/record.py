@@ -200,6 +200,10 @@ class BatchEdit:
         self._touched.add(key)
         return True
 
+    def changes(self) -> list[tuple[BlockKey, bytes | None]]:
+        """Changed records, then those to delete (None)."""
+        return [*self.puts(), *((key, None) for key in self.deletes())]
+
     def puts(self) -> list[tuple[BlockKey, bytes]]:
         """Changed records, in key order."""
         now, existing = self._now, self._existing

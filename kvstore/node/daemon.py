@@ -507,7 +507,8 @@ class NodeDaemon:
             self._enforcer.start()
             copier.start()
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
-                log.warning("metadata server not reached: %s; serving without it", config.metadata)
+                why = self._health.why_not_published() or "no answer yet"
+                log.warning("metadata server not used: %s (%s); serving without it, and trying again", config.metadata, why)
             for adopter in self._adopters:
                 adopter.start()
         if config.metrics_listen is not None:

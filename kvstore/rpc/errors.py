@@ -73,6 +73,11 @@ def from_rpc_error(failed: FailedCall) -> KVStoreError:
     return make_error(kind_of_grpc(number), message, {})
 
 
+def has_details(failed: FailedCall) -> bool:
+    """Whether a server of this store sent the error; else gRPC made it, because no server answered."""
+    return any(key == DETAILS_KEY for key, _ in failed.trailing_metadata() or ())  # type: ignore[attr-defined]  # pairs
+
+
 def detail_of(failed: FailedCall) -> ErrorDetail | None:
     """Return the details of a failed call; None: the server sent none."""
     metadata = failed.trailing_metadata()

@@ -8,11 +8,13 @@ import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from deployed import (
     CHART,
     COMPOSE,
@@ -277,3 +279,23 @@ def run(command: list[str], environment: dict[str, str]) -> str:
     """Output of a command."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     return done.stdout + done.stderr
+
+
+def test_systemd_valkey_unit_waits_for_its_replica() -> None:
+    unit = (CONFIGURATION / "valkey@.service").read_text()
+    configuration = (CONFIGURATION / "valkey.conf").read_text()
+    (restart_s,) = re.findall(r"^RestartSec=(\d+)s$", unit, re.MULTILINE)
+    (timeout_ms,) = re.findall(r"^cluster-node-timeout (\d+)$", configuration, re.MULTILINE)
+    assert int(restart_s) * 1000 > 2 * int(timeout_ms)
+    assert "WorkingDirectory=/var/lib/valkey-%i" in unit
+    assert not re.search("^(dir|cluster-config-file) ", configuration, re.MULTILINE), "each server has its own folder"
+
+
+def test_compose_prometheus_scrapes_the_second_server() -> None:
+    (volume,) = yaml.safe_load(VALKEY_FILE.read_text().replace("!override", ""))["services"]["prometheus"]["volumes"]
+    source, target, _ = volume.split(":")
+    (entry,) = yaml.safe_load((COMPOSE.parent / source).read_text())
+    jobs = yaml.safe_load((COMPOSE.parent / "prometheus.yml").read_text())["scrape_configs"]
+    patterns = [pattern for job in jobs for each in job.get("file_sd_configs", []) for pattern in each["files"]]
+    assert entry["targets"] == ["metadata-2:7401"]
+    assert any(fnmatch(target, pattern) for pattern in patterns)

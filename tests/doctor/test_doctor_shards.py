@@ -126,3 +126,16 @@ async def test_doctor_reports_a_server_that_closes_connections(tmp_path: Path) -
         port = listening.sockets[0].getsockname()[1]
         (found,) = await asyncio.to_thread(doctor, tmp_path, f"metadata.engine=valkey://127.0.0.1:{port}")
     assert "may require TLS" in found["what"]
+
+
+async def test_doctor_reports_a_server_that_is_too_old(tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        info = b"redis_version:6.2.14\r\ncluster_enabled:1"
+        while words := await reader.read(1 << 12):
+            writer.write(b"+PONG\r\n" if b"PING" in words else b"$%d\r\n%s\r\n*0\r\n" % (len(info), info))
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        (found,) = await asyncio.to_thread(doctor, tmp_path, f"metadata.engine=valkey://127.0.0.1:{port}")
+    assert (found["level"], "is too old: Redis 6.2" in found["what"]) == ("missing", True), found

@@ -16,6 +16,7 @@ from kvstore.embedded.restarts import RedundantServers
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.replay.demo import DemoPlan, demo_cluster, run_workload
 from kvstore.rpc.failover.selection import PROBE_MAX_S
+from support.wait import wait_until
 
 PLAN = DemoPlan(sessions=3, max_turns=40, servers=2, shards=3)
 PAUSE_S = (0.1, 1.5)
@@ -117,3 +118,19 @@ def test_demo_servers_killed_serves_right_bytes(tmp_path: Path, seed: int) -> No
     assert result.tally.wrong_bytes == 0
     assert dict(result.tally.errors) == {}
     assert result.possible_hits - result.tally.blocks_hit <= MOST_LOST * result.possible_hits
+
+
+def test_shard_lost_with_replica_is_started_again(tmp_path: Path) -> None:
+    story: list[str] = []
+    with LocalCluster([], tmp_path, servers=2, shards=3) as cluster:
+        redundant = RedundantServers(cluster, story.append)
+        assert cluster.valkey is not None
+        for server in (cluster.valkey.primaries[1], cluster.valkey.replicas[1]):
+            server.end()
+
+        def is_whole() -> bool:
+            redundant.poll()
+            return not redundant.away and cluster.valkey is not None and cluster.valkey.whole
+
+        wait_until(is_whole, "the shard runs again", timeout_s=60.0)
+    assert any("was not replaced by its replica" in event for event in story), story

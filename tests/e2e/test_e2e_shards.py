@@ -299,6 +299,28 @@ def test_shard_lost_and_back_hits_stay(bed: Bed, empty: bool) -> None:
         print(f"healed after {bed.assert_healed():.1f} s")
 
 
+@pytest.mark.parametrize("empty", [True, False], ids=["empty", "old"])
+def test_shard_away_new_blocks_are_published(bed: Bed, empty: bool) -> None:
+    pair = bed.pair(bed.other_primary())
+    for server in pair:
+        server.end()
+    try:
+        new = [f"{'empty' if empty else 'old'}-{number}" for number in range(20)]
+        for chain in new:
+            assert bed.writer.store(chain, FEW).held_blocks == FEW
+            bed.others.append(chain)
+
+        def share() -> float:
+            return sum(bed.hits(chain, FEW) for chain in new) / (len(new) * FEW)
+
+        took_s = wait_until(lambda: share() > 0.6, lambda: f"share of hits {share():.2f}", poll_s=0.2)
+        print(f"{share():.2f} of the new blocks hit after {took_s:.1f} s without the shard")
+    finally:
+        for server in pair:
+            bed.valkey.restart(server, empty=empty)
+    print(f"healed after {bed.assert_healed():.1f} s")
+
+
 def test_cluster_lost_and_back_empty_heals(bed: Bed) -> None:
     with under_load(bed) as load:
         time.sleep(0.3)

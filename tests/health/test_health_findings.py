@@ -10,6 +10,7 @@ from certificates import make_certificates
 from kvproto.v1 import common_pb2
 from kvproto.v1.common_pb2 import NODE_STATE_DRAIN_BLOCKED, NODE_STATE_DRAINED, DrainProgress, NodeInfo
 from kvproto.v1.metadata_pb2 import HeartbeatRequest, NodeStatus
+from kvstore.core.index_backend import IndexBackend, IndexServer
 from kvstore.core.limits import MAX_NAME_BYTES, MAX_REASON
 from kvstore.health import codes
 from kvstore.health.certificate_file import certificate_end_s
@@ -17,6 +18,7 @@ from kvstore.health.cluster import ClusterReport, FileSystem, NodeReport, QuotaU
 from kvstore.health.findings import MAX_FINDINGS, HealthFinding, from_proto, overall
 from kvstore.health.host_reports import CertificateWatch, file_system
 from kvstore.health.node_reachability import Reachability
+from kvstore.health.settled_findings import SETTLE_S, SettledFindings
 from kvstore.metadata.service import check_findings
 from kvstore.process.tls import TlsConfig
 
@@ -48,10 +50,22 @@ CASES = [
         "/i.json cannot be read: truncated",
     ),
     (
+        "FILE_NOT_WRITTEN",
+        "/i.json",
+        ClusterReport(ServerReport(unwritten={"/i.json": "Is a directory"}), [WELL]),
+        "/i.json cannot be written: Is a directory",
+    ),
+    (
         "QUOTA_NEARLY_USED",
         "team-a",
         ClusterReport(ServerReport(quotas=[QuotaUse("team-a", "NVMe", 96, 100)]), [WELL]),
         "holds 96 B of 100 B in NVMe",
+    ),
+    (
+        "QUOTA_EXCEEDED",
+        "team-a",
+        ClusterReport(ServerReport(quotas=[QuotaUse("team-a", "DRAM", 200, 100)]), [WELL]),
+        "holds 200 B in DRAM, more than its quota of 100 B.",
     ),
     ("NO_NODES", "", ClusterReport(), "No node has registered"),
     ("NODE_SILENT", "n", ClusterReport(nodes=[silent(Reachability.NOT_PROBED)]), "has not reported for 22 s"),
@@ -164,3 +178,21 @@ def test_certificate_near_its_end_is_reported(tmp_path: Path) -> None:
 def test_file_system_of_missing_path_is_unknown(tmp_path: Path) -> None:
     assert file_system(tmp_path) is not None
     assert file_system(tmp_path / "gone") is None
+
+
+def test_publish_failure_names_shards_that_are_away() -> None:
+    status = NodeStatus(node=INFO, alive=True, findings=[common_pb2.Finding(code="PUBLISH_FAILS", facts="It waits.")])
+    shards = [IndexServer(address=f"h:{number}", primary=True, shard=number, replicas=1, away_s=9.0) for number in range(3)]
+    server = ServerReport(backend=IndexBackend(shards), metadata_servers=2)
+    (found,) = [one for one in find(ClusterReport(server, [NodeReport(status)])) if one.code.name == "PUBLISH_FAILS"]
+    assert found.facts == "It waits. 3 of 3 shards of the index do not answer."
+
+
+def test_passing_finding_is_shown_after_some_seconds() -> None:
+    settled = SettledFindings()
+    passing, lasting = HealthFinding(codes.SHARD_AWAY, "shard 1", "x"), HealthFinding(codes.NODE_DOWN, "n", "x")
+    assert settled.filter([passing, lasting], 0.0) == [lasting]
+    assert settled.filter([passing], SETTLE_S - 0.1) == []
+    assert settled.filter([passing], SETTLE_S) == [passing]
+    assert settled.filter([], SETTLE_S + 0.1) == []
+    assert settled.filter([passing], SETTLE_S + 0.2) == [], "it begins again"

@@ -16,10 +16,10 @@ from kvstore.core.types import BlockKey, BootId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.contract import ReplicaRun, VolumeEpoch
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import Command, Lane
+from kvstore.index.valkey.cluster import Answer, Command, Lane
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import FRESH_S, StreamPosition
-from kvstore.index.valkey.index import ValkeyIndex
+from kvstore.index.valkey.index import A, ValkeyIndex
 from kvstore.index.valkey.keys import STREAMS, TAGS, record_name
 from kvstore.index.valkey.records import records_of
 from kvstore.metadata.events.shared_feed import encode_events
@@ -41,10 +41,10 @@ class InterruptedIndex(ValkeyIndex):
         if work is not None:
             work()
 
-    def _change(self, commands: Sequence[Command]) -> list[Reply]:
+    def _change(self, commands: Sequence[Command], run: Callable[[Sequence[Command], Lane], Sequence[A]]) -> Sequence[A]:
         if self.before_changes is not None:
             self.before_changes()
-        replies = super()._change(commands)
+        replies = super()._change(commands, run)
         work, self.after_changes = self.after_changes, None
         if work is not None:
             work()
@@ -57,6 +57,10 @@ class InterruptedIndex(ValkeyIndex):
     def _run(self, commands: Sequence[Command], lane: Lane = Lane.READS, at_once: int = 2_048) -> list[Reply]:
         self._interrupt()
         return super()._run(commands, lane, at_once)
+
+    def _run_without_lost(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Answer]:
+        self._interrupt()
+        return super()._run_without_lost(commands, lane)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -13,7 +14,8 @@ from pathlib import Path
 import hiredis
 import pytest
 
-from kvstore.core.errors import CapacityExceeded, Unavailable
+from kvstore.core.checksum import key_range
+from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
 from kvstore.index.contract import VolumeEpoch
@@ -23,6 +25,8 @@ from kvstore.index.valkey.cluster import PATIENCE, UNANSWERED, ValkeyClient
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import RANGE_SLOTS, SLOTS, TAGS
+from kvstore.index.valkey.records import too_old
+from kvstore.metadata.indexing.index_mutations import repair_range
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from support.chains import chain
@@ -43,6 +47,7 @@ class Puppet:
         self.silent = False
         self.delay_s = 0.0
         self.moved_to = ""
+        self.info = b"1"
         self.commands = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -83,7 +88,7 @@ class Puppet:
         self.commands += 1
         if self.moved_to:
             return b"-MOVED 1 " + self.moved_to.encode() + b"\r\n"
-        return b"$1\r\n1\r\n"
+        return b"$%d\r\n%s\r\n" % (len(self.info), self.info)
 
 
 @asynccontextmanager
@@ -167,6 +172,20 @@ async def test_slow_shard_takes_changes_and_no_lookups(counters: Counters) -> No
         assert cluster.away() == [puppet.address]
         puppet.delay_s = 0.0
         await wait_until_async(lambda: _is_back(cluster), "the shard is fast again")
+
+
+async def test_server_of_old_version_is_refused(counters: Counters) -> None:
+    async with Puppet().serve() as puppet:
+        puppet.info = b"redis_version:6.2.14"
+        with pytest.raises(Unsupported, match=r"Redis 6\.2: the index requires Valkey 7\.2 or Redis 7\.0"):
+            await ValkeyIndex.start(ValkeyAddress((puppet.address,)), count=counters.add)
+
+
+def test_versions_are_judged_by_product() -> None:
+    assert [bool(too_old(info)) for info in ("redis_version:7.0.15", "redis_version:7.2.4\r\nvalkey_version:9.1.2", "")] == [
+        False
+    ] * 3
+    assert too_old("redis_version:7.2.4\nvalkey_version:7.0.0").startswith("Valkey 7.0")
 
 
 async def test_all_shards_late_lookups_wait_for_them(counters: Counters) -> None:
@@ -379,3 +398,54 @@ def test_numbers_lost_in_a_failover_are_not_used_again(tmp_path: Path, counters:
             assert index.revision > revision, "no revision names two states"
         finally:
             index.close()
+
+
+@pytest.fixture
+def three_shards(tmp_path: Path) -> Iterator[ValkeyServers]:
+    """A cluster in which two shards are a majority."""
+    with ValkeyServers(tmp_path, shards=3) as servers:
+        yield servers
+
+
+@pytest.fixture
+def usual_index(three_shards: ValkeyServers, counters: Counters) -> Iterator[ValkeyIndex]:
+    index = ValkeyIndex.open(ValkeyAddress(three_shards.seeds), count=counters.add)
+    yield index
+    index.close()
+
+
+@needs_valkey
+def test_publish_reaches_shards_that_answer(three_shards: ValkeyServers, usual_index: ValkeyIndex, counters: Counters) -> None:
+    index = usual_index
+    epoch = open_epoch(index)
+    index.put_namespace(NAMESPACE, b"spec")
+    away = without_small_state(three_shards)
+    os.kill(away.process.pid, signal.SIGSTOP)
+    try:
+        run = BlockRun(NAMESPACE, None, 0, tuple(CHAIN))
+        index.publish(epoch, [run], [])
+        index.publish(epoch, [], CHAIN[-1:])
+        missed = counters.snapshot()[metadata_metrics.INDEX_CHANGES_MISSED]
+        assert 0 < missed < len(CHAIN)
+        hit = index.lookup(NAMESPACE, PACKED, {epoch})
+        assert hit.blocks >= len(CHAIN) - 20
+        with pytest.raises(Unavailable):
+            index.records_in_ranges(0, len(TAGS))
+    finally:
+        os.kill(away.process.pid, signal.SIGCONT)
+
+    def compared() -> set[int]:
+        return {number for check in index.range_checks() if not check.lost for number in check.ranges}
+
+    wait_until(lambda: {key_range(key) for key in CHAIN} & compared(), "nodes are asked to compare the ranges")
+    held = {key for key, _ in index.records_in_ranges(0, len(TAGS))}
+    lacking = {key_range(key) for key in CHAIN[:-1] if key not in held}
+    assert lacking <= compared()
+    for number in lacking:
+        repair_range(index, epoch, number, [part for part in in_single_runs(run) if key_range(part.keys[0]) == number])
+    assert index.lookup(NAMESPACE, PACKED, {epoch}).blocks == len(CHAIN) - 1
+
+
+def in_single_runs(run: BlockRun) -> list[BlockRun]:
+    parents = (None, *run.keys)
+    return [BlockRun(run.namespace, parents[at], run.depth + at, (key,)) for at, key in enumerate(run.keys[:-1])]

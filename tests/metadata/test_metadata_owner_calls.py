@@ -16,11 +16,12 @@ from certificates import make_certificates
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.errors import Conflict, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from kvstore.embedded.ports import free_port
 from kvstore.index.contract import LeaseHolder, ServerRole
 from kvstore.metadata.roles.owner_calls import FORWARDED_BY, PLANNING_METHODS, OwnerCalls
 from kvstore.observe.counters import Counters
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.client import call_aio, connect_aio
+from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
 from kvstore.rpc.errors import from_rpc_error
 from kvstore.rpc.server import build_aio_server
 from support.wait import wait_until_async
@@ -67,6 +68,9 @@ class Server(metadata_pb2_grpc.MetadataServicer):
     async def ReplanLoad(self, request: pb.ReplanLoadRequest, context: object) -> pb.LoadPlan:  # noqa: N802
         raise Conflict("no such part", part=request.index)
 
+    async def CancelRequest(self, request: pb.CancelRequestRequest, context: object) -> pb.CancelRequestResponse:  # noqa: N802
+        return pb.CancelRequestResponse()
+
     async def AssignRequest(self, request: pb.AssignRequestRequest, context: object) -> pb.Assignment:  # noqa: N802
         self.waits += 1
         await self.answers.wait()
@@ -80,7 +84,8 @@ async def serving(name: str, tls: TlsConfig | None = None) -> AsyncIterator[Serv
 
     def register(to: grpc.aio.Server) -> None:
         metadata_pb2_grpc.add_MetadataServicer_to_server(server, to)
-        server.calls.register(service, server, PLANNING_METHODS, to)
+        server.calls.register(service, server, [name for name in PLANNING_METHODS if name != "CancelRequest"], to)
+        server.calls.register(service, server, ["CancelRequest"], to, unowned=True)
 
     bound = await build_aio_server(
         [register], addresses=["127.0.0.1:0"], services=[service.full_name], counters=server.counters, tls=tls
@@ -134,6 +139,14 @@ async def test_call_takes_one_hop_at_most(servers: tuple[Server, Server], stub: 
     with pytest.raises(Unavailable, match="was forwarded"):
         await call_aio(stub.PlanLoad, pb.PlanLoadRequest(), TIMEOUT_S)
     assert owner.counters.snapshot()["metadata_unowned_calls_total"] == 1
+
+
+async def test_call_owner_killed_says_when_to_try_again(servers: tuple[Server, Server], stub: Any) -> None:
+    _, other = servers
+    other.roles.known_owner = LeaseHolder("owner", f"127.0.0.1:{free_port()}")
+    with pytest.raises(Unavailable, match="does not answer; another one takes over within 4 s: try again"):
+        await call_aio(stub.PlanLoad, pb.PlanLoadRequest(), TIMEOUT_S, RetryPolicy(attempts=1))
+    await call_aio(stub.CancelRequest, pb.CancelRequestRequest(), TIMEOUT_S, RetryPolicy(attempts=1))
 
 
 async def test_call_without_owner_is_unavailable(servers: tuple[Server, Server], stub: Any) -> None:

@@ -56,7 +56,6 @@ class Host:
     """A metadata server on a separate host."""
 
     def __init__(self, folder: Path, cluster: ValkeyServers) -> None:
-        folder.mkdir()
         self.config = MetadataConfig(
             index_path=folder / "index", listen="127.0.0.1:0", engine=f"valkey://{','.join(cluster.seeds)}", lookup_shard_ms=1_000
         )
@@ -83,6 +82,11 @@ class Host:
         )
         async with self.admin() as stub:
             await call_aio(stub.SetTenantQuota, request, TIMEOUT_S, RetryPolicy(attempts=1))
+
+    async def findings(self) -> set[tuple[str, str]]:
+        async with self.admin() as stub:
+            found = await call_aio(stub.DescribeServer, pb.DescribeServerRequest(), TIMEOUT_S)
+        return {(one.code, one.subject) for one in found.findings}
 
     async def has(self, quotas: dict[str, int], policy: str = "split") -> None:
         """Wait until the server hands out these quotas and this path policy."""
@@ -133,7 +137,6 @@ async def test_orders_hold_over_servers_and_survive_all_but_one(own_cluster: Val
 
     await first.stop()
     shutil.rmtree(first.config.index_path.parent)  # the host is lost
-    first.config.index_path.parent.mkdir()
     for server in own_cluster.servers:
         server.end()
     await second.has({"acme": 7}, "round_robin")
@@ -146,6 +149,26 @@ async def test_orders_hold_over_servers_and_survive_all_but_one(own_cluster: Val
         await host.has({"acme": 7}, "round_robin")
     await first.set_quota("acme", 10, expected=7)
     await second.has({"acme": 10}, "round_robin")
+
+
+async def test_copy_that_cannot_be_written_is_a_finding(hosts: list[Host]) -> None:
+    config = hosts[0].config
+    finding = "FILE_NOT_WRITTEN", str(config.settings_path)
+    obstacle = config.settings_path.with_name(config.settings_path.name + ".lock")
+    obstacle.unlink(missing_ok=True)
+    obstacle.mkdir()
+    await hosts[1].set_quota("acme", 5)
+
+    async def present() -> bool:
+        return finding in await hosts[0].findings()
+
+    async def absent() -> bool:
+        return not await present()
+
+    await wait_until_async(present, poll_s=0.1)
+    obstacle.rmdir()
+    await wait_until_async(absent, poll_s=0.1)
+    assert "acme" in config.settings_path.read_text()
 
 
 async def starts(host: Host) -> bool:

@@ -115,6 +115,7 @@ async def test_shards_described_with_roles_and_settings(asked: Asked, cluster: V
     assert not primary.HasField("lag_bytes")
     assert replica.HasField("lag_bytes")
     assert [one.answers_here for one in found.metadata_servers] == [True]
+    await asked.until("ONE_METADATA_SERVER")
     assert await asked.findings() == {
         "ONE_METADATA_SERVER": "Only this metadata server serves the index, which several could share."
     }
@@ -129,6 +130,18 @@ async def test_stopped_primary_is_a_finding_until_it_answers(asked: Asked, clust
         stopped.kill(signal.SIGCONT)
     await asked.until("SHARD_AWAY", present=False)
     await asked.until("SHARD_WITHOUT_REPLICA", present=False)
+
+
+async def test_server_starts_while_a_shard_is_away(tmp_path: Path) -> None:
+    with ValkeyServers(tmp_path / "valkey", shards=3) as cluster:
+        async with metadata_server(tmp_path / "first", cluster.seeds) as asked:
+            await asked.shards()
+        away = next(server for server in cluster.primaries if server.call("EXISTS", "{kv}meta") != 1)
+        away.end()
+        async with metadata_server(tmp_path / "second", cluster.seeds) as asked:
+            assert away.address in await asked.until("SHARD_AWAY")
+            cluster.restart(away)
+            await asked.until("SHARD_AWAY", present=False)
 
 
 async def test_stopped_replica_is_a_finding_until_it_answers(asked: Asked, cluster: ValkeyServers) -> None:

@@ -76,7 +76,7 @@ def test_health_publish_failure_is_reported_until_caught_up(case: HealthCase) ->
     case.clock.advance(3.0)
     case.health.publish_acknowledged()  # one small batch was accepted
     (facts,) = facts_of(case)
-    assert facts == "The index has accepted no changes of this node for 3 s (70,000 wait): no space on disk for the index"
+    assert facts == "The index has accepted no changes of node n for 3 s (70,000 wait): no space on disk for the index"
     assert case.health.publish_failing_s() == 3.0
     case.waiting = 0
     case.health.publish_caught_up()

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from kvstore.doctor.findings import NOFILE_LEAST
 from kvstore.doctor.levels import Finding, Level
+from kvstore.health.server_indexes import differing_indexes
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 
 _TROUBLE = ("_errors_total", "_failures_total", "_corrupt_blocks_total", "_refused_total", "_stalled_total", "_given_up_total")
@@ -46,6 +47,8 @@ class RunningMetadata:
     error: str | None = None
     nodes: int = 0
     nodes_alive: int = 0
+    index_epoch: str = ""
+    """In hex; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,12 @@ class RunningNode:
 def metadata_findings(servers: Sequence[RunningMetadata]) -> Iterator[Finding]:
     """Report each configured metadata server: reached, rejecting the token, or silent."""
     answering = {server.setting for server in servers if server.answer is Answer.GIVEN}
+    for setting in dict.fromkeys(server.setting for server in servers):
+        epochs = {server.address: bytes.fromhex(server.index_epoch) for server in servers if server.setting == setting}
+        found = differing_indexes({address: epoch for address, epoch in epochs.items() if epoch})
+        if found is not None:
+            mend = "kvstore config show | grep metadata.engine   # on the host of each server: it must be the same"
+            yield Finding("metadata server", Level.MISSING, f"{setting}: {found.facts}", mend)
     for server in servers:
         named = f"{server.address} ({server.setting})"
         if server.answer is Answer.GIVEN:

@@ -28,6 +28,7 @@ class SeedProblem(StrEnum):
     BAD_CERTIFICATE = "bad_certificate"
     NO_CLUSTER = "no_cluster"
     NOT_READY = "not_ready"
+    TOO_OLD = "too_old"
 
 
 _WORDS: Final = {
@@ -51,6 +52,7 @@ _WORDS: Final = {
         "valkey-server --cluster-enabled yes   # then: valkey-cli --cluster create HOST:PORT ...",
     ),
     SeedProblem.NOT_READY: ("is not ready", None),
+    SeedProblem.TOO_OLD: ("is too old", "sudo apt install valkey-server   # Debian 13; restart each server with it"),
 }
 
 
@@ -104,6 +106,7 @@ def _of_seed(seed: SeedAnswer, *, others: bool) -> Finding:
 def _of_cluster(backend: IndexBackend) -> Iterator[Finding]:
     primaries = [server for server in backend.servers if server.primary]
     answering = [server for server in backend.servers if server.away_s is None]
+    replicated = any(server.replicas for server in primaries)
     versions = sorted({server.version for server in answering if server.version})
     shape = f"shards: {len(primaries)}, replicas that answer: {sum(server.replicas for server in primaries)}"
     differ = len(versions) > 1
@@ -122,10 +125,10 @@ def _of_cluster(backend: IndexBackend) -> Iterator[Finding]:
     )
     yield from _of_abilities(answering)
     yield from _about(
-        [server for server in answering if (server.node_timeout_ms or 0) > NODE_TIMEOUT_MS],
+        [server for server in answering if replicated and (server.node_timeout_ms or 0) > NODE_TIMEOUT_MS],
         f"cluster-node-timeout above {NODE_TIMEOUT_MS} ms: a lost primary is replaced late",
         Level.WARNING,
-        "valkey-cli CONFIG SET cluster-node-timeout 1000   # on each server, and in its file",
+        f"valkey-cli CONFIG SET cluster-node-timeout {NODE_TIMEOUT_MS}   # on each server, and in its file",
     )
     yield from _about(
         [server for server in answering if server.eviction_policy not in {"", "noeviction"}],

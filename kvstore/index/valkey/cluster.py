@@ -31,7 +31,7 @@ import hiredis
 from kvstore.core.errors import KVStoreError, Unavailable, Unsupported
 from kvstore.index.counts import Count, Observe, observe_nothing
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.connection import Reply, ValkeyConnection, connect, pack, refusal
+from kvstore.index.valkey.connection import Reply, ValkeyConnection, connect, pack, refusal, silence
 from kvstore.index.valkey.topology import EMPTY, NO_SHARD, Topology, parse_cluster_slots
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -243,6 +243,7 @@ class ValkeyClient:
             self._by_number, await asyncio.gather(*map(self._connect_lanes, self._by_number)), strict=True
         ):
             shard.up = connected
+            shard.was_connected = True  # one that is away now may have missed changes
             self._probe_if_away(shard)
         self._spawn(self._keep_topology())
 
@@ -296,8 +297,19 @@ class ValkeyClient:
         Raises:
             Unavailable: a shard does not answer until the deadline (``time.monotonic``).
         """
+        return cast("list[Reply]", await self._repeat(commands, deadline_s, lane, skips_lost=False))
+
+    async def run_without_lost(self, commands: Sequence[Command], deadline_s: float, lane: Lane = Lane.WRITES) -> list[Answer]:
+        """As ``run_until``, but commands of lost shards are not answered (``is_lost``)."""
+        return await self._repeat(commands, deadline_s, lane, skips_lost=True)
+
+    async def _repeat(self, commands: Sequence[Command], deadline_s: float, lane: Lane, *, skips_lost: bool) -> list[Answer]:
         answers = await self.run(commands, budget_s=min(max(deadline_s - time.monotonic(), 0.001), TRY_S), lane=lane)
-        while left := [position for position, answer in enumerate(answers) if answer is UNANSWERED]:
+        while left := [
+            position
+            for position, answer in enumerate(answers)
+            if answer is UNANSWERED and not (skips_lost and self.is_lost(commands[position][0]))
+        ]:
             if self._closed:
                 raise Unavailable("the client of Valkey is closed")
             left_s = deadline_s - time.monotonic()
@@ -309,7 +321,7 @@ class ValkeyClient:
             again = await self.run([commands[position] for position in left], budget_s=min(left_s, TRY_S), lane=lane)
             for position, answer in zip(left, again, strict=True):
                 answers[position] = answer
-        return cast("list[Reply]", answers)
+        return answers
 
     async def on_each(self, packed: bytes, *, budget_s: float | None = None) -> dict[str, Answer]:
         """Run one command on each primary. Returns the answers by address."""
@@ -340,6 +352,14 @@ class ValkeyClient:
         lagging = sum(not isinstance(answer, int) or answer < 1 for answer in answers)
         if lagging:
             self._count(metadata_metrics.INDEX_UNREPLICATED, lagging)
+
+    def is_lost(self, slot: int) -> bool:
+        """Whether the shard of a slot has been away for so long that changes no longer wait for it."""
+        number = self.topology.of_slot[slot]
+        if number == NO_SHARD:
+            return True
+        shard = self._by_number[number]
+        return not (shard.up or shard.slow) and time.monotonic() - shard.away_since_s > TRY_S
 
     def primary_of(self, slot: int) -> str:
         """Address of the primary of a slot.
@@ -585,16 +605,21 @@ class ValkeyClient:
         """Read the topology from any server: those in use first, then the seeds."""
         known = [shard.address for shard in self._by_number if shard.up]
         replicas = [address for nodes in self.topology.shards for address in nodes.replicas]
-        last: KVStoreError = Unavailable("no Valkey server answers", seeds=", ".join(self._address.seeds))
+        failures: dict[str, KVStoreError] = {}
         for address in dict.fromkeys([*known, *self._address.seeds, *replicas]):
             try:
                 async with asyncio.timeout(CONNECT_S):
                     return await self._topology_of(address)
             except TimeoutError:
-                continue
+                cause = silence(CONNECT_S, self._address.tls)
+                failures[address] = Unavailable("no Valkey server answers", address=address, cause=cause)
             except KVStoreError as error:
-                last = error
-        raise last
+                failures[address] = error
+        others = [error for error in failures.values() if not isinstance(error, Unavailable)]
+        if others or len(failures) == 1:
+            raise (others or list(failures.values()))[0]
+        causes = [f"{address}: {error.fields.get('cause', error)}" for address, error in failures.items()]
+        raise Unavailable("no Valkey server answers", servers="; ".join(causes))
 
     async def _topology_of(self, address: str) -> Topology:
         shard = self._shards.get(address)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -156,21 +158,50 @@ async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | 
         ) from error
     except (OSError, TimeoutError) as error:
         connection.close()
-        raise Unavailable("no Valkey server answers", address=address, cause=type(error).__name__) from error
+        raise Unavailable("no Valkey server answers", address=address, cause=_cause(error, timeout_s, tls)) from error
+    except Unavailable as error:
+        hint = "is it the port for clients of a Valkey server?" if tls is not None else "is it a Valkey server, and without TLS?"
+        raise Unavailable("no Valkey server answers", address=address, cause=f"{error}; {hint}") from None
     except BaseException:  # cancelled: no caller will close the connection
         connection.close()
         raise
     for answer in answers:  # a server that rejects the password may still accept the default user
         if isinstance(answer, hiredis.ReplyError):
             connection.close()
+            if ("AUTH" in str(answer) and "without any password" in str(answer)) or "no password is set" in str(answer):
+                raise Unauthenticated(
+                    "the Valkey server has no password: leave metadata.engine_password_file unset, or give it one",
+                    address=address,
+                )
             raise refusal(answer, address) or Unavailable("Valkey is not ready", address=address, reply=str(answer))
     return connection
+
+
+def _cause(error: OSError | TimeoutError, timeout_s: float, tls: ssl.SSLContext | None) -> str:
+    """Why a connection failed, for people."""
+    match error:
+        case socket.gaierror():
+            return "the host name is not known"
+        case ssl.SSLCertVerificationError():
+            return f"its certificate is not trusted: {error.verify_message}"
+        case ssl.SSLError():
+            return "it does not speak TLS: use valkey:// instead of valkeys://"
+        case TimeoutError():
+            return silence(timeout_s, tls)
+    return os.strerror(error.errno).lower() if error.errno is not None else str(error)
+
+
+def silence(timeout_s: float, tls: ssl.SSLContext | None) -> str:
+    """The cause of a timeout. A server without TLS waits for the end of a handshake."""
+    return f"no answer within {timeout_s:g} s" + ("" if tls is None else "; it may not speak TLS: use valkey://")
 
 
 def refusal(reply: hiredis.ReplyError, address: str) -> Unauthenticated | PermissionDenied | None:
     """The error that a rejected command means, if it is about this client's identity."""
     code = str(reply).partition(" ")[0]
-    if code in {"NOAUTH", "WRONGPASS"}:
+    if code == "NOAUTH":
+        return Unauthenticated("Valkey requires a password, and none is sent: set metadata.engine_password_file", address=address)
+    if code == "WRONGPASS":
         return Unauthenticated("Valkey rejects the user or the password", address=address, reply=str(reply))
     if code == "NOPERM":
         return PermissionDenied("the Valkey user may not run a command", address=address, reply=str(reply))

@@ -15,7 +15,6 @@ small state answer at once, the latter from the copy (heartbeats: at most 0.4 s 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import itertools
 import logging
@@ -49,14 +48,14 @@ from kvstore.index.contract import (
     VolumeEpochInfo,
 )
 from kvstore.index.counts import Count, Observe, count_nothing, observe_nothing, report_ignored
-from kvstore.index.loop_thread import LoopThread
+from kvstore.index.loop_thread import LoopThread, run_on
 from kvstore.index.prefix import PrefixSearch
 from kvstore.index.record import BatchEdit, Replicas, decode, is_record, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
 from kvstore.index.small_records import check_beats, check_holder, check_notes
 from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import Answer, Command, Lane, ValkeyClient
+from kvstore.index.valkey.cluster import UNANSWERED, Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import FRESH_S, BlockFeed, still_true
 from kvstore.index.valkey.keys import RANGE_SLOTS
@@ -68,6 +67,7 @@ from kvstore.index.valkey.records import (
     holders_of,
     read_command,
     records_of,
+    refused_change,
     sweep_commands,
     took_effect,
 )
@@ -83,6 +83,7 @@ from kvstore.observe.metric_definitions import metadata as metadata_metrics
 logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
 T = TypeVar("T")
+A = TypeVar("A", bound=Answer)
 
 LOOKUP_BUDGET_S: Final = 0.02
 """Time that a lookup waits for one shard, by default."""
@@ -260,9 +261,11 @@ class ValkeyIndex(PrefixIndex):
         check_batch(stored, removed)
         keys_read = BatchEdit.reads(stored, removed)
         lost: dict[tuple[VolumeEpoch, int], list[BlockKey]] = {}
+        missed: set[BlockKey] = set()
         for attempt in range(MAX_RACES):
             time.sleep(random.uniform(0.0, attempt * RACE_PAUSE_S))  # noqa: S311  # no secret
-            replies = self._run([read_command(key) for key in keys_read])
+            replies = self._run_without_lost([read_command(key) for key in keys_read])
+            missed |= {key for key, reply in zip(keys_read, replies, strict=True) if reply is UNANSWERED}
             state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
             if volume_epoch not in state.volume_epochs:
                 raise NotFound("the volume epoch is not open", volume_epoch=volume_epoch)
@@ -274,11 +277,12 @@ class ValkeyIndex(PrefixIndex):
                 edit.store(run)
             for holder, keys in edit.removed.items():
                 lost[holder] = list(dict.fromkeys([*lost.get(holder, ()), *keys]))
-            changes: list[tuple[BlockKey, bytes | None]] = [*edit.puts(), *((key, None) for key in edit.deletes())]
+            changes = [(key, value) for key, value in edit.changes() if key not in missed]
             commands = [change_command(key, existing.get(key), value, self._abilities) for key, value in changes]
             changed_s = self._clock.now_s()  # before the change, which is true from then on
-            outcomes = zip(changes, self._change(commands), strict=True)
-            raced = {key for (key, _), reply in outcomes if not took_effect(reply)}
+            outcomes = list(zip(changes, self._change(commands, self._run_without_lost), strict=True))
+            missed |= {key for (key, _), reply in outcomes if reply is UNANSWERED}
+            raced = {key for (key, _), reply in outcomes if reply is not UNANSWERED and not took_effect(reply)}
             if not raced:
                 break
             self._count(metadata_metrics.INDEX_RACES, len(raced))
@@ -291,6 +295,7 @@ class ValkeyIndex(PrefixIndex):
                 volume_epoch,
                 len(raced),
             )
+        self._note_missed(missed & {*removed, *(key for run in stored for key in run.keys)}, volume_epoch)
         slots = {slot for slot, _ in commands}
         told = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in lost.items()]
         if self.feed.wanted():
@@ -300,6 +305,13 @@ class ValkeyIndex(PrefixIndex):
         if self._listener is not None and (edit.stored or lost):
             self._listener.published(volume_epoch, edit.stored, told)
         report_ignored(edit, volume_epoch, self._count)
+
+    def _note_missed(self, missed: Collection[BlockKey], volume_epoch: VolumeEpoch) -> None:
+        """Nodes compare the ranges of records that were not changed, because their shard is away, after it is back."""
+        if missed:
+            self._count(metadata_metrics.INDEX_CHANGES_MISSED, len(missed))
+            limited.warning("published without shards that are away: volume epoch %d (keys=%d)", volume_epoch, len(missed))
+            self._loop.call_soon_threadsafe(self._audit.missed, {key_range(key) for key in missed})
 
     def _append_to_feed(
         self,
@@ -460,7 +472,7 @@ class ValkeyIndex(PrefixIndex):
             width = min(self._width(max_entries), limits.DIGEST_RANGES - self._swept_to)
             records = self.records_in_ranges(self._swept_to, width)
             state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
-            self._change(sweep_commands(records, state.volume_epochs, self._abilities))
+            self._change(sweep_commands(records, state.volume_epochs, self._abilities), self._run)
             seen += len(records)
             self._swept_to += width
         if self._swept_to < limits.DIGEST_RANGES:
@@ -609,20 +621,7 @@ class ValkeyIndex(PrefixIndex):
             if self._closed:
                 raise Unavailable("the index is closed")
             raise Internal("a call that waits for Valkey would block the event loop")
-        try:
-            waiting = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:  # the loop is closed
-            work.close()
-            raise Unavailable("the index is closed") from error
-        try:
-            return waiting.result(PART_S + SYNC_MARGIN_S)
-        except concurrent.futures.CancelledError as error:
-            raise Unavailable("the index is closed") from error
-        except TimeoutError as error:
-            if waiting.done():  # the work's own error
-                raise
-            waiting.cancel()
-            raise Unavailable("the event loop of the index does not run") from error
+        return run_on(self._loop, work, PART_S + SYNC_MARGIN_S)
 
     def _fresh(self) -> SmallState:
         """The small state: as it is now, or on the event loop the copy."""
@@ -636,27 +635,30 @@ class ValkeyIndex(PrefixIndex):
             replies += self._call(self._cluster.run_until(commands[at : at + at_once], time.monotonic() + PART_S, lane))
         return replies
 
-    def _change(self, commands: Sequence[Command]) -> list[Reply]:
+    def _run_without_lost(self, commands: Sequence[Command], lane: Lane = Lane.READS) -> list[Answer]:
+        answers: list[Answer] = []
+        for at in range(0, len(commands), _PART):
+            part = commands[at : at + _PART]
+            answers += self._call(self._cluster.run_without_lost(part, time.monotonic() + PART_S, lane))
+        return answers
+
+    def _change(self, commands: Sequence[Command], run: Callable[[Sequence[Command], Lane], Sequence[A]]) -> Sequence[A]:
         """Run changes of records. Servers that lack the script get it first.
 
         Raises:
             CapacityExceeded: Valkey is full.
             Unavailable: Valkey rejects a change for another reason.
         """
-        replies = self._run(commands, Lane.WRITES)
+        replies = run(commands, Lane.WRITES)
         failed = [reply for reply in replies if isinstance(reply, hiredis.ReplyError)]
         if any(str(error).startswith("NOSCRIPT") for error in failed):
             self._call(self._cluster.on_each(pack("SCRIPT", "LOAD", CAS_SCRIPT), budget_s=1.0))
-            replies = self._run(commands, Lane.WRITES)
+            replies = run(commands, Lane.WRITES)
             failed = [reply for reply in replies if isinstance(reply, hiredis.ReplyError)]
         if failed:
             full = str(failed[0]).startswith("OOM")
             self._count(metadata_metrics.INDEX_CHANGES_REFUSED["full" if full else "other"], 1)
-            error: KVStoreError = (
-                CapacityExceeded("Valkey is full: raise its maxmemory or add shards", reply=str(failed[0]))
-                if full
-                else Unavailable("Valkey rejects changes", reply=str(failed[0])[:200])
-            )
+            error = refused_change(str(failed[0]), full=full)
             self._changes.failed(time.monotonic(), error)
             if full:
                 self._count(metadata_metrics.INDEX_FULL, 1)

@@ -3,6 +3,8 @@
 A server reads all markers at its start, those of a shard whose primary changed or was connected again at once, and one of each
 shard every second. So a shard that an operator emptied is found within seconds, too.
 
+Changes of a shard that is away are not made. Nodes compare their ranges after it is back.
+
 ``names_in_ranges`` lists the records of ranges.
 """
 
@@ -85,6 +87,7 @@ class RangeAudit:
         self._founded = b""
         self._reported: frozenset[int] = frozenset()
         self._moved_since: set[int] = set()
+        self._missed: set[int] = set()
         self._wake = asyncio.Event()
         self._turn = 0
         self._by_shard: tuple[Topology, list[list[int]]] = EMPTY, []
@@ -96,6 +99,10 @@ class RangeAudit:
         self._moved_since.update(ranges)
         self.states.moved(ranges)
         self._wake.set()
+
+    def missed(self, ranges: Iterable[int]) -> None:
+        """Some records of ranges were not changed, because their shards are away: nodes compare these ranges later."""
+        self._missed.update(ranges)
 
     def report(self, tokens: Collection[int]) -> None:
         """All living nodes have done these checks."""
@@ -112,7 +119,7 @@ class RangeAudit:
     async def run(self) -> None:
         """Keep the states, until cancelled."""
         while True:
-            waits = RETRY_S if self.states.unread() else AUDIT_S
+            waits = RETRY_S if self._unread() else AUDIT_S
             try:
                 async with asyncio.timeout(waits):
                     await self._wake.wait()
@@ -139,8 +146,9 @@ class RangeAudit:
         if self._small.founded == epoch != self._founded:
             self._founded = epoch
             await self._set_all(epoch)
+        self._begin_suspicions()
         under_repair = [number for check in self.states.checks() if check.lost for number in check.ranges]
-        await self._read(sorted({*self.states.unread(), *under_repair, *self.states.lost(), *self._sample()}))
+        await self._read(sorted({*self._unread(), *under_repair, *self.states.lost(), *self._sample()}))
         if neighbours := self._neighbours_of_lost():
             await self._read(neighbours)
         if self._writes():
@@ -149,6 +157,18 @@ class RangeAudit:
             await self._end_repairs()
 
     # ---- parts
+    def _unread(self) -> list[int]:
+        """Ranges whose markers must be read, and whose shards may answer."""
+        return [number for number in self.states.unread() if not self._cluster.is_lost(RANGE_SLOTS[number])]
+
+    def _begin_suspicions(self) -> None:
+        """Let nodes compare the ranges with missed changes whose shards are back."""
+        unread = set(self.states.unread())
+        self._missed |= unread - set(self._unread())  # this server may have missed changes before it was restarted
+        back = [number for number in self._missed - unread if not self._cluster.is_lost(RANGE_SLOTS[number])]
+        self._missed.difference_update(back)
+        self.states.moved(back)
+
     def _sample(self) -> list[int]:
         """The next range of each shard."""
         topology = self._cluster.topology
@@ -215,7 +235,7 @@ async def names_in_ranges(cluster: ValkeyClient, ranges: Sequence[int], timeout_
     """List the names of the records of ranges: for each range, in the order of its keys.
 
     Raises:
-        Unavailable: some ranges cannot be listed in time.
+        Unavailable: some ranges cannot be listed in time, or their shard is away.
     """
     found: dict[int, list[bytes]] = {}
     deadline_s = time.monotonic() + timeout_s
@@ -224,7 +244,8 @@ async def names_in_ranges(cluster: ValkeyClient, ranges: Sequence[int], timeout_
         listed = [listed_names(*of) for of in zip(left, answers[::2], answers[1::2], strict=True)]
         found |= {at: names for at, names in zip(left, listed, strict=True) if names is not None}
         if len(found) < len(ranges):
-            if time.monotonic() > deadline_s:
+            is_lost = any(cluster.is_lost(RANGE_SLOTS[at]) for at in ranges if at not in found)
+            if is_lost or time.monotonic() > deadline_s:
                 raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))
             await asyncio.sleep(AGAIN_S)
     return [found[at] for at in ranges]

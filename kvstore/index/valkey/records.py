@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from kvstore.core.errors import Unavailable
+from kvstore.core.errors import CapacityExceeded, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, NamespaceId
 from kvstore.index.contract import VolumeEpoch
 from kvstore.index.record import decode, encode, is_record, is_record_size, replicas_of
@@ -38,6 +38,9 @@ _SET_NX: Final = b"*4\r\n$3\r\nSET\r\n$%d\r\n" % NAME_BYTES
 _KEYS_PER_RANGE: Final = 1 << 24
 _VERSION: Final = re.compile(r"^(valkey|redis)_version:(\d+)\.(\d+)", re.MULTILINE)
 
+OLDEST: Final = {"valkey": (7, 2), "redis": (7, 0)}
+"""The first versions whose scripts may have flags."""
+
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
@@ -49,6 +52,16 @@ class Abilities:
     def both(self, other: Abilities) -> Abilities:
         """The abilities that both have."""
         return Abilities(self.compare_and_set and other.compare_and_set, self.compare_and_delete and other.compare_and_delete)
+
+
+def too_old(info: str) -> str:
+    """Name and version of a server that cannot hold an index; empty: it can. ``info`` is its reply to ``INFO``."""
+    versions = {name: (int(major), int(minor)) for name, major, minor in _VERSION.findall(info)}
+    name = "valkey" if "valkey" in versions else "redis"
+    oldest, found = OLDEST[name], versions.get(name)
+    if found is None or found >= oldest:
+        return ""
+    return f"{name.capitalize()} {found[0]}.{found[1]}: the index requires Valkey 7.2 or Redis 7.0, or later"
 
 
 def abilities_of(info: str) -> Abilities:
@@ -92,6 +105,13 @@ def change_command(key: BlockKey, before: bytes | None, after: bytes | None, abi
     else:
         words = ("EVALSHA", _CAS_NAME, 1, name, before or b"", after or b"")
     return slot_of(key), pack(*words)
+
+
+def refused_change(reply: str, *, full: bool) -> KVStoreError:
+    """The error of a change that Valkey rejects."""
+    if full:
+        return CapacityExceeded("Valkey is full: raise its maxmemory or add shards", reply=reply)
+    return Unavailable("Valkey rejects changes", reply=reply[:200])
 
 
 def took_effect(reply: object) -> bool:

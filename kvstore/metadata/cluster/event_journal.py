@@ -80,7 +80,9 @@ class EventJournal:
     """
 
     def __init__(self, path: Path, counters: Counters, *, wall_s: Callable[[], float] = time.time) -> None:
-        self._path = path
+        self.path = path
+        self.problem = ""
+        """Why queued events could not be written; empty: they were."""
         self._log = LimitedLog(logger, counters=counters)
         self._wall_s = wall_s
         self._queue = threading.Lock()
@@ -99,7 +101,7 @@ class EventJournal:
             if dropped:
                 self._queued.popleft()
         if dropped:
-            self._log.report(metadata_metrics.CLUSTER_EVENTS_DROPPED, f"cluster event dropped, unwritten: {self._path}")
+            self._log.report(metadata_metrics.CLUSTER_EVENTS_DROPPED, f"cluster event dropped, unwritten: {self.path}")
 
     def flush(self) -> None:
         """Write queued events to the file. Events stay queued if it cannot be written."""
@@ -110,8 +112,10 @@ class EventJournal:
             try:
                 self._write(taken)
             except (OSError, Unsupported) as error:
+                self.problem = str(error)
                 self._log.report(metadata_metrics.CLUSTER_EVENT_FILE_FAILURES, "cannot write cluster events", error)
                 return
+            self.problem = ""
             with self._queue:
                 while self._queued and self._queued[0].id <= taken[-1].id:
                     self._queued.popleft()
@@ -121,7 +125,7 @@ class EventJournal:
         self.flush()
         with self._io:
             try:
-                found = self._path.stat()
+                found = self.path.stat()
                 seen = (found.st_ino, found.st_size, found.st_mtime_ns)
                 if seen != self._seen:
                     self._events = self._load()
@@ -148,7 +152,7 @@ class EventJournal:
             OSError: the file cannot be written. It may contain some of the events.
             Unsupported: the file has another version.
         """
-        with self._locked(), open(self._path, "a+b", opener=_open_private) as file:
+        with self._locked(), open(self.path, "a+b", opener=_open_private) as file:
             file.seek(0)
             self._check_version(head := file.read(len(_HEADER)))
             if head != _HEADER:
@@ -156,7 +160,7 @@ class EventJournal:
             size = file.seek(0, os.SEEK_END)
             if size > MAX_FILE_BYTES // 2:
                 kept = self._kept([*self._load(), *events])[-MAX_EVENTS // 2 :]
-                write_atomically(self._path, _HEADER + _newest_lines(kept, MAX_FILE_BYTES // 4))
+                write_atomically(self.path, _HEADER + _newest_lines(kept, MAX_FILE_BYTES // 4))
                 return
             file.seek(max(size - 1, 0))
             start = b"" if file.read(1) == b"\n" else b"\n"
@@ -165,7 +169,7 @@ class EventJournal:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Keep other processes from writing the file. The lock has a file of its own, because the journal is replaced."""
-        path = self._path.with_name(self._path.name + ".lock")
+        path = self.path.with_name(self.path.name + ".lock")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             end_s = time.monotonic() + _LOCK_S
@@ -183,7 +187,7 @@ class EventJournal:
 
     def _load(self) -> list[ClusterEvent]:
         """Read the events of the last ``MAX_FILE_BYTES`` of the file."""
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             self._check_version(file.read(len(_HEADER)))
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - MAX_FILE_BYTES))
@@ -191,7 +195,7 @@ class EventJournal:
 
     def _check_version(self, head: bytes) -> None:
         if not _HEADER.startswith(head):
-            raise Unsupported("not a file of cluster events of this version: move it away", path=self._path, version=VERSION)
+            raise Unsupported("not a file of cluster events of this version: move it away", path=self.path, version=VERSION)
 
 
 def _open_private(path: str, flags: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.health.cluster import ClusterReport, FileSystem, NodeReport, QuotaUse, ServerReport, find
 from kvstore.health.findings import HealthFinding
 from kvstore.health.host_reports import CertificateWatch, file_system
+from kvstore.health.settled_findings import SettledFindings
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.cluster.event_journal import EventJournal
 from kvstore.metadata.cluster.event_sources import FindingEvents, NodeEvents
@@ -74,6 +76,7 @@ class HealthMonitor:
         self._servers = servers
         self._log = LimitedLog(logger, counters=counters)
         self._events = (FindingEvents(journal), NodeEvents(journal)) if records else None
+        self._settled = SettledFindings()
         self._disk: FileSystem | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -98,7 +101,8 @@ class HealthMonitor:
         return self._findings(self._nodes.statuses())
 
     def _findings(self, statuses: Sequence[NodeStatus]) -> list[HealthFinding]:
-        return find(ClusterReport(self._server(), [self._node(status) for status in statuses]))
+        found = find(ClusterReport(self._server(), [self._node(status) for status in statuses]))
+        return self._settled.filter(found, time.monotonic())
 
     async def refresh(self) -> None:
         """Measure the disk, probe silent nodes, and record events."""
@@ -135,11 +139,16 @@ class HealthMonitor:
             index_disk=self._disk,
             settings_problem="" if readable else self._settings.problem,
             settings_path=str(self._settings.path),
+            unwritten=self._unwritten(),
             quotas=self._quotas() if readable else (),
             findings=list(self._certificate.findings()),
             backend=self._index.backend(),
             metadata_servers=len(self._servers.servers()),
         )
+
+    def _unwritten(self) -> dict[str, str]:
+        problems = {self._settings.path: self._settings.copy_problem, self._journal.path: self._journal.problem}
+        return {str(path): why for path, why in problems.items() if why}
 
     def _quotas(self) -> list[QuotaUse]:
         found = []

@@ -1,12 +1,13 @@
-"""Opening the index that the configuration names, and what belongs to it."""
+"""Opening the index that the configuration names, and the stores that belong to the index."""
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
+from pathlib import Path
 
 from kvstore.config.metadata import MetadataConfig
-from kvstore.core.errors import InvalidArgument, Unsupported, install_command
+from kvstore.core.errors import InvalidArgument, Unavailable, Unsupported, install_command
 from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.index.valkey.address import Credentials, ValkeyAddress
@@ -34,6 +35,7 @@ async def open_index(config: MetadataConfig, counters: Counters, on_damage: Call
     """
     if not config.valkey_servers:
         return LmdbIndex.open(config.index_path, map_bytes=config.index_size_bytes, count=counters.add, on_damage=on_damage)
+    make_folder(config.index_path.parent)
     try:
         from kvstore.index.valkey.index import ValkeyIndex
     except ImportError as error:
@@ -45,6 +47,18 @@ async def open_index(config: MetadataConfig, counters: Counters, on_damage: Call
         lookup_budget_s=config.lookup_shard_ms / 1000,
         on_rebuild=on_damage,
     )
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder of this server's files. An embedded index creates it itself.
+
+    Raises:
+        Unavailable: it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unavailable("the folder of metadata.index_path cannot be created", path=folder, cause=error.strerror) from error
 
 
 def valkey_address(config: MetadataConfig) -> ValkeyAddress:

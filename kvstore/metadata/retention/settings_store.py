@@ -224,6 +224,8 @@ class SettingsStore(ABC):
         """The file of this host."""
         self.problem = ""
         """Why the file cannot be read; empty: it can be read."""
+        self.copy_problem = ""
+        """Why the file could not take settings that are in force; empty: it has them."""
 
     @abstractmethod
     def read(self) -> OperatorSettings | None:

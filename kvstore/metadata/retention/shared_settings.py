@@ -181,7 +181,9 @@ class SharedSettings(SettingsStore):
             self._newest = settings
         try:
             await self._file.keep(settings)
+            self.copy_problem = ""
         except KVStoreError as error:
+            self.copy_problem = str(error)
             limited.warning("settings in force, but not copied to %s: %s", self.path, error)
 
     @staticmethod

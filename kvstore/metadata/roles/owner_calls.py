@@ -5,7 +5,8 @@ caller's metadata (token, request id, trace) and deadline, and returns the bytes
 owner, and a call makes at most one extra hop: a forwarded call that arrives at a server that is not the owner fails. The answer
 of a forwarded call says so (``FORWARDED_TO``), and a caller that knows several servers looks for the owner among them.
 
-Without an owner, or if the owner does not answer, the call fails with ``Unavailable``, as if the planner were away. A call that
+Without an owner, or if the owner does not answer, the call fails with ``Unavailable``, as if the planner were away. Calls that
+describe plans and queues are then answered by the server that was asked, which has none. A call that
 waits at an owner that is lost fails at once. An owner checks its lease before a call and again before the answer, so a server
 that was stopped and continues answers nothing as the owner.
 """
@@ -30,7 +31,7 @@ from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect_aio
 from kvstore.rpc.context import passed_on
-from kvstore.rpc.errors import from_rpc_error
+from kvstore.rpc.errors import from_rpc_error, has_details
 from kvstore.rpc.failover.rpc_rules import FORWARDED_TO
 from kvstore.rpc.server import decoder
 
@@ -40,6 +41,8 @@ PLANNING_METHODS: Final = ("PlanLoad", "ReportLoads", "ReplanLoad", "ReportEngin
 """Methods of the service Metadata that the owner answers."""
 PLANNING_ADMIN_METHODS: Final = ("DescribePlanning",)
 """Methods of the service MetadataAdmin that the owner answers."""
+TAKEOVER_S: Final = 4.0
+"""Time after which another server has the role of an owner that was killed."""
 
 Context = Any
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
@@ -101,7 +104,7 @@ class OwnerCalls:
             servicer: has the behaviour of the owner.
             names: the methods, all unary.
             server: the server.
-            unowned: whether this server answers from its own state while no server is the owner.
+            unowned: whether this server answers from its own state while no server is the owner, or the owner does not answer.
         """
         handlers = {}
         for name in names:
@@ -116,7 +119,11 @@ class OwnerCalls:
         async def handle(data: bytes, context: Context) -> bytes:
             if not self._roles.holds(ServerRole.PLAN):
                 if not unowned or self._roles.owner(ServerRole.PLAN) is not None:
-                    return await self._forward(method, data, context)
+                    try:
+                        return await self._forward(method, data, context)
+                    except Unavailable:
+                        if not unowned:
+                            raise
                 described: bytes = (await behaviour(decode(data), context)).SerializeToString()
                 return described
             try:
@@ -152,6 +159,11 @@ class OwnerCalls:
                 raise self._unowned("the server that planned loads and assigned requests is lost; try again")
             answered = answer.result()
         except grpc.aio.AioRpcError as failed:
+            if failed.code() is grpc.StatusCode.UNAVAILABLE and not has_details(failed):
+                raise self._unowned(
+                    f"the metadata server {owner.address}, which plans loads and assigns requests, does not answer; another one"
+                    f" takes over within {TAKEOVER_S:.0f} s: try again"
+                ) from failed
             raise from_rpc_error(failed) from failed
         except grpc.aio.UsageError as closed:
             raise self._unowned("this server stops") from closed

@@ -73,6 +73,8 @@ class HealthReporter:
         """Returns why second copies are late; empty: they are not."""
         self._publishing = FailureTracker()
         self._acknowledged_s = clock.now_s()
+        self.different_indexes: HealthFinding | None = None
+        """The finding that the metadata servers of this node's list have different indexes."""
         self._seen: dict[VolumeId, tuple[int, int, float, float]] = {}
         """Per volume: corrupt replicas before the current series and in all, when the series began and when it last grew."""
 
@@ -80,6 +82,10 @@ class HealthReporter:
     def publish_failed(self, why: object) -> None:
         """Record that publication failed."""
         self._publishing.failed(self._clock.now_s(), why)
+
+    def why_not_published(self) -> str:
+        """Return why publication fails; empty: it does not, or was not tried yet."""
+        return self._publishing.reason(self._clock.now_s())
 
     def publish_acknowledged(self) -> None:
         """Record that the index accepted some changes."""
@@ -115,8 +121,11 @@ class HealthReporter:
         found = []
         if failing_s := self.publish_failing_s():
             why = self._publishing.reason(now_s) or "no acknowledgement"
-            facts = f"The index has accepted no changes of this node for {failing_s:.0f} s ({self._waiting():,} wait): {why}"
+            waiting, node_id = self._waiting(), self._sources.node_id
+            facts = f"The index has accepted no changes of node {node_id} for {failing_s:.0f} s ({waiting:,} wait): {why}"
             found.append(HealthFinding(codes.PUBLISH_FAILS, "", facts))
+        if self.different_indexes is not None:
+            found.append(self.different_indexes)
         if why := self._storage_node.reason(now_s):
             found.append(HealthFinding(codes.STORAGE_NODE_FAILS, "", f"The storage node does not accept blocks: {why}"))
         if why := self.why_copies_late():

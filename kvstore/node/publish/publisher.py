@@ -32,6 +32,7 @@ from kvstore.node.publish.anti_entropy import AntiEntropy, held_by
 from kvstore.node.publish.health import HealthReporter
 from kvstore.node.publish.heartbeat import HeartbeatListener
 from kvstore.node.publish.range_checks import RequestedCheck, RequestedChecks
+from kvstore.node.publish.server_indexes import ServerIndexes
 from kvstore.node.state.change_log import ReplicaChangeLog, Taken, in_chains, runs_of
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
@@ -114,6 +115,7 @@ class IndexPublisher:
         self._diagnoser = Diagnoser(Target("the metadata server", address, tls, token, "[node.tls]", "node.token_file"))
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._anti_entropy = AntiEntropy(self._stub, node.node_id, table, replica_log, counters)
+        self._server_indexes = ServerIndexes(self._channel, counters)
         self._comparing = threading.Lock()
         self._volumes = [VolumeId(volume.volume_id) for volume in node.volumes]
         self._stopping = threading.Event()
@@ -467,6 +469,7 @@ class IndexPublisher:
                 continue
             try:
                 if check is None:
+                    self._health.different_indexes = self._server_indexes.check()
                     self._compare(self._anti_entropy_interval_s)
                 else:
                     self._compare_suspects(check)

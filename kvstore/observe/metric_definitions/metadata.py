@@ -198,6 +198,9 @@ INDEX_RACES: Final = group.counter("index_races_total", "records read again beca
 INDEX_RACES_LOST: Final = group.counter(
     "index_races_lost_total", "records not published because other servers kept changing them; anti-entropy repairs them"
 )
+INDEX_CHANGES_MISSED: Final = group.counter(
+    "index_changes_missed_total", "records not published because their shard was away; nodes compare their ranges afterwards"
+)
 INDEX_UNREPLICATED: Final = group.counter(
     "index_unreplicated_total", "publishes whose shard has replicas that did not confirm them in time"
 )

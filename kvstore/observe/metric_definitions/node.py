@@ -268,6 +268,9 @@ group = MetricGroup("Node: its entries in the index")
 ANTI_ENTROPY_BUGS: Final = group.counter(
     "anti_entropy_bugs_total", "comparisons with the index that failed with an unexpected exception: a bug"
 )
+METADATA_SERVERS_DIFFER: Final = group.counter(
+    "metadata_servers_differ_total", "checks that found metadata servers of one list with different indexes"
+)
 ANTI_ENTROPY_FAILED: Final = group.counter("anti_entropy_failed_total", "interrupted comparisons with the index")
 ANTI_ENTROPY_RANGES_BUSY: Final = group.counter(
     "anti_entropy_ranges_busy_total", "key ranges not compared because they were changing"

@@ -155,7 +155,7 @@ def _show_servers(cluster: LocalCluster) -> None:
     if cluster.valkey is None:
         return
     click.echo("Index: a Valkey Cluster, in memory only. After a restart of the store, the nodes fill it again.")
-    for number, pair in enumerate(zip(cluster.valkey.primaries, cluster.valkey.replicas, strict=True), start=1):
+    for number, pair in enumerate(zip(cluster.valkey.primaries, cluster.valkey.replicas, strict=True)):
         primary, replica = (f"{server.address} pid {server.process.pid}" for server in pair)
         click.echo(f"  shard {number}   primary {primary}   replica {replica}")
 

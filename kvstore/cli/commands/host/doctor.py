@@ -209,12 +209,23 @@ def _ask_metadata(
 
     try:
         with connect(address, tls=tls, token=token(section)) as channel:
-            known = call(metadata_pb2_grpc.MetadataStub(channel).ListNodes, metadata_pb2.ListNodesRequest(), _ANSWER_S).nodes
+            stub = metadata_pb2_grpc.MetadataStub(channel)
+            known = call(stub.ListNodes, metadata_pb2.ListNodesRequest(), _ANSWER_S).nodes
+            epoch = b""
+            with suppress(PermissionDenied):
+                epoch = call(stub.GetStats, metadata_pb2.GetStatsRequest(), _ANSWER_S).index_epoch
     except (KVStoreError, OSError) as error:
         answer, why = _answered(error, address, section)
         return RunningMetadata(address=address, setting=setting, required=required, answer=answer, error=why), {}
     alive = {status.node.node_id: status.node.control_address for status in known if status.alive}
-    running = RunningMetadata(address=address, setting=setting, required=required, nodes=len(known), nodes_alive=len(alive))
+    running = RunningMetadata(
+        address=address,
+        setting=setting,
+        required=required,
+        nodes=len(known),
+        nodes_alive=len(alive),
+        index_epoch=epoch.hex(),
+    )
     return running, alive
 
 

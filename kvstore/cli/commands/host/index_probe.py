@@ -100,11 +100,14 @@ async def _check_cluster(seed: str, connection: ValkeyConnection) -> SeedAnswer:
     import hiredis
 
     from kvstore.index.valkey.connection import pack, refusal
+    from kvstore.index.valkey.records import too_old
 
-    info, slots = await connection.ask(pack("INFO", "cluster") + pack("CLUSTER", "SLOTS"), 2)
+    info, slots = await connection.ask(pack("INFO") + pack("CLUSTER", "SLOTS"), 2)
     for reply in (info, slots):
         if isinstance(reply, hiredis.ReplyError) and (rejected := refusal(reply, seed)) is not None:
             raise rejected
+    if isinstance(info, bytes) and (old := too_old(info.decode(errors="replace"))):
+        return SeedAnswer(seed, SeedProblem.TOO_OLD, old)
     if isinstance(slots, hiredis.ReplyError) or (isinstance(info, bytes) and b"cluster_enabled:0" in info):
         return SeedAnswer(seed, SeedProblem.NO_CLUSTER)
     if not slots:
