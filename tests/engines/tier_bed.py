@@ -89,15 +89,26 @@ class TierEngine:
         """The tier."""
         return self.connector.scheduler.manager.secondary_tiers[0]
 
-    def answers(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12, *, together: bool = False) -> list[Answer]:
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 12,
+        *,
+        together: bool = False,
+        adapter: Any = None,
+        **prompt_fields: Any,
+    ) -> list[Answer]:
         """Greedy answers, each prompt alone in its batch unless they are asked together."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        inputs = [{"prompt_token_ids": list(prompt), **prompt_fields} for prompt in prompts]
         batches = [inputs] if together else [[one] for one in inputs]
-        answers = [answer for batch in batches for answer in self.llm.generate(batch, params, use_tqdm=False)]
+        answers = [answer for batch in batches for answer in self._generate(batch, params, adapter)]
         return [Answer(list(one.outputs[0].token_ids), int(one.num_cached_tokens or 0)) for one in answers]
+
+    def _generate(self, batch: Any, params: Any, adapter: Any) -> Any:
+        return self.llm.generate(batch, params, use_tqdm=False, lora_request=adapter)
 
     def settle(self) -> None:
         """Step until all offloading work of vLLM has ended."""
