@@ -13,11 +13,12 @@ from adapters_bed import make_adapter
 from tier_bed import engine
 from vllm_bed import BLOCK, text, tiny
 
-from kvclient import InvalidArgument
 from kvstore.lab.tiny_models import Family, TinyModel, make_model
 from kvstore.testing.connector.driver import StoreAddress
 
 PROMPTS = [text(1, 300)]
+NAME = {"model": "one-name"}
+"""All engines use one name, so that it does not tell them apart."""
 HIT = 299 // BLOCK * BLOCK
 THOROUGH = pytest.mark.thorough
 
@@ -26,7 +27,7 @@ THOROUGH = pytest.mark.thorough
 def stored(folder: Path, store: StoreAddress) -> Path:
     """The model whose chunks are in the store."""
     model = tiny("llama", folder)
-    with engine(model, store) as storing:
+    with engine(model, store, NAME) as storing:
         storing.answers(PROMPTS)
         storing.forget_memory()
         assert storing.answers(PROMPTS)[0].cached_tokens == HIT
@@ -51,17 +52,14 @@ def test_tier_other_engine_finds_nothing(
     if shape:
         full: dict[str, Any] = {"hidden": 128, "head_dim": 32, "window": 96, "max_tokens": 4096, **shape}
         model = make_model(folder / f"other-{shape}", TinyModel(Family.LLAMA, **full))
-    with engine(model, store, {"model": "one-name"}, **how) as other:
-        own = other.tier.stores[0].spec.namespace
+    with engine(model, store, NAME, **how) as other:
         assert other.answers(PROMPTS)[0].cached_tokens == 0
-    with engine(stored, store, {"model": "one-name"}) as first:
-        assert first.tier.stores[0].spec.namespace != own
 
 
 @THOROUGH
 def test_tier_other_hash_seed_finds_nothing(stored: Path, store: StoreAddress, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    with engine(stored, store) as other:
+    with engine(stored, store, NAME) as other:
         assert other.answers(PROMPTS)[0].cached_tokens == 0
 
 
@@ -70,7 +68,7 @@ def test_tier_salts_of_requests_and_adapters_are_not_shared(stored: Path, folder
 
     make_adapter(stored, folder / "adapter", seed=1)
     adapter = LoRARequest("adapter", 1, str(folder / "adapter"))
-    with engine(stored, store, enable_lora=True, max_loras=1, max_lora_rank=8) as served:
+    with engine(stored, store, NAME, enable_lora=True, max_loras=1, max_lora_rank=8) as served:
         salted = served.answers(PROMPTS, cache_salt="a")
         adapted = served.answers(PROMPTS, adapter=adapter)
         assert [salted[0].cached_tokens, adapted[0].cached_tokens] == [0, 0]
@@ -81,12 +79,3 @@ def test_tier_salts_of_requests_and_adapters_are_not_shared(stored: Path, folder
         assert again["a"].tokens == again["b"].tokens == salted[0].tokens
         assert served.answers(PROMPTS, adapter=adapter) == adapted, "computed, not loaded"
         assert served.tier.counters.totals()["requests_skipped"] == 2
-
-
-def test_tier_scales_computed_at_start_are_refused(stored: Path, store: StoreAddress) -> None:
-    """The scales are not in the pages."""
-    with (
-        pytest.raises(InvalidArgument, match="calculate_kv_scales"),
-        engine(stored, store, kv_cache_dtype="fp8", calculate_kv_scales=True),
-    ):
-        pass

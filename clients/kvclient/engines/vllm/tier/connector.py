@@ -70,12 +70,9 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         """Identify weights and pages. vLLM calls this in a worker after it allocated the KV cache.
 
         Raises:
-            InvalidArgument: the attention backend computes wrong tokens after a prefix that was loaded, or scales of the KV are
-                not in the pages.
+            InvalidArgument: the attention backend computes wrong tokens after a prefix that was loaded.
         """
         config = self._vllm_config
-        if getattr(config.cache_config, "calculate_kv_scales", False):
-            raise InvalidArgument("calculate_kv_scales is not supported: the scales are not in the pages")
         digest = ModelWeights.of_caller(config.model_config.dtype).digest()
         weights = combined_digest(gather_digests(digest, config.parallel_config))
         self._facts = worker_facts(config, self._kv_cache_config, kv_caches, weights, named=self._epochs.named)
