@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,19 @@ def test_tier_crowd_with_little_memory_answers_as_alone(folder: Path, store: Sto
     with engine(model, None, **small) as alone:
         right = [answer.tokens for answer in alone.answers(prompts, 60)]
     with engine(model, store, {"salt": "crowd"}, extra={"cpu_bytes_to_use": 9 * CHUNK_BYTES}, **small) as crowded:
-        preempted: list[str] = []
-        preempt = crowded.scheduler._preempt_request
+        requests: list[Any] = []
+        arrived = crowded.connector.on_new_request
 
-        def preempt_request(request: Any, *how: Any, **more: Any) -> None:
-            preempted.append(request.request_id)
-            preempt(request, *how, **more)
+        def on_new_request(request: Any) -> None:
+            requests.append(request)
+            arrived(request)
 
-        crowded.scheduler._preempt_request = preempt_request
+        crowded.connector.on_new_request = on_new_request
         for _ in range(3):
             assert [answer.tokens for answer in crowded.answers(prompts, 60, together=True)] == right
             crowded.settle()
             assert crowded.llm.reset_prefix_cache()
-        assert preempted
+        assert any(request.num_preemptions for request in requests)
         assert not crowded.tier.counters.totals()["bugs"]
 
 
@@ -122,20 +123,15 @@ def test_tier_events_and_metrics_tell_what_was_stored(folder: Path, store: Store
 
 def check_metrics_of_api_server(vllm_config: Any, stats: Any) -> None:
     """The API server has the user's configuration, not the one that the connector completes."""
-    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
     from kvclient.engines.vllm.tier import KVStoreOffloadingConnector
 
-    before = set(REGISTRY._collector_to_names)
     vllm_config.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
     vllm_config.kv_transfer_config.kv_connector_extra_config = {"cpu_bytes_to_use": PRIMARY_BYTES}
-    types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    registry = CollectorRegistry()
+    types: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     metrics = KVStoreOffloadingConnector.build_prom_metrics(vllm_config, types, ["engine"], {0: ["0"]})
-    try:
-        if stats is not None:
-            metrics.observe(stats.data)
-        names = {one.name for collector in set(REGISTRY._collector_to_names) - before for one in collector.collect()}
-        assert {metric_name(name) for name in {*COUNTERS, *GAUGES}} <= names
-    finally:
-        for collector in set(REGISTRY._collector_to_names) - before:
-            REGISTRY.unregister(collector)
+    if stats is not None:
+        metrics.observe(stats.data)
+    assert {metric_name(name) for name in {*COUNTERS, *GAUGES}} <= {one.name for one in registry.collect()}
