@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -35,6 +36,10 @@ def opened(cluster: LocalCluster) -> Iterator[list[ChunkStore]]:
         store.close()
 
 
+def end_s() -> float:
+    return time.monotonic() + DEADLINE_S
+
+
 def hashes(seed: int, count: int) -> list[bytes]:
     draw = np.random.default_rng(seed)
     return [draw.bytes(32) for _ in range(count)]
@@ -50,10 +55,10 @@ def chunks(names: Sequence[bytes], positions: Sequence[int | None], seed: int = 
 def test_chunks_of_a_chain_are_loaded_from_any_position(opened: list[ChunkStore]) -> None:
     store, chain = opened[0], hashes(1, 12)
     written = chunks(chain, range(12), seed=5)
-    assert store.store(written[4:][::-1] + written[:4], chain, DEADLINE_S)[1] == 12 * BYTES
+    assert store.store(written[4:][::-1] + written[:4], chain, end_s())[1] == 12 * BYTES
     wait_until(lambda: store.find_chain(chain).hit_blocks == 12, "the index shows the chain")
     read = chunks(chain[3:9], range(3, 9))
-    arrived, size = store.load(read, chain[:9], None, DEADLINE_S)
+    arrived, size = store.load(read, chain[:9], None, end_s())
     assert (arrived, size) == ([chunk.key for chunk in read], 6 * BYTES)
     assert all(np.array_equal(chunk.row, other.row) for chunk, other in zip(read, written[3:9], strict=True))
     assert opened[1].find_chain(chain).hit_blocks == 0, "groups do not share"
@@ -61,21 +66,40 @@ def test_chunks_of_a_chain_are_loaded_from_any_position(opened: list[ChunkStore]
 
 def test_chunks_missing_are_not_reported_as_loaded(opened: list[ChunkStore]) -> None:
     store, chain = opened[0], hashes(2, 6)
-    store.store(chunks(chain[:4], range(4), seed=6), chain, DEADLINE_S)
+    store.store(chunks(chain[:4], range(4), seed=6), chain, end_s())
     wait_until(lambda: store.find_chain(chain).hit_blocks == 4, "the index shows the chain")
     read = chunks(chain[2:], range(2, 6))
-    arrived, size = store.load(read, chain, None, DEADLINE_S)
+    arrived, size = store.load(read, chain, None, end_s())
     assert (arrived, size) == ([chunk.key for chunk in read[:2]], 2 * BYTES)
     assert not any(chunk.row.any() for chunk in read[2:])
+
+
+def test_chunks_lookup_of_another_chain_is_not_used(opened: list[ChunkStore]) -> None:
+    """A lookup may be older than the weights epoch."""
+    store, chain, other = opened[0], hashes(4, 3), hashes(5, 3)
+    for one, seed in ((chain, 8), (other, 9)):
+        store.store(chunks(one, range(3), seed=seed), one, end_s())
+        wait_until(lambda one=one: store.find_chain(one).hit_blocks == 3, "the index shows the chain")
+    read = chunks(chain, range(3))
+    arrived, _ = store.load(read, chain, store.find_chain(other), end_s())
+    assert arrived == [chunk.key for chunk in read]
+    assert all(np.array_equal(one.row, right.row) for one, right in zip(read, chunks(chain, range(3), seed=8), strict=True))
+    assert store.load(read, other, None, end_s()) == ([], 0), "the request has other hashes than the job"
+
+
+def test_chunks_after_the_deadline_are_not_touched(opened: list[ChunkStore]) -> None:
+    store, chain = opened[0], hashes(6, 2)
+    assert store.store(chunks(chain, range(2), seed=3), chain, time.monotonic() - 1) == ([], 0)
+    assert store.load(chunks(chain, range(2)), chain, None, time.monotonic() - 1) == ([], 0)
 
 
 def test_heads_with_holes_are_found_and_loaded(opened: list[ChunkStore]) -> None:
     store, names = opened[1], hashes(3, 5)
     written = chunks([names[1], names[4]], [None, None], seed=7)
-    assert store.store(written, [], DEADLINE_S)[0] == [chunk.key for chunk in written]
+    assert store.store(written, [], end_s())[0] == [chunk.key for chunk in written]
     wait_until(lambda: store.find_heads(names) == [False, True, False, False, True], "the index shows the heads")
     read = chunks(names, [None] * 5)
-    arrived, _ = store.load(read, [], None, DEADLINE_S)
+    arrived, _ = store.load(read, [], None, end_s())
     assert arrived == [read[1].key, read[4].key]
     assert np.array_equal(read[4].row, written[1].row)
 

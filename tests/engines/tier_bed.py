@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Any
 
 from vllm_bed import BLOCK, MIB, MOST_TOKENS, tiny
 
-from kvstore.testing.connector.driver import StoreAddress
+from kvstore.testing.connector.driver import Generated, StoreAddress
 
 FAMILIES = ("llama", "gemma3", "gemma4", "llama4", "lfm2")
 """Plain attention, windows, two page sizes, chunks of the context, states."""
 SETTLED_S = 30.0
+SHOWN_S = 5.0
 PRIMARY_BYTES = 64 * MIB
 
 
@@ -30,9 +31,24 @@ class Answer:
 
 
 class TierEngine:
-    """An engine; at most one per process at a time."""
+    """An engine; at most one per process at a time.
 
-    def __init__(self, model: Path, store: StoreAddress | None, options: dict[str, Any], **engine: Any) -> None:
+    Args:
+        model: its folder.
+        store: None: without the store.
+        options: of the tier.
+        extra: options of vLLM's offloading.
+        engine: arguments of ``LLM``.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        store: StoreAddress | None,
+        options: Mapping[str, Any],
+        extra: Mapping[str, Any] | None = None,
+        **engine: Any,
+    ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -45,34 +61,54 @@ class TierEngine:
                 kv_connector_extra_config={
                     "cpu_bytes_to_use": PRIMARY_BYTES,
                     "kvstore": {"metadata": store.metadata, "node": store.node, **options},
+                    **(extra or {}),
                 },
             )
-        given = {"dtype": "float32", "block_size": BLOCK, "max_model_len": MOST_TOKENS, "max_num_seqs": 8, **engine}
-        self.llm = LLM(
-            model=str(model),
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            kv_cache_memory_bytes=48 * MIB,
-            seed=0,
-            **more,
-            **given,
-        )
+        given = {
+            "dtype": "float32",
+            "block_size": BLOCK,
+            "max_model_len": MOST_TOKENS,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 48 * MIB,
+            **engine,
+        }
+        self.llm = LLM(model=str(model), enforce_eager=True, enable_prefix_caching=True, seed=0, **more, **given)
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's scheduler."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     @property
     def connector(self) -> Any:
         """The connector of the scheduler."""
-        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        return self.scheduler.connector
 
-    def answers(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12) -> list[Answer]:
-        """Greedy answers, each prompt alone in its batch."""
+    @property
+    def tier(self) -> Any:
+        """The tier."""
+        return self.connector.scheduler.manager.secondary_tiers[0]
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 12,
+        *,
+        together: bool = False,
+        adapter: Any = None,
+        **prompt_fields: Any,
+    ) -> list[Answer]:
+        """Greedy answers, each prompt alone in its batch unless they are asked together."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        found = []
-        for prompt in prompts:
-            (answer,) = self.llm.generate([{"prompt_token_ids": list(prompt)}], params, use_tqdm=False)
-            found.append(Answer(list(answer.outputs[0].token_ids), int(answer.num_cached_tokens or 0)))
-        return found
+        inputs = [{"prompt_token_ids": list(prompt), **prompt_fields} for prompt in prompts]
+        batches = [inputs] if together else [[one] for one in inputs]
+        answers = [answer for batch in batches for answer in self._generate(batch, params, adapter)]
+        return [Answer(list(one.outputs[0].token_ids), int(one.num_cached_tokens or 0)) for one in answers]
+
+    def _generate(self, batch: Any, params: Any, adapter: Any) -> Any:
+        return self.llm.generate(batch, params, use_tqdm=False, lora_request=adapter)
 
     def settle(self) -> None:
         """Step until all offloading work of vLLM has ended."""
@@ -80,6 +116,12 @@ class TierEngine:
         while self.connector.has_pending_push_work():
             assert time.monotonic() < end_s, "offloading has not ended"
             self.llm.llm_engine.step()
+
+    def forget_memory(self) -> None:
+        """Drop what vLLM holds on the device and in host memory, in the same weights epoch."""
+        self.settle()
+        self.connector.scheduler.reset_cache()
+        assert self.llm.reset_prefix_cache()
 
     def close(self) -> None:
         """End the engine, so that another one may begin."""
@@ -100,6 +142,92 @@ def engine(model: Path, store: StoreAddress | None, options: dict[str, Any] | No
         yield made
     finally:
         made.close()
+
+
+@dataclass(frozen=True)
+class TierDriver:
+    """Opens engines; see ``HookDriver``.
+
+    Attributes:
+        model: its folder.
+    """
+
+    model: Path
+    block_tokens: int = BLOCK
+
+    def open(self, store: StoreAddress | None, options: Mapping[str, object] = {}) -> TierHookEngine:  # type: ignore[assignment]
+        """A new engine in this process."""
+        return TierHookEngine(TierEngine(self.model, store, options))
+
+
+class TierHookEngine:
+    """An engine; see ``HookEngine``."""
+
+    def __init__(self, engine: TierEngine) -> None:
+        self._engine = engine
+        self._has_store = engine.connector is not None
+        self._loaded: dict[str, int] = {}
+        self._requests: list[Any] = []
+        if self._has_store:
+            self._watch(engine.connector)
+
+    def _watch(self, connector: Any) -> None:
+        """Notes requests, and how much of each was loaded: vLLM does not say."""
+        arrived, allocated = connector.on_new_request, connector.update_state_after_alloc
+
+        def on_new_request(request: Any) -> None:
+            self._requests.append(request)
+            arrived(request)
+
+        def update_state_after_alloc(request: Any, blocks: Any, tokens: int) -> None:
+            name, most = request.request_id.rsplit("-", 1)[0], (request.num_prompt_tokens - 1) // BLOCK * BLOCK
+            self._loaded[name] = max(self._loaded.get(name, 0), min(tokens, most))  # once more after the load, with 0
+            allocated(request, blocks, tokens)
+
+        connector.on_new_request, connector.update_state_after_alloc = on_new_request, update_state_after_alloc
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+        """Greedy answers, all at once."""
+        from vllm import SamplingParams
+
+        self._loaded.clear()
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answers = self._engine.llm.generate(inputs, params, use_tqdm=False)
+        return [Generated(tuple(one.outputs[0].token_ids), self._loaded.get(one.request_id, 0)) for one in answers]
+
+    def flush(self, timeout_s: float) -> bool:
+        """Steps until all that was generated is stored, or given up, and waits a moment until lookups show it."""
+        if not self._has_store:
+            return True
+        self._engine.settle()
+        end_s = time.monotonic() + min(timeout_s, SHOWN_S)
+        waiting = [list(request.block_hashes)[: (request.num_tokens - 1) // BLOCK] for request in self._requests]
+        self._requests.clear()
+        while waiting and time.monotonic() < end_s:
+            waiting = [chain for chain in waiting if not self._is_shown(chain)]
+            time.sleep(0.005)
+        return True  # what was evicted, or lost with its node, is never shown
+
+    def _is_shown(self, chain: list[bytes]) -> bool:
+        found = [store.find_chain(chain) for store in self._engine.tier.stores.values()]
+        return all(one.hit_blocks == len(chain) or one.error for one in found)
+
+    def forget(self) -> None:
+        """Drops what the engine itself has cached."""
+        if self._has_store:
+            self.flush(SETTLED_S)
+            self._engine.forget_memory()
+        else:
+            assert self._engine.llm.reset_prefix_cache()
+
+    def counters(self) -> Mapping[str, int]:
+        """Of the tier, and of its clients."""
+        return self._engine.tier.counters.totals() if self._has_store else {}
+
+    def close(self) -> None:
+        """Ends it."""
+        self._engine.close()
 
 
 def main() -> None:

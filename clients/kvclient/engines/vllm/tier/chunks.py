@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from kvclient import CacheSpec, KVClient, Lookup, Outcome
+from kvclient import CacheSpec, KVClient, KVStoreError, Lookup, Outcome
 from kvclient.results import HELD
 from kvstore.core.types import KEY_BYTES, BlockKey
 
 Row = npt.NDArray[np.uint8]
+GROUP_BYTES = 4
+"""Bytes of vLLM's keys after the hash: the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,11 @@ class ChunkStore:
         packed = (ends ^ self._mask).tobytes()
         return [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the session with this host's node is open, or a metadata server is in use."""
+        return bool(self._client.stats()["client_session_open"]) or any(one.used for one in self._client.metadata_servers)
+
     # ---- lookups ----
     def find_chain(self, hashes: Sequence[bytes]) -> Lookup:
         """Look up a chain from its head."""
@@ -64,17 +73,43 @@ class ChunkStore:
         held: list[bool] = self._client.lookup_heads(self.keys(hashes)).held.tolist()
         return held
 
+    def find(
+        self, positions: Mapping[bytes, int | None], chain: Sequence[bytes]
+    ) -> tuple[dict[bytes, bool], Lookup | None, KVStoreError | None]:
+        """Look up chunks of one request, with one call for its chain and one for its heads.
+
+        Args:
+            positions: by key: its position in the chain; None: the head of a separate chain.
+            chain: hashes of the request's leading chunks.
+
+        Returns:
+            Whether each chunk is held, the lookup of the chain, if there was one, and the failure of the store, if there was one.
+        """
+        held = dict.fromkeys(positions, False)
+        found: Lookup | None = None
+        error: KVStoreError | None = None
+        if chain:
+            found = self.find_chain(chain)
+            error = found.error
+            held.update({key: at < found.hit_blocks for key, at in positions.items() if at is not None})
+        heads = [key for key, at in positions.items() if at is None]
+        if heads:
+            answer = self._client.lookup_heads(self.keys([key[:-GROUP_BYTES] for key in heads]))
+            error = error or answer.error
+            held.update(zip(heads, answer.held.tolist(), strict=True))
+        return held, found, error
+
     # ---- loads ----
     def load(
-        self, chunks: Sequence[Chunk], chain: Sequence[bytes], found: Lookup | None, deadline_s: float
+        self, chunks: Sequence[Chunk], chain: Sequence[bytes], found: Lookup | None, end_s: float
     ) -> tuple[list[bytes], int]:
-        """Load chunks into their rows.
+        """Load chunks into their rows. When this returns, nothing writes to them any more.
 
         Args:
             chunks: what to load, in any order.
             chain: hashes of the request's chain, for chunks with a position.
             found: an earlier lookup of this chain, if there was one.
-            deadline_s: bound of each call.
+            end_s: monotonic time at which the load ends, with what has arrived by then.
 
         Returns:
             vLLM's keys of the chunks that arrived, and their bytes.
@@ -82,25 +117,30 @@ class ChunkStore:
         arrived: list[bytes] = []
         size = 0
         for run in runs_of(chunks):
-            rows = [chunk.row for chunk in run]
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                break
+            keys, rows = self.keys([chunk.block_hash for chunk in run]), [chunk.row for chunk in run]
             start = run[0].position
             if start is None:
-                heads = self._client.lookup_heads(self.keys([chunk.block_hash for chunk in run]))
-                result = self._client.load(heads, rows, deadline_s=deadline_s)
+                heads = self._client.lookup_heads(keys, deadline_s=left_s)
+                result = self._client.load(heads, rows, deadline_s=left_s)
             else:
                 stop = start + len(run)
-                if found is None or found.hit_blocks < stop:
-                    found = self.find_chain(chain[:stop])
+                if found is None or found.hit_blocks < stop or list(found.keys[start:stop]) != keys:
+                    found = self._client.lookup(self.keys(chain[:stop]), deadline_s=left_s)
                 part = found.part(start, stop)
+                if list(part.keys) != keys:
+                    continue  # the chain is not that of the chunks
                 whole = Lookup(part.keys, len(part.keys), part.runs, part.parent, part.depth)
-                result = self._client.load(whole, rows, deadline_s=deadline_s)
+                result = self._client.load(whole, rows, deadline_s=left_s)
             hits = result.outcomes == Outcome.HIT
             arrived += [chunk.key for chunk, hit in zip(run, hits.tolist(), strict=True) if hit]
             size += result.bytes_loaded
         return arrived, size
 
     # ---- stores ----
-    def store(self, chunks: Sequence[Chunk], chain: Sequence[bytes], deadline_s: float) -> tuple[list[bytes], int]:
+    def store(self, chunks: Sequence[Chunk], chain: Sequence[bytes], end_s: float) -> tuple[list[bytes], int]:
         """Store chunks; arguments as for ``load``.
 
         Returns:
@@ -109,14 +149,16 @@ class ChunkStore:
         held: list[bytes] = []
         size = 0
         for run in runs_of(chunks):
-            rows = [chunk.row for chunk in run]
-            keys = self.keys([chunk.block_hash for chunk in run])
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                break
+            keys, rows = self.keys([chunk.block_hash for chunk in run]), [chunk.row for chunk in run]
             start = run[0].position
             if start is None:
-                result = self._client.store_heads(keys, rows, deadline_s=deadline_s)
+                result = self._client.store_heads(keys, rows, deadline_s=left_s)
             else:
                 parent = self.keys([chain[start - 1]])[0] if start else None
-                result = self._client.store(keys, rows, parent=parent, depth=start, deadline_s=deadline_s)
+                result = self._client.store(keys, rows, parent=parent, depth=start, deadline_s=left_s)
             held += [chunk.key for chunk, one in zip(run, HELD[result.outcomes].tolist(), strict=True) if one]
             size += result.bytes_stored
         return held, size
@@ -131,7 +173,8 @@ def runs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     heads = [chunk for chunk in chunks if chunk.position is None]
     runs = [heads] if heads else []
     last = -1
-    for position, chunk in sorted((chunk.position, chunk) for chunk in chunks if chunk.position is not None):
+    placed = [(chunk.position, chunk) for chunk in chunks if chunk.position is not None]
+    for position, chunk in sorted(placed, key=itemgetter(0)):
         if runs and last >= 0 and position == last + 1:
             runs[-1].append(chunk)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 
-from kvclient import CacheSpec, InvalidArgument
+from kvclient import CacheSpec, InvalidArgument, KVStoreError
 from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.options import RECONNECT_S
@@ -101,36 +103,75 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         return self._tier
 
     def _open(self, deadline_s: float, *, require: bool) -> None:
-        """Connect the tier in the namespaces of the current weights epoch."""
+        """Connect the tier in the namespaces of the current weights epoch, all at once.
+
+        Raises:
+            KVStoreError: a required store does not answer, or an option is impossible.
+        """
         hook = self._options.hook
         options = replace(hook.client_options(), client_name="vllm-tier", connect_deadline_s=deadline_s, require_store=require)
-        stores = {}
-        for group_id, spec in self._specs.items():
-            named = replace(spec, weights_epoch=self._epochs.name)
-            stores[group_id] = ChunkStore(hook.connect(named, options))
-            _log.info("namespace %s: model %s, %s", named.namespace.hex(), named.model, named.layout)
-        self._open_tier.open(stores, self._groups)
+        specs = [replace(spec, weights_epoch=self._epochs.name) for spec in self._specs.values()]
+        with ThreadPoolExecutor(max_workers=len(specs)) as pool:
+            connects = [pool.submit(hook.connect, spec, options) for spec in specs]
+        failed = [one.exception() for one in connects if one.exception() is not None]
+        if failed:
+            for one in connects:
+                if one.exception() is None:
+                    one.result().close()
+            raise failed[0]  # type: ignore[misc]
+        self._open_tier.open(
+            {group_id: ChunkStore(one.result()) for group_id, one in zip(self._specs, connects, strict=True)}, self._groups
+        )
+        for spec in specs:
+            _log.info("namespace %s: model %s, %s", spec.namespace.hex(), spec.model, spec.layout)
 
     # ---- scheduler ----
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
         """Receive a request. vLLM calls this in the scheduler."""
-        self._open_tier.requests.add(request)
+        self._open_tier.begin_request(request)
         super().on_new_request(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
         """Return the plan of a step. A step without tokens first waits a little for what is under way."""
         if not scheduler_output.total_num_scheduled_tokens:
-            self._open_tier.wait_ended(self._options.idle_wait_ms / 1_000 if self._open_tier.busy else _COPYING_S)
+            self._open_tier.wait_ended(self._options.idle_wait_ms / 1_000, _COPYING_S)
         return super().build_connector_meta(scheduler_output)
 
     def reset_cache(self) -> bool | None:
-        """Begin a weights epoch, so that earlier KV is not found. vLLM calls this when its cache is reset."""
+        """Begin a weights epoch, so that earlier KV is not found. vLLM calls this when its cache is reset.
+
+        If pages are in use, vLLM keeps its cache, and KV of the old weights would be stored under the new name. So the tier is
+        closed until a reset succeeds.
+        """
         reset: bool | None = super().reset_cache()
+        self._open_tier.close_stores()
         self._epochs.begin()
+        self._open_tier.counters.add("resets")
+        if self._holds_pages():
+            _log.error("tier closed: the engine kept its cache, since pages were in use; reset it again")
+            return False
         if self._specs:
-            self._open(RECONNECT_S, require=False)
+            try:
+                self._open(RECONNECT_S, require=False)
+            except KVStoreError as error:
+                _log.error("tier closed until the next reset: not connected (error=%s)", error)
         _log.info("weights epoch began: %r", self._epochs.name)
         return reset
+
+    def _holds_pages(self) -> bool:
+        """Whether pages of the engine's cache are in use; the null page always is."""
+        if self._kv_cache_manager is None:
+            return False
+        pool = self._kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - pool.get_num_free_blocks()) > 1
+
+    # ---- metrics ----
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *more: Any) -> KVConnectorPromMetrics:  # noqa: ANN401
+        """Declare the metrics. vLLM calls this in the process of its API server, which makes no instance."""
+        transfer = vllm_config.kv_transfer_config
+        transfer.kv_connector_extra_config = with_tier(transfer.kv_connector_extra_config or {})
+        return super().build_prom_metrics(vllm_config, *more)
 
 
 def with_tier(extra_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,113 +1,42 @@
 """The secondary tier: lookups, loads and stores of chunks between vLLM's host memory and the store.
 
-vLLM calls all methods in the scheduler's process, between steps: none of them waits for the store. Lookups run in a thread of
-vLLM's ``AsyncLookupManager``, loads and stores in a few threads of the tier, each with a deadline. Until ``open``, everything
-is a miss and nothing is stored. So it is for requests with adapters, because vLLM's keys do not cover an adapter's weights.
+vLLM calls all methods in the scheduler's process, between steps: none of them waits for the store. Lookups, loads and stores
+run in threads of the tier, each with a deadline. Until ``open``, everything is a miss and nothing is stored. So it is for
+requests with adapters, because vLLM's keys do not cover an adapter's weights.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
     RequestOffloadingContext,
     get_offload_block_hash,
     get_offload_group_idx,
 )
-from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvclient import InvalidArgument, KVStoreError, Lookup
+from kvclient import InvalidArgument
 from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore
+from kvclient.engines.vllm.tier.counters import CONNECTED, COUNTERS, GAUGES, TierCounters, metric_name
 from kvclient.engines.vllm.tier.facts import TierGroup
+from kvclient.engines.vllm.tier.jobs import ChunkJobs, EndedJob, JobPart
+from kvclient.engines.vllm.tier.lookups import ChunkLookups
 from kvclient.engines.vllm.tier.options import TierOptions
+from kvclient.engines.vllm.tier.requests import TierRequests
 
-_log = logging.getLogger(__name__)
 _OWNER = "kvstore"
-
-Work = Callable[[ChunkStore, Sequence[Chunk], Sequence[bytes], "Lookup | None"], tuple[list[bytes], int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """A job that has ended."""
-
-    job: TransferJob
-    keys: tuple[bytes, ...]
-    arrived: tuple[bytes, ...]
-    seconds: float
-    nbytes: int
-
-
-@dataclass(slots=True)
-class _Request:
-    """One of vLLM's requests, and the last lookup of its chain in each group."""
-
-    request: Any
-    found: dict[int, Lookup] = field(default_factory=dict)
-
-
-class _Requests:
-    """vLLM's requests whose chunks may be asked for. The scheduler's thread adds and removes them; others read."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, _Request] = {}
-
-    def add(self, request: Any) -> None:  # noqa: ANN401
-        """Remember a request, unless it uses an adapter."""
-        if getattr(request, "lora_request", None) is None:
-            self._known[request.request_id] = _Request(request)
-
-    def forget(self, request_id: str) -> None:
-        """Forget a request that has ended."""
-        self._known.pop(request_id, None)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._known
-
-    def chain(self, request_id: str, group: TierGroup, chunks: int) -> list[bytes]:
-        """Return vLLM's hashes of the leading chunks of a request."""
-        known = self._known.get(request_id)
-        hashes = () if known is None else known.request.block_hashes
-        return [bytes(one) for one in hashes[group.hashes - 1 : chunks * group.hashes : group.hashes]]
-
-    def found(self, request_id: str, group_id: int) -> Lookup | None:
-        """Return the last lookup of a request's chain."""
-        known = self._known.get(request_id)
-        return None if known is None else known.found.get(group_id)
-
-    def record_found(self, request_id: str, group_id: int, lookup: Lookup) -> None:
-        """Keep the lookup of a chain for the load that follows it."""
-        known = self._known.get(request_id)
-        if known is not None:
-            known.found[group_id] = lookup
-
-
-class _Finder(AsyncLookupManager):
-    """Answers lookups in one thread. vLLM keeps an answer per key until all requests that asked have ended."""
-
-    def __init__(self, tier: KVStoreTier, tier_type: str) -> None:
-        self._tier = tier
-        super().__init__(tier_type=tier_type)
-
-    def batch_lookup(self, keys: list[bytes], req_context: Any) -> list[bool]:  # noqa: ANN401
-        """Look up keys of one request."""
-        try:
-            return self._tier.find(keys, req_context)
-        finally:
-            self._tier.wake()
 
 
 class KVStoreTier(SecondaryTierManager):
@@ -138,57 +67,38 @@ class KVStoreTier(SecondaryTierManager):
         self._groups: dict[int, TierGroup] = {}
         self.stores: dict[int, ChunkStore] = {}
         """By group; empty: not open."""
-        self.requests = _Requests()
+        self._requests = TierRequests()
+        self.counters = TierCounters()
         self._events: list[OffloadingEvent] | None = [] if offloading_spec.config.enable_kv_cache_events else None
-        self._running: set[Future[None]] = set()
-        self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
         self._ended = threading.Event()
-        self._pool = ThreadPoolExecutor(self._options.workers, thread_name_prefix="kvstore-tier")
-        self._finder = _Finder(self, tier_type)
+        self._jobs = ChunkJobs(self._options.workers, self.counters, self._ended.set)
+        self._lookups = ChunkLookups(self._options.hook.lookup_deadline_s, self.counters, self._ended.set)
 
     def open(self, stores: Mapping[int, ChunkStore], groups: Sequence[TierGroup]) -> None:
-        """Use these namespaces from now on, in place of earlier ones. No job may be running."""
+        """Use these namespaces from now on. No job may be running."""
         self.close_stores()
         self._groups = {group.group_id: group for group in groups}
         self.stores = dict(stores)
+        self.counters.set_connected(all(store.is_connected for store in stores.values()))
 
     def close_stores(self) -> None:
-        """Disconnect: everything is a miss."""
+        """Disconnect, and forget all answers: everything is a miss."""
         stores, self.stores = self.stores, {}
+        self._requests.renew()
+        self.counters.set_connected(False)
         for store in stores.values():
             store.close()
 
     # ---- lookups ----
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:  # noqa: ANN401
         """Return whether a chunk is in the store; RETRY until the answer has come."""
-        if not self._options.hook.load or req_context.req_id not in self.requests:
+        request = self._requests.get(req_context.req_id)
+        if request is None or not self.stores or not self._options.hook.load:
             return LookupResult.MISS
-        found = self._finder.lookup(key, req_context)
+        found = self._lookups.ask(request, get_offload_group_idx(key), key, self._position(key, req_context))
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
-
-    def find(self, keys: Sequence[bytes], req_context: Any) -> list[bool]:  # noqa: ANN401
-        """Look up keys of one request: each group with one call, or two."""
-        found = dict.fromkeys(keys, False)
-        by_group: dict[int, list[bytes]] = {}
-        for key in keys:
-            by_group.setdefault(get_offload_group_idx(key), []).append(key)
-        for group_id, asked in by_group.items():
-            store = self.stores.get(group_id)
-            if store is None:
-                continue
-            positions = {key: self._position(key, req_context) for key in asked}
-            chunks = max((at for at in positions.values() if at is not None), default=-1) + 1
-            if chunks:
-                chain = self.requests.chain(req_context.req_id, self._groups[group_id], chunks)
-                lookup = store.find_chain(chain)
-                self.requests.record_found(req_context.req_id, group_id, lookup)
-                found.update({key: at is not None and at < lookup.hit_blocks for key, at in positions.items()})
-            heads = [key for key, at in positions.items() if at is None]
-            if heads:
-                found.update(zip(heads, store.find_heads([get_offload_block_hash(key) for key in heads]), strict=True))
-        return [found[key] for key in keys]
 
     def _position(self, key: bytes, req_context: Any) -> int | None:  # noqa: ANN401
         """Return a key's position in the chain of its group; None: it is stored as a head."""
@@ -201,93 +111,52 @@ class KVStoreTier(SecondaryTierManager):
     # ---- jobs ----
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Start to store chunks. vLLM keeps their rows until the job has ended."""
-        options = self._options.hook
-
-        def store(to: ChunkStore, chunks: Sequence[Chunk], chain: Sequence[bytes], _: Lookup | None) -> tuple[list[bytes], int]:
-            return to.store(chunks, chain, options.store_deadline_s)
-
-        self._submit(job_metadata, store if options.store else None)
+        self._submit(job_metadata, self._options.hook.store, self._options.hook.store_deadline_s)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Start to load chunks into rows that vLLM has allocated."""
-        options = self._options.hook
+        self._submit(job_metadata, True, self._options.hook.load_deadline_s)
 
-        def load(
-            source: ChunkStore, chunks: Sequence[Chunk], chain: Sequence[bytes], found: Lookup | None
-        ) -> tuple[list[bytes], int]:
-            return source.load(chunks, chain, found, options.load_deadline_s)
-
-        self._submit(job_metadata, load)
-
-    def _submit(self, job: TransferJob, work: Work | None) -> None:
-        request_id = job.req_context.req_id
-        by_group: dict[int, list[Chunk]] = {}
+    def _submit(self, job: TransferJob, wanted: bool, deadline_s: float) -> None:
         keys = list(job.keys)  # may be a set: keys and rows are taken in one pass
+        ended = EndedJob(job.job_id, job.is_promotion, tuple(keys))
+        request = self._requests.get(job.req_context.req_id)
+        if not wanted or request is None or not self.stores:
+            self._jobs.refuse(ended)
+            return
+        by_group: dict[int, list[Chunk]] = {}
         for key, row in zip(keys, map(int, job.chunk_ids), strict=True):
             chunk = Chunk(key, get_offload_block_hash(key), self._position(key, job.req_context), self._rows[row])
             by_group.setdefault(get_offload_group_idx(key), []).append(chunk)
-        if work is None or request_id not in self.requests:
-            self._done.put(_Done(job, tuple(keys), (), 0.0, 0))
-            return
-        parts: list[tuple[ChunkStore, list[Chunk], list[bytes], Lookup | None]] = []
+        parts: list[JobPart] = []
         for group_id, chunks in by_group.items():
             if (store := self.stores.get(group_id)) is not None:
                 last = max((chunk.position for chunk in chunks if chunk.position is not None), default=-1)
-                chain = self.requests.chain(request_id, self._groups[group_id], last + 1)
-                parts.append((store, chunks, chain, self.requests.found(request_id, group_id)))
-        future = self._pool.submit(self._run, job, tuple(keys), work, parts)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-
-    def _run(
-        self,
-        job: TransferJob,
-        keys: tuple[bytes, ...],
-        work: Work,
-        parts: Sequence[tuple[ChunkStore, list[Chunk], list[bytes], Lookup | None]],
-    ) -> None:
-        began_s = time.perf_counter()
-        arrived: list[bytes] = []
-        nbytes = 0
-        try:
-            for store, chunks, chain, found in parts:
-                good, size = work(store, chunks, chain, found)
-                arrived += good
-                nbytes += size
-        except (KVStoreError, RuntimeError) as error:
-            _log.warning("offloading job ended early: %d chunks (load=%s, error=%s)", len(keys), job.is_promotion, error)
-        finally:
-            self._done.put(_Done(job, keys, tuple(arrived), time.perf_counter() - began_s, nbytes))
-            self.wake()
+                chain = request.chain(self._groups[group_id], last + 1)
+                parts.append(JobPart(store, chunks, chain, request.found.get(group_id)))
+        self._jobs.submit(ended, parts, deadline_s)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that have ended since the last call."""
         results: list[JobResult] = []
-        while True:
-            try:
-                done = self._done.get_nowait()
-            except queue.Empty:
-                return results
-            complete = len(done.arrived) == len(done.keys)
-            if done.job.is_promotion:
-                if not complete:  # otherwise vLLM would ask for the same chunks for ever
-                    self._finder.mark_miss(set(done.keys).difference(done.arrived))
-            elif done.arrived and self._events is not None:
-                self._events.append(OffloadingEvent(list(done.arrived), self.medium, False, self.locality, _OWNER))
-            results.append(JobResult(done.job.job_id, complete, done.arrived, done.seconds, done.nbytes))
+        for job in self._jobs.ended():
+            missing = frozenset(job.keys).difference(job.arrived)
+            if job.loads:
+                if missing:  # otherwise vLLM would ask for the same chunks for ever
+                    self._requests.record_failed(missing)
+            elif job.arrived and self._events is not None:
+                self._events.append(OffloadingEvent(list(job.arrived), self.medium, False, self.locality, _OWNER))
+            results.append(JobResult(job.job_id, not missing, job.arrived, job.seconds, job.nbytes))
+        return results
 
-    @property
-    def busy(self) -> bool:
-        """Whether loads or stores are running."""
-        return bool(self._running)
+    def wait_ended(self, busy_s: float, idle_s: float) -> None:
+        """Wait until a load, a store or a lookup ends, for an engine that has nothing else to do.
 
-    def wake(self) -> None:
-        """End ``wait_ended``: something has ended."""
-        self._ended.set()
-
-    def wait_ended(self, timeout_s: float) -> None:
-        """Wait until a load, a store or a lookup ends, for an engine that has nothing else to do."""
-        self._ended.wait(timeout_s)
+        Args:
+            busy_s: limit while loads or stores are running.
+            idle_s: limit otherwise.
+        """
+        self._ended.wait(busy_s if self._jobs.busy else idle_s)
         self._ended.clear()
 
     # ---- vLLM's other hooks ----
@@ -302,26 +171,50 @@ class KVStoreTier(SecondaryTierManager):
         """Return the policy: chunks are stored when they are new."""
         return RequestOffloadingContext()
 
+    def begin_request(self, request: Any) -> None:  # noqa: ANN401
+        """Receive a request itself: vLLM's hook does not have it."""
+        if not self._requests.add(request):
+            self.counters.add("requests_skipped")
+
     def on_request_finished(self, req_context: Any) -> None:  # noqa: ANN401
         """Forget a request: no call for it will follow."""
-        self._finder.cleanup(req_context.req_id)
-        self.requests.forget(req_context.req_id)
+        self._requests.forget(req_context.req_id)
 
-    def on_schedule_end(self, _context: Any) -> None:  # noqa: ANN401
+    def on_schedule_end(self, context: Any) -> None:  # noqa: ANN401
         """Start the lookups of this step."""
-        self._finder.flush()
+        self._lookups.flush(self.stores, self._groups)
+        self._requests.end_waits(context.new_req_ids)
+        self._requests.end_waits(context.preempted_req_ids)
 
     def drain_jobs(self) -> None:
         """Wait until no load or store touches vLLM's memory. Each has a deadline."""
-        wait(set(self._running))
+        self._jobs.drain()
 
     def shutdown(self) -> None:
         """End all work and disconnect."""
-        self.drain_jobs()
-        self._pool.shutdown()
-        self._finder.shutdown()
+        self._jobs.shutdown()
         self.close_stores()
+        self._lookups.shutdown()
         self._rows = np.empty((0, 0), np.uint8)  # vLLM unmaps its memory
+
+    # ---- metrics ----
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
+        """Declare the counts of the tier for vLLM's metrics endpoint."""
+        counters = {metric_name(name): OffloadingCounterMetadata(text) for name, text in COUNTERS.items()}
+        return counters | {metric_name(name): OffloadingGaugeMetadata(text) for name, text in GAUGES.items()}
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return the counts since the last call. vLLM calls this after each step."""
+        counts, connected = self.counters.take()
+        if not counts and connected is None:
+            return None
+        stats = OffloadingConnectorStats()
+        for name, count in counts.items():
+            stats.increase_counter(metric_name(name), count)
+        if connected is not None:
+            stats.set_gauge(metric_name(CONNECTED), int(connected))
+        return stats
 
 
 def tier_of(connector_scheduler: Any) -> KVStoreTier:  # noqa: ANN401

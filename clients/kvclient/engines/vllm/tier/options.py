@@ -21,7 +21,7 @@ class TierOptions:
         hook: options common to all hooks.
         weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
             the connector's cache. Without it, a reset begins an epoch that no other engine shares.
-        workers: threads for loads and stores.
+        workers: threads for loads, and as many for stores.
         idle_wait_ms: how long a step without tokens waits for a load, store or lookup to end, so that an idle engine does not
             spin.
     """
@@ -51,4 +51,6 @@ class TierOptions:
         hook = HookOptions.from_mapping(given, known_elsewhere=_OWN)
         if given.get("weights_epoch_file") and hook.weights_epoch:
             raise InvalidArgument("weights_epoch_file must be a path, without weights_epoch beside it")
+        if not hook.metadata:
+            raise InvalidArgument("lookups require a metadata server", option="metadata")
         return cls(hook=hook, **{name: given[name] for name in _OWN if name in given})

@@ -1,0 +1,99 @@
+"""vLLM's requests whose chunks may be asked for, and the answers of the store to each.
+
+The scheduler's thread adds, renews and removes requests. Lookup threads write only
+the answers of the request that they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvclient import Lookup
+from kvclient.engines.vllm.tier.facts import TierGroup
+
+
+@dataclass(slots=True, eq=False)
+class TierRequest:
+    """One request.
+
+    Attributes:
+        request: vLLM's.
+        answers: by key: whether the store has the chunk.
+        found: by group: the last lookup of its chain.
+        asked: keys that were looked up, or will be.
+        failed: keys of loads that failed while this request existed: not asked for again, or it would wait for ever.
+        waits_since_s: when it began to wait for answers; None: it does not wait.
+        gave_up: whether it waited too long, so that what is not known is a miss.
+        ended: whether lookups for it are pointless.
+    """
+
+    request: Any
+    answers: dict[bytes, bool] = field(default_factory=dict)
+    found: dict[int, Lookup] = field(default_factory=dict)
+    asked: set[bytes] = field(default_factory=set)
+    failed: list[frozenset[bytes]] = field(default_factory=list)
+    waits_since_s: float | None = None
+    gave_up: bool = False
+    ended: bool = False
+
+    def chain(self, group: TierGroup, chunks: int) -> list[bytes]:
+        """Return vLLM's hashes of the leading chunks."""
+        return [bytes(one) for one in self.request.block_hashes[group.hashes - 1 : chunks * group.hashes : group.hashes]]
+
+    def answer(self, key: bytes) -> bool | None:
+        """Return whether the store has a chunk; None: not known yet."""
+        if any(key in keys for keys in self.failed):
+            return False
+        return self.answers.get(key)
+
+    def waited_s(self, now_s: float) -> float:
+        """Return how long the request has waited for answers."""
+        if self.waits_since_s is None:
+            self.waits_since_s = now_s
+        return now_s - self.waits_since_s
+
+
+class TierRequests:
+    """All requests, except those with adapters: vLLM's keys do not cover an adapter's weights."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, TierRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, request: Any) -> bool:  # noqa: ANN401
+        """Remember a request, unless it uses an adapter, and return whether it was remembered."""
+        if getattr(request, "lora_request", None) is not None:
+            return False
+        self._known[request.request_id] = TierRequest(request)
+        return True
+
+    def get(self, request_id: str) -> TierRequest | None:
+        """Return a request; None: it has ended, or uses an adapter."""
+        return self._known.get(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        if (request := self._known.pop(request_id, None)) is not None:
+            request.ended = True
+
+    def renew(self) -> None:
+        """Drop all answers: they belong to an earlier weights epoch. Late answers go to the old objects."""
+        before, self._known = self._known, {}
+        for request_id, old in before.items():
+            old.ended = True
+            self._known[request_id] = TierRequest(old.request)
+
+    def end_waits(self, request_ids: Iterable[str]) -> None:
+        """Note that requests do not wait for answers any more."""
+        for request_id in request_ids:
+            if (request := self._known.get(request_id)) is not None:
+                request.waits_since_s, request.gave_up = None, False
+
+    def record_failed(self, keys: frozenset[bytes]) -> None:
+        """Note a failed load: all present requests treat these chunks as misses."""
+        for request in self._known.values():
+            request.failed.append(keys)

@@ -1,0 +1,137 @@
+"""The tier in operation: many requests and little memory, a store that comes late, resets, events, metrics."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tier_bed import PRIMARY_BYTES, engine
+from vllm_bed import BLOCK, MIB, text, tiny
+
+from kvclient.engines.vllm.tier.counters import COUNTERS, GAUGES, metric_name
+from kvstore.embedded.cluster import LocalCluster
+from kvstore.testing.connector.driver import StoreAddress
+
+PROMPTS = [text(1, 300), text(2, 200)]
+CHUNK_BYTES = 64 << 10
+"""Of 32 tokens of the tiny model."""
+
+
+def test_tier_crowd_with_little_memory_answers_as_alone(folder: Path, store: StoreAddress) -> None:
+    """Requests are preempted, and host memory holds less than one prompt."""
+    stems = [text(10 + at, 6 * BLOCK) for at in range(3)]
+    prompts = [stems[at % 3] + text(20 + at, 40 + 37 * at) for at in range(12)]
+    small = {"kv_cache_memory_bytes": 3 * MIB, "max_model_len": 1024}
+    model = tiny("llama", folder)
+    with engine(model, None, **small) as alone:
+        right = [answer.tokens for answer in alone.answers(prompts, 60)]
+    with engine(model, store, {"salt": "crowd"}, extra={"cpu_bytes_to_use": 9 * CHUNK_BYTES}, **small) as crowded:
+        requests: list[Any] = []
+        arrived = crowded.connector.on_new_request
+
+        def on_new_request(request: Any) -> None:
+            requests.append(request)
+            arrived(request)
+
+        crowded.connector.on_new_request = on_new_request
+        for _ in range(3):
+            assert [answer.tokens for answer in crowded.answers(prompts, 60, together=True)] == right
+            crowded.settle()
+            assert crowded.llm.reset_prefix_cache()
+        assert any(request.num_preemptions for request in requests)
+        assert not crowded.tier.counters.totals()["bugs"]
+
+
+def test_tier_store_that_comes_late_is_used(folder: Path, fragile: LocalCluster) -> None:
+    address = StoreAddress(fragile.metadata_address, fragile.node("n").local_socket)
+    fragile.kill("n")
+    fragile.kill("metadata")
+    options = {"connect_deadline_s": 0.3, "lookup_deadline_s": 0.3, "store_deadline_s": 1.0}
+    with engine(tiny("llama", folder), address, options) as served:
+        first = served.answers(PROMPTS)
+        counts = served.tier.counters.totals()
+        assert counts["connected"] == 0
+        assert counts["lookup_failures"]
+        fragile.start_metadata()
+        fragile.start_node("n")
+        for _ in range(60):
+            served.forget_memory()
+            answers = served.answers(PROMPTS)
+            assert [answer.tokens for answer in answers] == [answer.tokens for answer in first]
+            if all(answer.cached_tokens for answer in answers):
+                break
+        else:
+            pytest.fail("the store is not used")
+        assert served.tier.counters.totals()["connected"] == 1
+
+
+def test_tier_reset_while_pages_are_in_use_closes_it(folder: Path, store: StoreAddress) -> None:
+    """Otherwise KV of the old weights would be stored in the new epoch."""
+    from vllm import SamplingParams
+
+    with engine(tiny("llama", folder), store, {"salt": "in-use"}) as served:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        served.llm.llm_engine.add_request("running", {"prompt_token_ids": PROMPTS[0]}, params)
+        for _ in range(4):
+            served.llm.llm_engine.step()
+        assert not served.llm.reset_prefix_cache(reset_connector=True)
+        assert not served.tier.stores
+        while served.llm.llm_engine.has_unfinished_requests():
+            served.llm.llm_engine.step()
+        served.settle()
+        assert served.llm.reset_prefix_cache(reset_connector=True)
+        first = served.answers(PROMPTS)
+        assert [answer.cached_tokens for answer in first] == [0, 0]
+        served.forget_memory()
+        again = served.answers(PROMPTS)
+        assert all(answer.cached_tokens for answer in again)
+        assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
+
+
+def test_tier_events_and_metrics_tell_what_was_stored(folder: Path, store: StoreAddress) -> None:
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import BlockStored
+
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    how: dict[str, Any] = {"kv_events_config": events, "extra": {"self_describing_kv_events": True}}
+    with engine(tiny("llama", folder), store, {"salt": "events"}, **how) as served:
+        taken: list[Any] = []
+        take = served.connector.take_events
+
+        def take_events() -> list[Any]:
+            new = list(take())
+            taken.extend(new)
+            return new
+
+        served.connector.take_events = take_events
+        served.answers(PROMPTS[:1])
+        served.settle()
+        take_events()
+        stored = [one for one in taken if isinstance(one, BlockStored) and one.medium == "STORAGE"]
+        told = {tuple(one.token_ids) for one in stored}
+        assert {tuple(PROMPTS[0][at : at + BLOCK]) for at in range(0, 299 // BLOCK * BLOCK, BLOCK)} <= told
+        stats = served.connector.get_kv_connector_stats()
+        vllm_config = copy.copy(served.llm.llm_engine.vllm_config)
+    check_metrics_of_api_server(vllm_config, stats)
+
+
+def check_metrics_of_api_server(vllm_config: Any, stats: Any) -> None:
+    """The API server has the user's configuration, not the one that the connector completes."""
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+    from kvclient.engines.vllm.tier import KVStoreOffloadingConnector
+
+    vllm_config.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
+    vllm_config.kv_transfer_config.kv_connector_extra_config = {"cpu_bytes_to_use": PRIMARY_BYTES}
+    registry = CollectorRegistry()
+    types: Any = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    metrics = KVStoreOffloadingConnector.build_prom_metrics(vllm_config, types, ["engine"], {0: ["0"]})
+    if stats is not None:
+        metrics.observe(stats.data)
+    assert {metric_name(name) for name in {*COUNTERS, *GAUGES}} <= {one.name for one in registry.collect()}
