@@ -108,11 +108,12 @@ def test_compose_server_command_is_accepted(tmp_path: Path) -> None:
 
 def answered(options: list[str], folder: Path) -> Mapping[str, str]:
     """Settings of a server that was started with these options."""
-    port = free_port()
+    port, bus = free_port(), free_port()  # by default the bus has a port 10,000 higher, which need not exist
     program = find_server()
     assert program is not None
+    where = ["--port", str(port), "--cluster-port", str(bus), "--bind", "127.0.0.1"]
     with (folder / "log").open("wb") as log:
-        process = start([str(program), *options, "--port", str(port), "--bind", "127.0.0.1"], stdout=log, stderr=log, cwd=folder)
+        process = start([str(program), *options, *where], stdout=log, stderr=log, cwd=folder)
     server = ValkeyServer(port, process)
     try:
         wait_until(lambda: _is_up(server), lambda: (folder / "log").read_text())

@@ -200,10 +200,10 @@ def test_store_over_tls_with_the_user_of_the_files(cluster: TlsCluster, tmp_path
         wait_until(lambda: engine.lookup(keys).hit_blocks == BLOCKS)
         store.kill("n")  # the other server finds it silent, closes its volumes and sweeps
         wait_until(lambda: engine.lookup(keys).hit_blocks == 0)
+        log = store.base_dir / "metadata-2.log"
+        wait_until(lambda: "role taken: sweep" in log.read_text())
         store.start_node("n")
-        log = (store.base_dir / "metadata-2.log").read_text()
-        assert "role taken: sweep" in log
-        assert "NOPERM" not in log + (store.base_dir / "metadata.log").read_text()
+        assert "NOPERM" not in log.read_text() + (store.base_dir / "metadata.log").read_text()
     for port in cluster.ports:
         denied = [dict(zip(entry[::2], entry[1::2], strict=True)) for entry in cluster.call(port, "ACL", "LOG")]
         commands = {entry[b"object"] for entry in denied if entry[b"username"] == b"kvstore"}
