@@ -4,7 +4,7 @@ Each contestant is an engine process on one core; only one works at a time. Ever
 engines' own prefix caches are emptied before each measurement, so the prefix is loaded from the DRAM of this host's node, or from
 its NVMe with O_DIRECT after the arena was emptied.
 
-Two more engines use vLLM's own offloading, with the store or vLLM's ``fs`` tier behind its host memory. That memory holds one
+Two more engines use vLLM's own offloading, with the store or vLLM's ``fs`` tier as its secondary tier. Its host memory holds one
 prefix, and two prefixes take turns. The files of the fs tier may be in the page cache, and it computes no checksums.
 
 The model is a Llama with random weights in float32: 8 layers, width 512, 16 KiB of KV per token. Run with an interpreter that has
@@ -100,7 +100,7 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
 
 
 def tier_transfer(metadata: str, node: str, primary_bytes: int) -> dict[str, Any]:
-    """Return ``kv_transfer_config`` for vLLM's own offloading with the store behind it."""
+    """Return ``kv_transfer_config`` for vLLM's own offloading with the store as its secondary tier."""
     return {
         "kv_connector": "KVStoreOffloadingConnector",
         "kv_connector_module_path": "kvclient.engines.vllm.tier",

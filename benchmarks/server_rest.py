@@ -1,11 +1,11 @@
-"""Measure the commands per second that metadata servers run in Valkey while nobody asks them anything, by number of nodes.
+"""Measure the commands per second that metadata servers run in Valkey without calls of clients, by number of nodes.
 
-One and four metadata servers share an index in three shards, in which 0, 1,000 or 10,000 nodes are registered. This script stands
-for the nodes: it writes the records of their heartbeats as often, and in as large parts, as the servers that receive them would.
+One and four metadata servers share an index in three shards, in which 0, 1,000 or 10,000 nodes are registered. This script
+replaces the nodes: it writes the records of their heartbeats at the intervals and in the batches of servers that receive them.
 Commands of replication are not counted, nor those that this script runs without servers and nodes. Commands that a script in
 Valkey runs are counted.
 
-The limit is what the design allows: 50 commands per second and server, and 4 per node.
+The limit of the design: 50 commands per second and server, and 4 per node.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The limit of a local hit: the same blocks copied out of shared memory by as many threads, and one gRPC call.
 
-A client must ask the node where the blocks are, and copy them; nothing else is needed. The call sends the keys, and its handler
-returns a constant.
+A client must get the positions of the blocks from the node, and copy the blocks; nothing else is needed. The call sends the
+keys, and its handler returns a constant.
 """
 
 from __future__ import annotations

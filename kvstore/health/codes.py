@@ -81,7 +81,7 @@ METADATA_SERVERS_DIFFER: Final = _error(
     "METADATA_SERVERS_DIFFER",
     "Metadata servers have different indexes",
     "Servers that the setting `metadata` names in one list must share an index. Now each finds only the blocks of the nodes that"
-    " use it: which blocks a lookup finds depends on the server that answers.",
+    " use it, so the result of a lookup depends on the server that answers.",
     "Set the same metadata.engine on each host, and restart the servers that lacked it. Without an index in Valkey, name one"
     " server only.",
 )

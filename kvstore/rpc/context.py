@@ -1,4 +1,4 @@
-"""What a server passes on from a call when it calls another server for its caller."""
+"""Metadata of a call that a server passes on when it calls another server for its caller."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Which blocks are next checked for a second copy, and offered to a partner. Pure: the caller gives the time, and holds a lock.
+"""Order in which blocks are checked for a second copy and offered to partners. Pure: the caller passes the time and holds a lock.
 
-1. *New* blocks and blocks that a partner refused wait in a queue, each until it is due. It is bounded: what does not fit is left
-   to a later pass.
-2. A *pass* goes over many blocks of this node: those in DRAM first, which were used last, then the youngest. It goes on while the
-   queue has no block that is due.
-3. A partner that refuses or fails is not asked for a while, which doubles with each failure. Meanwhile the next of the ranking
-   is asked; if all rest, the blocks wait.
+1. *New* blocks and blocks that a partner refused wait in a queue, each until it is due. The queue is bounded: further blocks are
+   left to a later pass.
+2. A *pass* checks many blocks of this node: first those in DRAM, which were used last, then the youngest. It continues while no
+   block in the queue is due.
+3. A partner that refuses or fails rests for a time that doubles with each failure. Until then the next partner of the ranking is
+   asked; if all rest, the blocks wait.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Candidate(Generic[Held]):
         block: the block.
         hot: whether it was stored or used lately, so that its copy may evict the coldest blocks of a full partner.
         since_s: when it was added.
-        tries: offers so far.
+        tries: number of offers.
         may_wait: whether the caller may put it off to the end of the pass.
     """
 

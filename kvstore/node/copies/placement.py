@@ -3,14 +3,14 @@
 Theory of operation.
 
 1. The nodes are ranked for each *unit* of blocks by rendezvous hashing. A node's partner is the first of the ranking in another
-   zone; if no other zone is known, on another host; if there is no other host, the first other node. If a node leaves, only the
-   units change their partner for which it was the first.
+   zone; without a known other zone, on another host; without another host, the first other node. If a node leaves, only the units
+   whose partner it was get another one.
 2. A unit is a piece of a chain without branches, of ``UNIT_BLOCKS`` blocks at most. So few partners hold one chain. A branch
-   begins a new unit, because all chains that share a system prompt would else have the same partner.
-3. A block is held twice if another node holds it that is as far away as a partner would be. Where a copy is does not depend on
-   today's ranking: the index says who holds it, so no copy moves if nodes come or units change.
-4. If a node is lost, the ranking as it was tells which blocks it probably shared with another node: those whose partner it was,
-   and those that it had its partner copy. These are checked first.
+   begins a new unit, because otherwise all chains with one system prompt would have the same partner.
+3. A block is held twice if another holder is as far away as a partner would be. The holders are read from the index, not derived
+   from today's ranking, so no copy moves if nodes join or units change.
+4. If a node is lost, the blocks that it probably shared follow from the ranking before its loss: it was their partner, or it
+   asked its partner to copy them. These are checked first.
 5. If several nodes hold a block and all are too close to each other, e.g. in one zone, the first of them in the ranking acts.
 """
 
@@ -27,7 +27,7 @@ from kvstore.core.types import BlockKey, NodeId
 UNIT_BLOCKS: Final = 256
 """Blocks of a chain without branches that have the same partner."""
 PARTNERS: Final = 3
-"""Nodes that are asked in turn, if the first has no space or does not answer."""
+"""Nodes that are asked in turn, if the first one is full or does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Members:
 
     Args:
         here: the node that asks.
-        members: all nodes whose blocks count. Without ``here``, there are no partners.
+        members: all nodes whose blocks count. If ``here`` is not among them, it gets no partners.
     """
 
     def __init__(self, here: NodeId, members: Iterable[Member]) -> None:
@@ -62,14 +62,14 @@ class Members:
 
     @property
     def reach(self) -> int:
-        """Distance of the partners: 3 another zone, 2 another host, 1 another node, 0 there is none."""
+        """Distance of the partners: 3 another zone, 2 another host, 1 another node, 0 no partner."""
         return self._reach.get(self.here, 0)
 
     def _farthest(self, member: Member) -> int:
         return max((_distance(member, other) for other in self._by_id.values() if other.takes), default=0)
 
     def partners(self, unit: bytes) -> list[NodeId]:
-        """The nodes to ask for a copy, best first; empty: there is none."""
+        """The nodes to ask for a copy, best first; may be empty."""
         here = self._by_id.get(self.here)
         if here is None or not self.reach:
             return []
@@ -91,7 +91,7 @@ class Members:
         return Members(self.here, members.values())
 
     def probably_shared(self, unit: bytes, others: Collection[NodeId]) -> bool:
-        """Whether this node and one of some others are the holders of a unit's blocks, as far as the ranking tells."""
+        """Whether this node and one of some others are the holders of a unit's blocks, according to the ranking."""
         here = self._by_id.get(self.here)
         if here is None:
             return False
@@ -149,7 +149,7 @@ def unit_of(
 
     Args:
         block: the block.
-        held: the blocks of this node. A unit also begins behind a block that is not held.
+        held: the blocks of this node. A unit also begins after a block that is not held.
         children: number of children that a block has here.
         known: units found before, which are added to.
     """

@@ -58,8 +58,7 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # n
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise InvalidArgument("context parallelism spreads the tokens of a page over ranks: not supported", option=name)
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise InvalidArgument("calculate_kv_scales is not supported: the scales are not in the pages")
+    check_scales(vllm_config)
     groups = [
         GroupView(tuple(group.layer_names), spec.block_size, _kind(spec), str(getattr(spec, "dtype", "")).removeprefix("torch."))
         for group in kv_cache_config.kv_cache_groups
@@ -71,6 +70,16 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # n
     if len(sizes) != 1:
         raise InvalidArgument(f"KV cache groups of different block sizes are not supported{_INSTEAD}", sizes=sorted(sizes))
     return groups
+
+
+def check_scales(vllm_config: Any) -> None:  # noqa: ANN401
+    """Check that a page of one engine means the same in another one.
+
+    Raises:
+        InvalidArgument: each engine computes its own scales of the KV.
+    """
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise InvalidArgument("calculate_kv_scales is not supported: the scales are not in the pages")
 
 
 def _kind(spec: Any) -> str:  # noqa: ANN401

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from kvclient import CacheSpec, KVClient, KVStoreError, Lookup, Outcome
+from kvclient import KVClient, KVStoreError, Lookup, Outcome
 from kvclient.results import HELD
 from kvstore.core.types import KEY_BYTES, BlockKey
 
@@ -47,11 +47,6 @@ class ChunkStore:
         self._client = client
         self._mask = np.frombuffer(client.spec.namespace, np.uint64)
 
-    @property
-    def spec(self) -> CacheSpec:
-        """The namespace."""
-        return self._client.spec
-
     def keys(self, hashes: Sequence[bytes]) -> list[BlockKey]:
         """Return the store's keys: the end of each hash, different in each namespace."""
         ends = np.frombuffer(b"".join(block_hash[-KEY_BYTES:] for block_hash in hashes), np.uint64).reshape(-1, 2)
@@ -67,11 +62,6 @@ class ChunkStore:
     def find_chain(self, hashes: Sequence[bytes]) -> Lookup:
         """Look up a chain from its head."""
         return self._client.lookup(self.keys(hashes))
-
-    def find_heads(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Return which heads are held."""
-        held: list[bool] = self._client.lookup_heads(self.keys(hashes)).held.tolist()
-        return held
 
     def find(
         self, positions: Mapping[bytes, int | None], chain: Sequence[bytes]
@@ -116,11 +106,7 @@ class ChunkStore:
         """
         arrived: list[bytes] = []
         size = 0
-        for run in runs_of(chunks):
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                break
-            keys, rows = self.keys([chunk.block_hash for chunk in run]), [chunk.row for chunk in run]
+        for run, keys, rows, left_s in self._runs_in_time(chunks, end_s):
             start = run[0].position
             if start is None:
                 heads = self._client.lookup_heads(keys, deadline_s=left_s)
@@ -148,11 +134,7 @@ class ChunkStore:
         """
         held: list[bytes] = []
         size = 0
-        for run in runs_of(chunks):
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                break
-            keys, rows = self.keys([chunk.block_hash for chunk in run]), [chunk.row for chunk in run]
+        for run, keys, rows, left_s in self._runs_in_time(chunks, end_s):
             start = run[0].position
             if start is None:
                 result = self._client.store_heads(keys, rows, deadline_s=left_s)
@@ -162,6 +144,16 @@ class ChunkStore:
             held += [chunk.key for chunk, one in zip(run, HELD[result.outcomes].tolist(), strict=True) if one]
             size += result.bytes_stored
         return held, size
+
+    def _runs_in_time(
+        self, chunks: Sequence[Chunk], end_s: float
+    ) -> Iterator[tuple[list[Chunk], list[BlockKey], list[Row], float]]:
+        """Yield runs with their keys, rows and the seconds left, until no time is left."""
+        for run in runs_of(chunks):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return
+            yield run, self.keys([chunk.block_hash for chunk in run]), [chunk.row for chunk in run], left_s
 
     def close(self) -> None:
         """Close the client."""

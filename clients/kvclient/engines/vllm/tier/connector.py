@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 
 from kvclient import CacheSpec, InvalidArgument, KVStoreError
+from kvclient.engines.vllm.identity.engine_facts import check_scales
 from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.options import RECONNECT_S
@@ -45,7 +46,7 @@ class TierHandshake(KVConnectorHandshakeMetadata):
 
 
 class KVStoreOffloadingConnector(OffloadingConnector):
-    """vLLM's offloading with the store behind it. Methods without underscore are hooks that vLLM calls."""
+    """vLLM's offloading with the store as its secondary tier. Methods without underscore are hooks that vLLM calls."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
         """Create one side of the connector.
@@ -54,6 +55,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):
             InvalidArgument: an impossible option, or an engine whose chunks cannot be shared safely.
         """
         self._block_hash = check_block_hash(vllm_config)
+        check_scales(vllm_config)
         transfer = vllm_config.kv_transfer_config
         transfer.kv_connector_extra_config = with_tier(transfer.kv_connector_extra_config or {})
         self._options = TierOptions.from_extra_config(transfer.kv_connector_extra_config)
@@ -132,7 +134,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         super().on_new_request(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
-        """Return the plan of a step. A step without tokens first waits a little for what is under way."""
+        """Return the plan of a step. A step without tokens first waits a little for the end of a load, store or lookup."""
         if not scheduler_output.total_num_scheduled_tokens:
             self._open_tier.wait_ended(self._options.idle_wait_ms / 1_000, _COPYING_S)
         return super().build_connector_meta(scheduler_output)
@@ -175,7 +177,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):
 
 
 def with_tier(extra_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's configuration with the store as a secondary tier, and what else it needs."""
+    """Return vLLM's configuration with the store as a secondary tier, and with the options that it requires."""
     given = dict(extra_config)
     tiers = list(given.get("secondary_tiers", []))
     if not any(tier.get("type") == KVStoreTier.__name__ for tier in tiers):

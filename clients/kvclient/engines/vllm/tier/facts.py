@@ -1,4 +1,4 @@
-"""What makes the bytes of two engines' chunks differ, read from vLLM's objects in each worker.
+"""Facts that make the bytes of two engines' chunks differ, read from vLLM's objects in each worker.
 
 A chunk is a row of vLLM's host memory: the pages of one KV cache group, of all workers. vLLM's key of a chunk covers tokens,
 images and adapters' names, and nothing of the model. Everything else is in the namespace.
@@ -12,7 +12,14 @@ from typing import Any
 
 from kvclient import CacheSpec, InvalidArgument
 from kvclient.engines.options import HookOptions
-from kvclient.engines.vllm.identity.engine_facts import GroupView, files_text, kernel_of, model_digest, model_name
+from kvclient.engines.vllm.identity.engine_facts import (
+    GroupView,
+    files_text,
+    kernel_of,
+    model_digest,
+    model_name,
+    whole_prompts_only,
+)
 from kvclient.engines.vllm.identity.namespaces import digest
 
 _SEEDED_HASHES = ("xxhash", "xxhash_cbor")
@@ -79,8 +86,6 @@ def worker_facts(
     """
     from vllm import __version__
 
-    from kvclient.engines.vllm.identity.engine_facts import whole_prompts_only
-
     views = [
         GroupView(tuple(group.layer_names), group.kv_cache_spec.block_size, digest([repr(group.kv_cache_spec)]), "")
         for group in kv_cache_config.kv_cache_groups
@@ -126,7 +131,7 @@ def tier_groups(config: Any, kv_cache_config: Any) -> list[TierGroup]:  # noqa: 
 
 
 def check_block_hash(vllm_config: Any) -> str:  # noqa: ANN401
-    """Return what vLLM's block hashes begin with: engines with another beginning find nothing of each other.
+    """Return the algorithm and seed of vLLM's block hashes. Engines in which they differ find nothing of each other.
 
     Raises:
         InvalidArgument: blocks of different tokens may have one hash.

@@ -33,7 +33,7 @@ class HostTieringSpec(TieringOffloadingSpec):
         """Check the configuration.
 
         Raises:
-            InvalidArgument: an option that vLLM's worker has and this one has not.
+            InvalidArgument: an option that only vLLM's worker for devices supports.
         """
         super().__init__(config)
         if config.canonical_layout:
@@ -74,6 +74,7 @@ class HostWorker(OffloadingWorker):
         ]
         """By group: tensor and bytes of a page."""
         self._jobs: queue.SimpleQueue[tuple[int, bool, Any, Any] | None] = queue.SimpleQueue()
+        """Not bounded here: each job has chunks of its own, which bounds their number."""
         self._changed = threading.Condition()
         self._done: list[TransferResult] = []
         self._pending: set[int] = set()
@@ -101,7 +102,7 @@ class HostWorker(OffloadingWorker):
             try:
                 size = self._copy(stores, pages, chunks)
                 done = True
-            except Exception:  # noqa: BLE001  # a bug: vLLM ends the engine, which would otherwise wait for ever
+            except Exception:  # noqa: BLE001  # a bug: vLLM ends the engine, which would otherwise hang
                 _log.exception("copy between pages and host memory failed (job=%d)", job_id)
             with self._changed:
                 self._pending.discard(job_id)

@@ -76,7 +76,7 @@ class ChunkJobs:
         return any(not future.done() for future in self._running)
 
     def submit(self, job: EndedJob, parts: Sequence[JobPart], deadline_s: float) -> None:
-        """Start a job. ``job`` is what it is if nothing arrives."""
+        """Start a job. ``job`` is its result if nothing arrives."""
         future = self._pools[job.loads].submit(self._run, job, parts, time.monotonic() + deadline_s)
         self._running[future] = job
 

@@ -37,7 +37,7 @@ class ChunkLookups:
     Args:
         deadline_s: how long a request waits for answers before it is computed.
         counters: counts failures.
-        wake: called after answers have come.
+        wake: called after answers arrived.
     """
 
     def __init__(self, deadline_s: float, counters: TierCounters, wake: Callable[[], None]) -> None:
@@ -101,7 +101,7 @@ class ChunkLookups:
                         self._counters.failed("lookup_failures", 1, "lookup failed: chunks are computed", error)
                 except KVStoreError as error:
                     self._counters.failed("lookup_failures", 1, "lookup failed: chunks are computed", error)
-                except Exception as error:  # noqa: BLE001  # the edge of the thread: the request must not wait for ever
+                except Exception as error:  # noqa: BLE001  # the edge of the thread: the request must not wait until its deadline
                     self._counters.bug("lookup", error)
             request.answers.update(answers)
         if not given_up:

@@ -91,7 +91,7 @@ class KVStoreTier(SecondaryTierManager):
 
     # ---- lookups ----
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:  # noqa: ANN401
-        """Return whether a chunk is in the store; RETRY until the answer has come."""
+        """Return whether a chunk is in the store; RETRY until the answer has arrived."""
         request = self._requests.get(req_context.req_id)
         if request is None or not self.stores or not self._options.hook.load:
             return LookupResult.MISS
@@ -142,7 +142,7 @@ class KVStoreTier(SecondaryTierManager):
         for job in self._jobs.ended():
             missing = frozenset(job.keys).difference(job.arrived)
             if job.loads:
-                if missing:  # otherwise vLLM would ask for the same chunks for ever
+                if missing:  # otherwise vLLM would ask for the same chunks again and again
                     self._requests.record_failed(missing)
             elif job.arrived and self._events is not None:
                 self._events.append(OffloadingEvent(list(job.arrived), self.medium, False, self.locality, _OWNER))
@@ -223,7 +223,8 @@ def tier_of(connector_scheduler: Any) -> KVStoreTier:  # noqa: ANN401
     Raises:
         InvalidArgument: there is none, or more than one.
     """
-    tiers = [tier for tier in connector_scheduler.manager.secondary_tiers if isinstance(tier, KVStoreTier)]
+    every = getattr(connector_scheduler.manager, "secondary_tiers", ())  # another spec of vLLM's offloading has none
+    tiers = [tier for tier in every if isinstance(tier, KVStoreTier)]
     if len(tiers) != 1:
-        raise InvalidArgument("secondary_tiers must have one KVStoreTier", got=len(tiers))
+        raise InvalidArgument("not one KVStoreTier: remove spec_name and secondary_tiers from the options", tiers=len(tiers))
     return tiers[0]

@@ -23,9 +23,9 @@ class TierRequest:
         answers: by key: whether the store has the chunk.
         found: by group: the last lookup of its chain.
         asked: keys that were looked up, or will be.
-        failed: keys of loads that failed while this request existed: not asked for again, or it would wait for ever.
+        failed: keys of loads that failed while this request existed: not asked for again, or it would never end.
         waits_since_s: when it began to wait for answers; None: it does not wait.
-        gave_up: whether it waited too long, so that what is not known is a miss.
+        gave_up: whether it waited too long, so that unknown keys are misses.
         ended: whether lookups for it are pointless.
     """
 
