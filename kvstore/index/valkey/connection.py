@@ -182,8 +182,6 @@ def _cause(error: OSError | TimeoutError, timeout_s: float, tls: ssl.SSLContext 
     match error:
         case socket.gaierror():
             return "the host name is not known"
-        case ssl.SSLCertVerificationError():
-            return f"its certificate is not trusted: {error.verify_message}"
         case ssl.SSLError():
             return "it does not speak TLS: use valkey:// instead of valkeys://"
         case TimeoutError():

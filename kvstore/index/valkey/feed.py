@@ -190,7 +190,7 @@ class BlockFeed:
         """Append a change if there are watchers.
 
         Returns:
-            The hash slot of the stream; None without watchers.
+            The hash slot of the stream; None without watchers, or if the shard of the stream is lost.
 
         Raises:
             Unavailable: a shard does not answer: the change must be published again.
@@ -210,6 +210,11 @@ class BlockFeed:
             (slot, pack("XADD", name, "MAXLEN", "~", most, "*", *fields)),
             (slot, pack("PEXPIRE", name, STREAM_TTL_MS)),
         ]
+        if self._cluster.is_lost(slot):
+            self._written[number] += 1  # subscribers notice the gap in the numbers, and begin again with a snapshot
+            self._count(metadata_metrics.FEED_APPENDS_MISSED, 1)
+            limited.warning("block event not recorded, its shard is away: stream %d", number)
+            return None
         reply, _ = await self._cluster.run_until(commands, time.monotonic() + APPEND_S)
         if isinstance(reply, hiredis.ReplyError):
             if str(reply).startswith("OOM"):

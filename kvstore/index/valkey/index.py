@@ -296,7 +296,7 @@ class ValkeyIndex(PrefixIndex):
                 len(raced),
             )
         self._note_missed(missed & {*removed, *(key for run in stored for key in run.keys)}, volume_epoch)
-        slots = {slot for slot, _ in commands}
+        slots = {slot for (slot, _), (_, reply) in zip(commands, outcomes, strict=True) if reply is not UNANSWERED}
         told = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in lost.items()]
         if self.feed.wanted():
             slots |= self._append_to_feed(volume_epoch, edit.stored, told, removed, changed_s)
@@ -310,7 +310,7 @@ class ValkeyIndex(PrefixIndex):
         """Nodes compare the ranges of records that were not changed, because their shard is away, after it is back."""
         if missed:
             self._count(metadata_metrics.INDEX_CHANGES_MISSED, len(missed))
-            limited.warning("published without shards that are away: volume epoch %d (keys=%d)", volume_epoch, len(missed))
+            limited.warning("published without lost shards: volume epoch %d (keys=%d)", volume_epoch, len(missed))
             self._loop.call_soon_threadsafe(self._audit.missed, {key_range(key) for key in missed})
 
     def _append_to_feed(
@@ -332,7 +332,7 @@ class ValkeyIndex(PrefixIndex):
         if self._clock.now_s() - changed_s > FRESH_S:
             keys = sorted({*(key for run in stored for key in run.keys), *(key for entry in gone for key in entry.keys)})
             changed_s = self._clock.now_s()
-            values = self._run([read_command(key) for key in keys])
+            values = self._run_without_lost([read_command(key) for key in keys])
             holders = {key: decode(value)[2::2] for key, value in zip(keys, values, strict=True) if is_record(value)}
             stored, gone = still_true(volume_epoch, stored, gone, holders)
             if self._clock.now_s() - changed_s > FRESH_S:

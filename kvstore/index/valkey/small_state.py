@@ -256,6 +256,8 @@ class SmallStateStore:
         """Epoch that this process created; empty: none."""
         self.read_s = float("-inf")
         """When the last read of the tables in ``state`` began (``time.monotonic``)."""
+        self._failed_s = float("-inf")
+        """When the last failed read began: callers that waited for it fail with it, instead of one after the other."""
         self.beats_read_s = float("-inf")
         """When the last read of the heartbeats began (``time.monotonic``)."""
 
@@ -288,8 +290,14 @@ class SmallStateStore:
         async with self._reading:
             if self.read_s >= asked_s:
                 return
+            if self._failed_s >= asked_s:
+                raise Unavailable("the shard of the small state does not answer")
             began_s = time.monotonic()
-            found = await self._read_state()
+            try:
+                found = await self._read_state()
+            except Unavailable:
+                self._failed_s = began_s
+                raise
             if found is not None:
                 self.state, self.read_s = found, began_s
         if found is None:
