@@ -241,7 +241,13 @@ class QuotaShares:
         return table if table is not None and table.epoch == self._index.epoch else None
 
     def _read_note(self) -> ShareTable | None:
-        return ShareTable.read(self._index.note)
+        """Read the shared table. One that cannot be read is ignored, so that the holder of the role replaces it."""
+        try:
+            return ShareTable.read(self._index.note)
+        except ValueError as error:
+            self._counters.add(metadata_metrics.QUOTA_SHARE_FAILURES)
+            limited.warning("table of quota shares ignored: %s", error)
+            return None
 
     async def _make_shares(self, settings: OperatorSettings) -> _Answers:
         began_s = slice_s = self._clock.now_s()

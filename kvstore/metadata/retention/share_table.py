@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
-from kvstore.core.limits import MAX_NOTE_BYTES
+from kvstore.core.limits import MAX_NODES, MAX_NOTE_BYTES, MAX_QUOTAS
 from kvstore.core.types import NodeId
 
 SHARES_NOTE: Final = "shares"
 MAX_PARTS: Final = 64
+MAX_TABLE_BYTES: Final = 2 * MAX_QUOTAS * MAX_NODES * 8 + (16 << 20)
+"""Limit of the decoded table: the numbers of all tenants and nodes, and a header."""
 _PART_BYTES: Final = MAX_NOTE_BYTES - 1_024
 _HEADER: Final = struct.Struct("<I")
 _PART: Final = struct.Struct("<I8s")
@@ -114,7 +116,7 @@ class ShareTable:
             ValueError: this is not a table.
         """
         try:
-            content = zlib.decompress(note)
+            content = _inflate(note)
             begin = _HEADER.size + _HEADER.unpack_from(content)[0]
             header = json.loads(content[_HEADER.size : begin])
             numbers = array("q", content[begin:])
@@ -144,3 +146,16 @@ def _part_name(number: int) -> str:
 
 def _checksum(encoded: bytes) -> bytes:
     return hashlib.blake2b(encoded, digest_size=8).digest()
+
+
+def _inflate(note: bytes) -> bytes:
+    """Decompress a table, up to a limit.
+
+    Raises:
+        ValueError: it is too large or incomplete.
+    """
+    inflater = zlib.decompressobj()
+    content = inflater.decompress(note, MAX_TABLE_BYTES)
+    if not inflater.eof:
+        raise ValueError("the table of shares is too large or incomplete")
+    return content

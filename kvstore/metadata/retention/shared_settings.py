@@ -147,7 +147,7 @@ class SharedSettings(SettingsStore):
         if decision.lost is not None:
             self._counters.add(metadata_metrics.SETTINGS_LOST)
             logger.error(
-                "settings in conflict: changes were made from others at the same time (kept=%s, dropped=%s)",
+                "settings in conflict: two servers changed the same settings while they were apart (kept=%s, dropped=%s)",
                 decision.settings.encode(),
                 decision.lost.encode(),
             )
