@@ -141,7 +141,7 @@ class StoreRpc:
 
     async def _different_indexes(self) -> HealthFinding | None:
         """The finding about different indexes; servers are asked twice, because they differ while an index is created again."""
-        if not isinstance(self._channel, AioFailoverChannel):
+        if not isinstance(self._channel, AioFailoverChannel) or len(self._channel.servers.addresses) < 2:
             return None
         if differing_indexes(await self._index_epochs(self._channel)) is None:
             return None
@@ -155,12 +155,16 @@ class StoreRpc:
         async def ask(address: str) -> bytes:
             stub = MetadataStub(channel.channel_to(address))
             request = metadata_pb2.GetStatsRequest()
-            answer: metadata_pb2.GetStatsResponse = await call_aio(stub.GetStats, request, _IDLE_CHECK_S, RetryPolicy(attempts=1))
+            try:
+                answer: metadata_pb2.GetStatsResponse
+                answer = await call_aio(stub.GetStats, request, _IDLE_CHECK_S, RetryPolicy(attempts=1))
+            except KVStoreError:  # the states of the servers show it
+                return b""
             return answer.index_epoch
 
         addresses = channel.servers.addresses
-        found = await asyncio.gather(*map(ask, addresses), return_exceptions=True)
-        return {address: epoch for address, epoch in zip(addresses, found, strict=True) if isinstance(epoch, bytes)}
+        found = await asyncio.gather(*map(ask, addresses))
+        return {address: epoch for address, epoch in zip(addresses, found, strict=True) if epoch}
 
     async def shards(self) -> pb.DescribeShardsResponse:
         """Servers that hold a shared index, and the metadata servers that serve it."""

@@ -158,6 +158,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         check_usages(request)
         check_findings(request)
         self._check_reaches_index()  # else other servers would not learn of this heartbeat, and hide the node
+        request.clock_offset_ms = 0  # servers compute it
         host = host_of_peer(context.peer())
         known = self._parts.nodes.record_heartbeat(request, host)
         if not known:
@@ -175,7 +176,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         )
 
     def _check_reaches_index(self) -> None:
-        """Send a node to another metadata server if this one alone has lost the index."""
+        """Reject the call if no shard answers this server, so that the node tries another server."""
         if not self._parts.index.reachable:
             self._parts.counters.add(metadata_metrics.NODES_SENT_ELSEWHERE)
             raise Unavailable("this metadata server cannot reach the index", **{USE_ANOTHER_SERVER: "yes"})

@@ -290,7 +290,7 @@ class AsyncSchedulerClient:
             KVStoreError: the server does not answer.
         """
         timeout_s = check_seconds("deadline_s", deadline_s)
-        answer: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(), timeout_s)
+        answer: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(all_servers=True), timeout_s)
         return int(answer.counters.get("metadata_scheduler_engines", 0))
 
     def leader(self, group: str, role: EngineRole) -> AsyncGroupLeader:

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
+from kvstore.core.errors import KVStoreError
 from kvstore.metadata.membership.server_table import ServerTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -48,6 +49,7 @@ class OtherServers:
         self._counters = counters
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def ask(self, method: str, request: Message, context: Context, kind: type[M]) -> list[M]:
         """Ask all other servers what the caller has asked this one.
@@ -59,14 +61,16 @@ class OtherServers:
             kind: type of the answer.
 
         Returns:
-            Their answers. None if the caller is another server that adds up answers itself.
+            Their answers. Empty if the caller is itself a metadata server that collects answers.
         """
         metadata = passed_on(context)
         if any(key == ASKED_BY for key, _ in metadata):
             return []
         others = {one.address for one in self.table.servers() if one.server_id != self.table.server_id and one.address}
         for address in self._channels.keys() - others:
-            await self._channels.pop(address).close(_CLOSE_S)
+            closing = asyncio.create_task(self._channels.pop(address).close(ASK_S))  # its calls end within this time
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
         metadata.append((ASKED_BY, self.table.server_id))
         left_s = context.time_remaining()
         timeout_s = ASK_S if left_s is None else min(ASK_S, left_s / 2)
@@ -82,19 +86,19 @@ class OtherServers:
         timeout_s: float,
         kind: type[M],
     ) -> M | None:
-        if address not in self._channels:
-            self._channels[address] = connect_aio(address, tls=self._tls)
-        call = self._channels[address].unary_unary(method, type(request).SerializeToString, kind.FromString)
         try:
+            if address not in self._channels:
+                self._channels[address] = connect_aio(address, tls=self._tls)
+            call = self._channels[address].unary_unary(method, type(request).SerializeToString, kind.FromString)
             answer: M = await call(request, timeout=timeout_s, metadata=tuple(metadata))
-        except (grpc.RpcError, grpc.aio.UsageError, DecodeError) as error:
-            self._counters.add(metadata_metrics.SERVERS_NOT_ASKED)
+        except (grpc.RpcError, grpc.aio.UsageError, DecodeError, KVStoreError) as error:
+            self._counters.add(metadata_metrics.SERVERS_UNANSWERED)
             reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
-            limited.warning("figures without another metadata server: %s (reason=%s)", address, reason)
+            limited.warning("metadata server did not answer, sums lack its figures: %s (reason=%s)", address, reason)
             return None
         return answer
 
     async def close(self) -> None:
         """Close all connections."""
         channels, self._channels = list(self._channels.values()), {}
-        await asyncio.gather(*[channel.close(_CLOSE_S) for channel in channels])
+        await asyncio.gather(*[channel.close(_CLOSE_S) for channel in channels], *self._closing)

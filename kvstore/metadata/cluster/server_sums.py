@@ -54,6 +54,9 @@ def merged_events(answers: Sequence[pb.ListClusterEventsResponse], limit: int) -
             continue
         last[what] = event.id, server
         kept.append(event)
+    # after the end of an incomplete answer, its server may have further events: they belong to the next page
+    ends = [answer.events[-1].id for answer in answers if answer.more and answer.events]
+    kept = [event for event in kept if not ends or event.id <= min(ends)]
     more = len(kept) > limit or any(answer.more for answer in answers)
     return pb.ListClusterEventsResponse(events=kept[:limit], more=more)
 

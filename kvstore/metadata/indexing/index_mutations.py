@@ -124,8 +124,9 @@ def register_node(index: PrefixIndex, info: NodeInfo) -> list[VolumeNeed]:
     removed = decode_removed(index.note(removed_note(node_id)))
     if removed is not None and removed[0] == boot_id:
         raise Conflict("this node was removed: stop it, or restart it to register it again", node_id=node_id)
-    sequence = publish_sequence(index, node_id, boot_id)
-    sequence.write(sequence.read(1).registered(boot_id))
+    if not index.leases_roles:
+        noted = NotedSequence(index, node_id, boot_id)
+        noted.write(noted.read(1).registered(boot_id))
     encoded = info.SerializeToString(deterministic=True)
     if index.note(node_note(node_id)) != encoded:
         index.put_note(node_note(node_id), encoded)

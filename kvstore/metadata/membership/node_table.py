@@ -282,8 +282,9 @@ class NodeTable:
             False if this boot is not registered.
         """
         self.view()
-        heartbeat.clock_offset_ms = self._clock_offset_ms(heartbeat)
-        heartbeat.unix_ms = 0  # the other contents seldom change, and only changes are shared with other servers
+        if heartbeat.unix_ms:  # else this heartbeat was recorded before, when its node was unknown
+            heartbeat.clock_offset_ms = self._clock_offset_ms(heartbeat)
+            heartbeat.unix_ms = 0  # the other contents seldom change, and only changes are shared with other servers
         return self._record(heartbeat, host, counter=heartbeat.report)
 
     def _record(self, heartbeat: HeartbeatRequest, host: str, *, counter: int) -> bool:
@@ -300,8 +301,6 @@ class NodeTable:
     def _clock_offset_ms(self, heartbeat: HeartbeatRequest) -> int:
         """How far the clock of a node's host is ahead. Small differences from the last value are not worth a new report."""
         last = self._last_heartbeats.get(NodeId(heartbeat.node_id))
-        if not heartbeat.unix_ms:
-            return 0 if last is None else last.clock_offset_ms
         offset_ms = heartbeat.unix_ms - round(self._wall_s() * 1000)
         return last.clock_offset_ms if last is not None and abs(offset_ms - last.clock_offset_ms) < CLOCK_STEP_MS else offset_ms
 

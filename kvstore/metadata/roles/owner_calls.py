@@ -14,6 +14,7 @@ that was stopped and continues answers nothing as the owner.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -27,6 +28,7 @@ from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.index.contract import LeaseHolder, ServerRole
 from kvstore.metadata.roles.roles import LeasedRoles
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect_aio
@@ -34,6 +36,8 @@ from kvstore.rpc.context import passed_on
 from kvstore.rpc.errors import from_rpc_error, has_details
 from kvstore.rpc.failover.rpc_rules import FORWARDED_TO
 from kvstore.rpc.server import decoder
+
+limited = LimitedLog(logging.getLogger(__name__))
 
 FORWARDED_BY: Final = "kv-forwarded-by"
 """Metadata key of a forwarded call: the id of the server that forwarded it."""
@@ -121,9 +125,11 @@ class OwnerCalls:
                 if not unowned or self._roles.owner(ServerRole.PLAN) is not None:
                     try:
                         return await self._forward(method, data, context)
-                    except Unavailable:
+                    except Unavailable as error:
                         if not unowned:
                             raise
+                        self._counters.add(metadata_metrics.CALLS_ANSWERED_UNOWNED)
+                        limited.warning("question about plans answered without the planning server: %s (%s)", method, error)
                 described: bytes = (await behaviour(decode(data), context)).SerializeToString()
                 return described
             try:

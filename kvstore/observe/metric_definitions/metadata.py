@@ -49,8 +49,12 @@ CALLS_FORWARDED: Final = group.counter(
 CALLS_UNOWNED: Final = group.counter(
     "metadata_unowned_calls_total", "planning and scheduling calls rejected because no server plans or the one that did is lost"
 )
-SERVERS_NOT_ASKED: Final = group.counter(
-    "metadata_servers_not_asked_total", "questions about figures that another metadata server did not answer in time"
+CALLS_ANSWERED_UNOWNED: Final = group.counter(
+    "metadata_unowned_answers_total",
+    "questions about plans answered without the planning server",
+)
+SERVERS_UNANSWERED: Final = group.counter(
+    "metadata_servers_unanswered_total", "questions about figures that another metadata server did not answer in time"
 )
 LIVE_PLANS: Final = group.gauge("metadata_live_plans", "load plans in progress")
 SCHEDULER_ENGINES: Final = group.gauge("metadata_scheduler_engines", "engines that report to the scheduler")
@@ -208,6 +212,9 @@ SHARD_UNANSWERED: Final = group.counter("index_shard_unanswered_total", "command
 SHARD_REDIRECTIONS: Final = group.counter("index_shard_redirections_total", "commands that an index shard redirected to another")
 SHARDS_AWAY: Final = group.counter("index_shards_away_total", "times that a shard of the index stopped answering")
 TOPOLOGY_CHANGES: Final = group.counter("index_topology_changes_total", "times that hash slots of the index moved")
+FEED_APPENDS_MISSED: Final = group.counter(
+    "index_feed_appends_missed_total", "block events not recorded because the shard of their stream is away"
+)
 FEED_WATCHES_FAILED: Final = group.counter(
     "index_feed_watches_failed_total", "failures to watch a stream of block events, which subscribers read by the clock instead"
 )

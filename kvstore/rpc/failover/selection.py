@@ -136,7 +136,7 @@ class ServerSelection:
         """Id of the planning server, if the last answer was forwarded."""
         self._forwarding: frozenset[str] = frozenset()
         """Servers that forward plans."""
-        self._ranked_anew: dict[CallPlacement, Reason] = {}
+        self._ranking_changes: dict[CallPlacement, Reason] = {}
         self._rankings: dict[CallPlacement, tuple[str, ...]] = {}
         self._current: dict[CallPlacement, str | None] = dict.fromkeys(CallPlacement)
         self.replace(addresses)
@@ -158,7 +158,7 @@ class ServerSelection:
             return
         self._shares_state = shares
         self._planner, self._forwarding = "", frozenset()
-        self._ranked_anew = dict.fromkeys((CallPlacement.SHARED, CallPlacement.PLANNER), Reason.SHARED)
+        self._ranking_changes = dict.fromkeys((CallPlacement.SHARED, CallPlacement.PLANNER), Reason.SHARED)
         self._rank()
 
     def planned(self, address: str, planner: str) -> bool:
@@ -183,7 +183,7 @@ class ServerSelection:
         if forwarding == self._forwarding:
             return False
         self._forwarding = forwarding
-        self._ranked_anew[CallPlacement.PLANNER] = Reason.PLANS
+        self._ranking_changes[CallPlacement.PLANNER] = Reason.PLANS
         self._rank()
         return True
 
@@ -216,11 +216,11 @@ class ServerSelection:
                 health.settled_s = None
         before = self._current[placement]
         after = self._best(placement, before)
-        anew = self._ranked_anew.pop(placement, Reason.ANSWERS)
+        change = self._ranking_changes.pop(placement, Reason.ANSWERS)
         if after == before:
             return after, None
         self._current[placement] = after
-        return after, ServerChange(before, after, self._reason(before, anew))
+        return after, ServerChange(before, after, self._reason(before, change))
 
     def others(self, placement: CallPlacement, tried: Collection[str]) -> tuple[str, ...]:
         """Servers for the repetition of a call, best first: those not tried yet, with a closed breaker."""
@@ -279,14 +279,14 @@ class ServerSelection:
                 trial = address
         return trial
 
-    def _reason(self, before: str | None, anew: Reason) -> Reason:
-        """Why a server other than ``before`` is used now; ``anew``: if both are usable."""
+    def _reason(self, before: str | None, change: Reason) -> Reason:
+        """Why another server is used now: ``before`` was lost or removed, else the ``change`` of the ranking."""
         if before is None:
             return Reason.ANSWERS
         health = self._health.get(before)
         if health is None:
             return Reason.REMOVED
-        return anew if health.lost is None else Reason(health.lost.value)
+        return change if health.lost is None else Reason(health.lost.value)
 
     def _jittered(self, mean_s: float) -> float:
         return mean_s * (0.75 + 0.5 * self._uniform())

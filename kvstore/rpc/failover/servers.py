@@ -331,7 +331,8 @@ class MetadataServers:
                 return
             if shares is None:
                 changes = []
-                if address == self._selection.current(CallPlacement.SHARED) and SHARED_STATE not in self._timers:
+                in_use = {self._selection.current(one) for one in (CallPlacement.SHARED, CallPlacement.PLANNER)}
+                if address in in_use and SHARED_STATE not in self._timers:
                     self._start_timer(SHARED_STATE, STATE_AGAIN_S, self._ask_state_again, address)
             else:
                 self._selection.share_state(shares)
