@@ -73,8 +73,9 @@ class Killer(threading.Thread):
         redundant = RedundantServers(self._cluster, self._tell)
         next_s = time.monotonic()
         while not self._ended.wait(0.05):
-            redundant.poll()
-            if redundant.away & set(self._cluster.metadata_addresses):
+            were_away = redundant.away
+            redundant.poll()  # starts servers, which takes a while
+            if (were_away | redundant.away) & set(self._cluster.metadata_addresses):
                 self._metadata_since_s = time.monotonic()
             if time.monotonic() >= next_s:
                 next_s = time.monotonic() + self._random.uniform(*PAUSE_S)

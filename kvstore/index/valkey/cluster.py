@@ -53,6 +53,9 @@ MAX_REDIRECTIONS: Final = 4
 RETRY_S: Final = 0.02
 TRY_S: Final = 1.0
 """Time after which a shard that owes a reply to a change counts as away."""
+LOST_S: Final = 3.0
+"""Time after which changes no longer wait for a shard that is away: longer than a replica usually takes to replace its primary.
+A change that waits is late; one that does not is missing until nodes compare the range, after the shard is back."""
 HUNG_S: Final = 10.0
 """Time after which a connection without an answer to a probe is replaced."""
 _TRANSIENT: Final = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN", "READONLY", "UNBLOCKED", "NOREPLICAS"})
@@ -359,7 +362,7 @@ class ValkeyClient:
         if number == NO_SHARD:
             return True
         shard = self._by_number[number]
-        return not (shard.up or shard.slow) and time.monotonic() - shard.away_since_s > TRY_S
+        return not (shard.up or shard.slow) and time.monotonic() - shard.away_since_s > LOST_S
 
     def primary_of(self, slot: int) -> str:
         """Address of the primary of a slot.
