@@ -17,6 +17,8 @@ from kvstore.node.base.volume_guard import VolumeGuard
 from kvstore.node.durability import adoption
 from kvstore.node.durability.adoption import GAP_S, AdoptionParts, OwnerPresence, OwnerTimer, VolumeAdopter, findings
 from kvstore.node.durability.recovery import SharedVolume
+from kvstore.node.eviction.execution import by_volume
+from kvstore.node.loads.locate import pin_stored
 from kvstore.node.state.block_states import DramState
 from kvstore.node.state.model import NodeVolume
 from kvstore.tiers.contract import BlockRecord
@@ -283,6 +285,9 @@ def test_block_being_loaded_is_adopted_after_the_load(tmp_path: Path) -> None:
     thread.start()
     wait_until(lambda: len(bed.node.table.snapshot()) == 2, "the others are there")
     assert not adopter.adopted
+    assert pin_stored(bed.node.table, bed.node.namespace, keys) == [], "its volume has no number yet"
+    [(volume, on_it)] = by_volume(bed.node.table.snapshot())
+    assert (volume.volume_id, len(on_it)) == (THEIRS, 2)
     bed.node.table.unclaim([keys[at] for at in claimed.claimed_absent], [])
     thread.join(30)
     assert adopter.adopted

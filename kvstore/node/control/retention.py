@@ -32,7 +32,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_TENANTS_TOLD
 from kvstore.core.types import NamespaceId, Tier
 from kvstore.node.control.rules_file import read_rules, write_rules
-from kvstore.node.eviction.execution import evict_from_volume
+from kvstore.node.eviction.execution import by_volume, evict_from_volume
 from kvstore.node.eviction.quotas import MOST_GIVEN, enter, evict_tenant_dram, held_bytes, join, mark_coldest_evicting, over_share
 from kvstore.node.eviction.ttl import MOST_EXPIRED, mark_expired
 from kvstore.node.state.eviction_orders import EvictionOrder, TtlOrder
@@ -342,9 +342,9 @@ class RetentionEnforcer:
     def _evict_marked(self, victims: Sequence[Block]) -> None:
         """Evict marked blocks from their volumes. A volume whose catalog cannot be changed does not delay the others."""
         failed: OSError | KVStoreError | None = None
-        for node_volume in self._table.node_volumes:
+        for node_volume, theirs in by_volume(victims):
             try:
-                evict_from_volume(self._table, node_volume, [block for block in victims if block.nvme_volume is node_volume])
+                evict_from_volume(self._table, node_volume, theirs)
             except (OSError, KVStoreError) as error:
                 failed = error
         if failed is not None:

@@ -205,7 +205,8 @@ class VolumeAdopter:
     @property
     def lost_to(self) -> NodeId | None:
         """The node that has adopted this node's volume; None: none has, or it is unknown."""
-        return self._owner if self._is_home and self._held is None else None
+        is_lost = self._is_home and self._held is None and self._owner != self._parts.node_id
+        return self._owner if is_lost else None
 
     def start(self) -> None:
         """Start the thread."""
@@ -217,9 +218,12 @@ class VolumeAdopter:
             self._thread.join(timeout_s)
 
     def release(self) -> None:
-        """Give an adopted volume back to the node that it is named after. Call after it was closed."""
+        """Give an adopted volume back to the node that it is named after. Call after it was closed.
+
+        One with a write that has not returned stays claimed, until this node counts as absent.
+        """
         held = self._held
-        if held is None or not self.adopted or held.volume.adopted_by is not None:
+        if held is None or not self.adopted or held.volume.adopted_by is not None or held.guard.outstanding:
             return
         shared = self.shared
         try:

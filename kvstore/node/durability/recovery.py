@@ -196,7 +196,7 @@ def _attach(table: BlockTable, node_volume: NodeVolume, namespace: NodeNamespace
         if block is None:
             block = residency.blocks[key] = Block(namespace, key, record.parent, record.depth, record.checksums)
         elif block.nvme_volume is not None:
-            return _Attached.DOUBLE
+            return _Attached.DOUBLE if block.durable and not block.evicting else _Attached.BUSY
         elif block.namespace is not namespace or block.checksums != record.checksums or block.durable_remotely:
             return _Attached.UNUSED
         residency.put_on_volume(block, node_volume, slot)

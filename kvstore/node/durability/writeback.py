@@ -29,7 +29,7 @@ from kvstore.core.errors import Conflict, KVStoreError
 from kvstore.core.types import StoreOutcome
 from kvstore.node.base.volume_guard import VolumeStalled
 from kvstore.node.eviction.allocation import allocate_nvme
-from kvstore.node.eviction.execution import evict_from_volume
+from kvstore.node.eviction.execution import by_volume, evict_from_volume
 from kvstore.node.eviction.quotas import WriteAllowance, release_durable, reserve_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.state.change_log import runs_of
@@ -194,8 +194,7 @@ class LocalTarget:
     def _evict(self, node_volume: NodeVolume | None, victims: Sequence[Block]) -> bool:
         """Evict victims from their volumes. False: those on ``node_volume`` could not be evicted."""
         evicted = True
-        for each in self._table.node_volumes:
-            theirs = [block for block in victims if block.nvme_volume is each]
+        for each, theirs in by_volume(victims):
             try:
                 evict_from_volume(self._table, each, theirs)
             except VolumeStalled as error:

@@ -11,7 +11,7 @@ The table's lock is held for ``BATCH`` blocks at a time, so loads and stores con
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -142,6 +142,13 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
             if doomed and not any(table.residency.is_idle(block) for block in doomed) and not table.wait_changed(deadline_s):
                 break
     return EvictionResult(dropped, len(doomed))
+
+
+def by_volume(victims: Sequence[Block]) -> Iterator[tuple[NodeVolume, list[Block]]]:
+    """Victims of each durable volume, also of one that is being adopted."""
+    for node_volume in dict.fromkeys(block.nvme_volume for block in victims):
+        if node_volume is not None:
+            yield node_volume, [block for block in victims if block.nvme_volume is node_volume]
 
 
 def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Sequence[Block]) -> None:

@@ -41,6 +41,8 @@ def pin_stored(table: BlockTable, namespace: NodeNamespace, keys: Sequence[Block
                 continue  # a block that is being loaded will soon be in DRAM
             if block.nvme is None or block.nvme_volume is None or block.nvme_volume.guard.stalled:
                 continue
+            if block.nvme_volume not in table.node_volumes:
+                continue  # a volume that is being adopted
             volume_number = table.node_volumes.index(block.nvme_volume)
             block.pins += 1
             used.append(key)

@@ -200,8 +200,16 @@ def claim_in_force(path: Path, home: NodeId) -> Claim:
 
 
 def is_claimed(path: Path, token: int) -> bool:
-    """Whether a token is claimed."""
-    return (path / name_at(CLAIM_FILE, token)).exists()
+    """Whether a token is claimed.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    try:
+        (path / name_at(CLAIM_FILE, token)).stat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def claim(path: Path, token: int, node_id: NodeId) -> bool:
@@ -307,7 +315,7 @@ def _meta_pages(catalog: Path) -> bytes:
 def remove_old_files(path: Path, token: int) -> None:
     """Remove catalogs, locks and slot manifests of earlier tokens. Failures leave them: they are only space."""
     for name in os.listdir(path):
-        base, _, number = name.partition(".")
+        base, _, number = name.removesuffix(".new").partition(".")
         if base not in (CATALOG_FOLDER, LOCK_FILE, ROSTER_FILE) or not (number or "0").isdigit() or int(number or 0) >= token:
             continue
         if base == CATALOG_FOLDER:
