@@ -22,6 +22,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect
+from kvstore.rpc.failover import selection
 from kvstore.rpc.failover.addresses import MetadataAddresses
 from kvstore.rpc.failover.aio_channel import AioFailoverChannel
 from kvstore.rpc.failover.channel import FailoverChannel
@@ -230,6 +231,20 @@ def test_calls_both_away_fail_at_once_and_go_on_later(pair: Pair) -> None:
     assert pair.counters.get(common_metrics.FAILOVER_CALLS_REFUSED) >= 50
     threading.Timer(0.2, pair.servers[1].start).start()
     assert pair.call(LOOKUP, wait_for_ready=True) == pair.servers[1].address
+
+
+def test_last_server_lost_first_one_is_probed_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "PROBE_FIRST_S", 60.0)
+    monkeypatch.setattr(selection, "PROBE_MAX_S", 60.0)
+    first, second = pair.preferred(LOOKUP)
+    first.stop()
+    assert pair.call(LOOKUP) == second.address
+    wait_until(lambda: pair.channel.servers.probes_waiting == 1, "the first probe failed")  # type: ignore[attr-defined]
+    first.start()
+    second.stop()
+    with pytest.raises(grpc.RpcError):
+        pair.call(LOOKUP)
+    assert pair.call(LOOKUP, wait_for_ready=True) == first.address
 
 
 def test_call_wait_for_ready_ends_at_its_deadline(pair: Pair) -> None:

@@ -5,7 +5,8 @@
    same server.
 2. A caller stays with its server. Each server has a circuit breaker. A refused or lost connection, and a hung server, open it at
    once. Timeouts open it after ``TIMEOUTS`` in a row. The next server in the ranking whose breaker is closed takes over.
-3. While a breaker is open, the server is probed, one probe at a time, with pauses that double. The first answer closes it.
+3. While a breaker is open, the server is probed, one probe at a time, with pauses that double. The first answer closes it. When
+   the last breaker opens, all servers are probed at once: one of them may be back.
 4. A server that answers again is on trial: it is used only if no better server is left. It is probed further, and after it has
    answered for ``SETTLE_S`` (with jitter, so that callers do not return at once) its callers return to it.
 5. If all breakers are open, no server is chosen, and callers fail at once until a probe is answered.

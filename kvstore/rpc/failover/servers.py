@@ -187,12 +187,14 @@ class MetadataServers:
                 self.timed_out.add(address)
             opened = self._selection.failed(address, failure) and not self._closed
             changes = self._choose() if opened else []
+            away = [address] if self._routes else self._selection.addresses  # without a server, none waits for its next probe
             if self.setting.names:
                 self._resolve_due_s = min(self._resolve_due_s, self._resolved_s + RESOLVE_AGAIN_S)
         if opened:
             self.counters.add(common_metrics.FAILOVER_SERVERS_LOST)
             self._tell(changes)
-            self._send_probe(address)
+            for each in away:
+                self._send_probe(each)
 
     def answered(self, address: str) -> None:
         """Record that a server answered a call after calls that timed out."""
@@ -223,6 +225,12 @@ class MetadataServers:
                 MetadataServerState(address, self._selection.condition(address), address in used)
                 for address in sorted(self._selection.addresses)
             ]
+
+    @property
+    def probes_waiting(self) -> int:
+        """Number of servers that will be probed after a pause."""
+        with self._lock:
+            return len(self._timers.keys() & set(self._selection.addresses))
 
     def check_idle(self, timeout_s: float) -> None:
         """Probe the servers that no call goes to, so that ``states`` shows those that are away. Blocks up to ``timeout_s``."""
@@ -297,7 +305,8 @@ class MetadataServers:
     # ---- probes ----
     def _send_probe(self, address: str) -> None:
         with self._lock:
-            self._timers.pop(address, None)
+            if (timer := self._timers.pop(address, None)) is not None:
+                timer.cancel()
             if self._closed or address in self._probing:
                 return
             self._probing.add(address)
