@@ -323,9 +323,9 @@ class VolumeAdopter:
         try:
             return self._parts.open_volume(self.shared)
         except CorruptBlock as error:
-            log.warning("catalog rebuilt from slot headers: %s (reason=%s)", self.shared.volume_id, error)
-            self._parts.counters.add(volumes_metrics.ADOPTED_CATALOGS_REBUILT)
+            log.warning("rebuilding catalog from slot headers: %s (reason=%s)", self.shared.volume_id, error)
             check_volume(self.shared.path, repair=True, direct=self.shared.direct)
+            self._parts.counters.add(volumes_metrics.ADOPTED_CATALOGS_REBUILT)
             return self._parts.open_volume(self.shared)
 
     # ---- losing
@@ -336,23 +336,28 @@ class VolumeAdopter:
         parts.replica_log.forget_volume(volume_id)
         if parts.registration is not None:
             parts.registration.remove_volume(volume_id)
-        self._drop(node_volume)
-        self._held = None
-        log.warning("volume dropped: %s (adopted_by=%s); this node only reads it", volume_id, self._owner)
+        if self._drop(node_volume):
+            self._held = None
+            log.warning("volume dropped: %s (adopted_by=%s); this node only reads it", volume_id, self._owner)
 
-    def _drop(self, node_volume: NodeVolume) -> None:
-        """Take the blocks of a volume out of the table, and close it. Waits until no load uses them."""
+    def _drop(self, node_volume: NodeVolume) -> bool:
+        """Take the blocks of a volume out of the table, and close it. Waits until no load uses them.
+
+        Returns:
+            False: the node stops meanwhile, and closes the volume itself.
+        """
         parts = self._parts
         parts.replica_log.forget_volume(node_volume.volume_id)
-        while drop_blocks(parts.table, node_volume) and not parts.stopping.wait(DROP_POLL_S):
-            pass
-        if parts.stopping.is_set():
-            return  # the daemon closes the volume
+        while left := drop_blocks(parts.table, node_volume):
+            _limited.warning("volume waits for loads that use its blocks: %s (blocks=%d)", node_volume.volume_id, left)
+            if parts.stopping.wait(DROP_POLL_S):
+                return False
         with parts.table.residency.lock:
             parts.table.residency.remove_volume(node_volume)
         node_volume.guard.close()
         if not node_volume.guard.outstanding:
             node_volume.volume.close()
+        return True
 
 
 def findings(adopters: Sequence[VolumeAdopter]) -> Iterator[HealthFinding]:
