@@ -49,8 +49,13 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Allowed imports of each package. Packages that wire everything together (``FREE``) may import all."""
 
-WITHIN = {"clients/kvclient/hbm": {"config", "node", "tiers"}, "kvstore/rpc/failover": {"transport"}}
-"""Additional imports of a folder: a pool of device memory is a small node, and loaded only by name; failover uses liveness."""
+WITHIN = {
+    "clients/kvclient/hbm": {"config", "node", "tiers"},
+    "kvstore/rpc/failover": {"transport"},
+    "kvstore/testing/conformance": {"lab"},
+}
+"""Additional imports of a folder: a pool of device memory is a small node, and loaded only by name; failover uses liveness; the
+conformance of connectors makes a tiny model."""
 
 TEST_CODE = {"testing", "lab"}
 """Packages that only tests, benchmarks and third parties import."""

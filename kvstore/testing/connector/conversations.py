@@ -42,17 +42,22 @@ class Conversations:
 
     @classmethod
     def make(cls, driver: HookDriver, seed: int = 0) -> Conversations:
-        """Three stems, each with branches that leave it in the middle of a block, at its edge, and one token before and after."""
-        dice, block = random.Random(seed), driver.block_tokens  # noqa: S311  # repeatable, not secret
-        cuts = (block - 1, block, block + 1, 4 * block, 6 * block + block // 2, 9 * block)
-        stems = [dice.choices(PRINTABLE, k=9 * block) for _ in range(3)]
-        made = cls(
-            [tuple(stem[:cut] + dice.choices(PRINTABLE, k=dice.randrange(1, 2 * block))) for stem in stems for cut in cuts]
-        )
+        """Prompts, and the answers of the engine alone, which is opened in this process."""
+        made = cls.prompts_for(driver, seed)
         with closing(driver.open(None, {})) as alone:
             for prompt in made.prompts:  # one at a time: an answer must not depend on other requests
                 made.answers[prompt] = alone.generate([prompt], MOST_TOKENS)[0].tokens
         return made
+
+    @classmethod
+    def prompts_for(cls, driver: HookDriver, seed: int = 0) -> Conversations:
+        """Three stems, each with branches that leave it in the middle of a block, at its edge, and one token before and after."""
+        dice, block = random.Random(seed), driver.block_tokens  # noqa: S311  # repeatable, not secret
+        cuts = (block - 1, block, block + 1, 4 * block, 6 * block + block // 2, 9 * block)
+        stems = [dice.choices(PRINTABLE, k=9 * block) for _ in range(3)]
+        return cls(
+            [tuple(stem[:cut] + dice.choices(PRINTABLE, k=dice.randrange(1, 2 * block))) for stem in stems for cut in cuts]
+        )
 
     def some(self, seed: int, count: int) -> list[tuple[int, ...]]:
         """Some of the prompts, in some order."""

@@ -1,0 +1,235 @@
+"""Seeded runs: one engine stores, something goes wrong, another engine loads. Each ends with a verdict."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
+from kvstore.testing.conformance.engine import TRANSFER, ConnectorDriver
+from kvstore.testing.conformance.faults import ConnectorFault
+from kvstore.testing.conformance.storage import Storage
+from kvstore.testing.conformance.targets import ConnectorTarget
+from kvstore.testing.connector.conversations import FLUSH_S, MOST_TOKENS, Conversations, WrongTokensError
+from kvstore.testing.connector.engine_process import EngineProcess
+
+_WORK_S: Final = 0.1
+"""A fault during a load occurs within this time."""
+_DURING: Final = (ConnectorFault.SERVER_KILLED, ConnectorFault.SERVER_STALLED, ConnectorFault.FILES_REMOVED)
+"""Faults that occur while an engine loads, with odd seeds. With even seeds, and all others, they occur before."""
+_BATCH: Final = 4
+_SWAPPED: Final = ".other"
+
+
+class RunVerdict(StrEnum):
+    """End of a run."""
+
+    RIGHT = "right"
+    """All tokens are those of the engine alone."""
+    WRONG = "wrong tokens"
+    HUNG = "hung"
+    CRASHED = "crashed"
+    REFUSED = "did not start"
+    """The engine did not start after the fault."""
+
+
+BAD: Final = (RunVerdict.WRONG, RunVerdict.HUNG, RunVerdict.CRASHED)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """One run.
+
+    Attributes:
+        target: name of the connector.
+        fault: what went wrong.
+        seed: its seed.
+        verdict: how it ended.
+        loaded_tokens: tokens that came from the connector for the first prompt of each engine that loads.
+        seconds: duration.
+        detail: error, if it did not end well.
+    """
+
+    target: str
+    fault: ConnectorFault
+    seed: int
+    verdict: RunVerdict
+    loaded_tokens: int
+    seconds: float
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Models:
+    """Two models with equal configuration and different weights, and the answers of each.
+
+    Attributes:
+        driver: opens engines of the first.
+        talk: its answers.
+        other: folder of the second.
+        other_talk: its answers.
+    """
+
+    driver: ConnectorDriver
+    talk: Conversations
+    other: Path
+    other_talk: Conversations
+
+    @classmethod
+    def make(cls, driver: ConnectorDriver, other: Path) -> Models:
+        """Let both models answer without a connector."""
+        theirs = replace(driver, model=other)
+        return cls(driver, _alone(driver), other, _alone(theirs))
+
+    @contextmanager
+    def exchanged(self) -> Iterator[None]:
+        """Exchange the folders of the two models."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        spare = self.other.with_name(self.other.name + _SWAPPED)
+        self.driver.model.rename(spare)
+        self.other.rename(self.driver.model)
+        spare.rename(self.other)
+
+
+def _alone(driver: ConnectorDriver) -> Conversations:
+    talk = Conversations.prompts_for(driver)
+    process = EngineProcess(driver, None, {})
+    try:
+        for prompt in talk.prompts:  # one at a time: an answer must not depend on other requests
+            talk.answers[prompt] = process.generate([prompt], MOST_TOKENS)[0].tokens
+    finally:
+        process.close()
+    return talk
+
+
+class Runner:
+    """Runs of one target. One process opens all its engines, one after the other, until one hangs or crashes."""
+
+    def __init__(self, target: ConnectorTarget, models: Models, folder: Path) -> None:
+        self._target, self._models, self._folder = target, models, folder
+        self._process: EngineProcess | None = None
+        self._loaded = 0
+
+    def run(self, fault: ConnectorFault, seed: int) -> RunResult:
+        """Do one run."""
+        began_s = time.monotonic()
+        self._loaded = 0
+        verdict, detail = RunVerdict.RIGHT, ""
+        folder = self._folder / f"{self._target.name}-{fault.name.lower()}-{seed}"
+        try:
+            with self._target.storage(folder) as storage:
+                try:
+                    self._go(storage, fault, random.Random(seed))  # noqa: S311  # repeatable, not secret
+                finally:
+                    self._leave()
+        except WrongTokensError as error:
+            verdict, detail = RunVerdict.WRONG, str(error)
+        except _NotStartedError as error:
+            verdict, detail = RunVerdict.REFUSED, str(error)
+        except DeadlineExceeded as error:
+            verdict, detail = RunVerdict.HUNG, str(error)
+        except (Internal, Unavailable) as error:
+            verdict, detail = RunVerdict.CRASHED, str(error)
+        return RunResult(self._target.name, fault, seed, verdict, self._loaded, time.monotonic() - began_s, detail)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _go(self, storage: Storage, fault: ConnectorFault, dice: random.Random) -> None:
+        talk = self._models.talk
+        engine = self._open(storage)
+        if fault is ConnectorFault.ENGINE_KILLED:
+            engine.begin("generate", talk.prompts, MOST_TOKENS)
+            time.sleep(dice.uniform(0.0, 5 * _WORK_S))
+            self._end()
+        else:
+            self._ask(engine, talk, talk.prompts)
+            engine.flush(FLUSH_S)
+            engine.leave()
+            storage.flush()
+        during = fault in _DURING and dice.random() < 0.5
+        if fault is ConnectorFault.OTHER_WEIGHTS:
+            with self._models.exchanged():
+                self._load(storage, self._models.other_talk, dice)
+            return
+        if fault not in (ConnectorFault.NONE, ConnectorFault.ENGINE_KILLED) and not during:
+            storage.strike(fault, dice)
+        self._load(storage, talk, dice, fault if during else None)
+        storage.heal()
+        self._load(storage, talk, dice)
+
+    def _load(self, storage: Storage, talk: Conversations, dice: random.Random, strikes: ConnectorFault | None = None) -> None:
+        """Ask a new engine, which has nothing of its own."""
+        try:
+            engine = self._open(storage)
+        except KVStoreError as error:
+            self._end()
+            raise _NotStartedError(str(error)) from error
+        first = dice.choice([prompt for prompt in talk.prompts if len(prompt) > 2 * self._models.driver.block_tokens])
+        [answer] = engine.generate([first], MOST_TOKENS)  # before it has anything of its own
+        self._loaded += answer.loaded_tokens
+        talk.check([first], [answer])
+        if strikes is not None:
+            with ThreadPoolExecutor(1) as other:
+                striking = other.submit(_strike_later, storage, strikes, random.Random(dice.random()))  # noqa: S311
+                self._ask(engine, talk, dice.sample(talk.prompts, len(talk.prompts) // 2))
+                striking.result()
+        self._ask(engine, talk, dice.sample(talk.prompts, len(talk.prompts) // 2))
+        engine.flush(FLUSH_S)
+        engine.leave()
+
+    @staticmethod
+    def _ask(engine: EngineProcess, talk: Conversations, prompts: Sequence[tuple[int, ...]]) -> None:
+        for first in range(0, len(prompts), _BATCH):
+            batch = prompts[first : first + _BATCH]
+            talk.check(batch, engine.generate(batch, MOST_TOKENS))
+
+    def _open(self, storage: Storage) -> EngineProcess:
+        options = {TRANSFER: self._target.transfer_with(storage.values())}
+        if self._process is None:
+            self._process = EngineProcess(self._models.driver, None, options)
+        else:
+            self._process.open(None, options)
+        return self._process
+
+    def _leave(self) -> None:
+        """Leave no engine behind. One that owes an answer is killed."""
+        if self._process is None:
+            return
+        try:
+            if self._process.is_ready:
+                self._process.leave()
+            else:
+                self._end()
+        except KVStoreError:
+            self._end()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+
+class _NotStartedError(Exception):
+    """An engine did not start."""
+
+
+def _strike_later(storage: Storage, fault: ConnectorFault, dice: random.Random) -> None:
+    time.sleep(dice.uniform(0.0, _WORK_S))  # not to wait for anything: the moment is the seed's
+    storage.strike(fault, dice)

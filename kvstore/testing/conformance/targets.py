@@ -1,0 +1,125 @@
+"""Connectors under test: those that this kit knows, and any other from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.testing.conformance.faults import ConnectorFault
+from kvstore.testing.conformance.storage import FolderStorage, ServedFolder, Storage, StoreStorage
+
+_PRIMARY_BYTES: Final = 64 << 20
+_OFFLOADING: Final = {"kv_role": "kv_both", "kv_connector_module_path": "kvclient.engines.vllm.tier"}
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorTarget:
+    """A connector under test.
+
+    Attributes:
+        name: shown in the table.
+        transfer: vLLM's ``kv_transfer_config``; ``{folder}``, ``{metadata}``, ``{node}``, ``{host}`` and ``{port}`` in its texts
+            are replaced.
+        server: command of its server; empty: it has none.
+        uses_store: whether it keeps KV in this store.
+    """
+
+    name: str
+    transfer: Mapping[str, Any]
+    server: Sequence[str] = field(default=())
+    uses_store: bool = False
+
+    @property
+    def faults(self) -> Sequence[ConnectorFault]:
+        """Faults that its storage can suffer."""
+        return (StoreStorage if self.uses_store else ServedFolder if self.server else FolderStorage).faults
+
+    def storage(self, folder: Path) -> Storage:
+        """Return a new storage."""
+        if self.uses_store:
+            return StoreStorage(folder)
+        return ServedFolder(folder, self.server) if self.server else FolderStorage(folder)
+
+    def transfer_with(self, values: Mapping[str, str]) -> dict[str, Any]:
+        """Return the configuration for a storage."""
+        filled: dict[str, Any] = _filled(self.transfer, values)
+        return filled
+
+
+def _filled(value: Any, values: Mapping[str, str]) -> Any:  # noqa: ANN401  # JSON
+    if isinstance(value, str):
+        for name, text in values.items():
+            value = value.replace(f"{{{name}}}", text)
+        return int(value) if value.isdigit() and value == values.get("port") else value
+    if isinstance(value, Mapping):
+        return {key: _filled(one, values) for key, one in value.items()}
+    if isinstance(value, Sequence):
+        return [_filled(one, values) for one in value]
+    return value
+
+
+_STORE = {"metadata": "{metadata}", "node": "{node}"}
+KNOWN: Final[Mapping[str, ConnectorTarget]] = {
+    target.name: target
+    for target in (
+        ConnectorTarget(
+            "kvstore-connector",
+            {
+                "kv_connector": "KVStoreConnector",
+                "kv_connector_module_path": "kvclient.engines.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": _STORE,
+            },
+            uses_store=True,
+        ),
+        ConnectorTarget(
+            "kvstore-tier",
+            {
+                **_OFFLOADING,
+                "kv_connector": "KVStoreOffloadingConnector",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": _PRIMARY_BYTES, "kvstore": _STORE},
+            },
+            uses_store=True,
+        ),
+        ConnectorTarget(
+            "vllm-fs",
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "spec_name": "HostTieringSpec",
+                    "spec_module_path": "kvclient.engines.vllm.tier",
+                    "cpu_bytes_to_use": _PRIMARY_BYTES,
+                    "secondary_tiers": [{"type": "fs", "root_dir": "{folder}"}],
+                },
+            },
+        ),
+    )
+}
+"""Targets by name. vLLM's fs tier copies pages with this project's worker: vLLM's own requires a device."""
+
+
+def target_of(text: str) -> ConnectorTarget:
+    """Return a known target, or the one that a JSON file describes.
+
+    Raises:
+        InvalidArgument: neither.
+    """
+    if text in KNOWN:
+        return KNOWN[text]
+    path = Path(text)
+    if path.suffix != ".json" or not path.is_file():
+        raise InvalidArgument("unknown target: use one of the names, or a .json file", target=text, names=", ".join(KNOWN))
+    try:
+        given = json.loads(path.read_text())
+        return ConnectorTarget(str(given.get("name", path.stem)), dict(given[_TRANSFER]), tuple(given.get("server", ())))
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise InvalidArgument(f"the file must have {_TRANSFER}, and may have name and server", file=path, reason=error) from error
+
+
+_TRANSFER = "kv_transfer_config"
