@@ -9,7 +9,7 @@ damage to processes is repaired, the third one does too. All tokens are compared
     kvstore-conformance --output conformance.json
 
 A file describes another connector: {"name": "mine", "kv_transfer_config": {...}, "server": ["program", "--port", "{port}"]}.
-{folder}, {host} and {port} in its texts are replaced. The exit status is 1 if a run ended badly.
+{folder}, {host}, {port}, {port2} and {port3} in its texts are replaced. The exit status is 1 if a run ended badly.
 
 Requires vLLM, and transformers unless --model and --other-model are given. Engines run in this environment, on its device.
 """
@@ -30,7 +30,7 @@ from kvstore.testing.conformance.engine import ConnectorDriver
 from kvstore.testing.conformance.faults import ConnectorFault
 from kvstore.testing.conformance.report import table
 from kvstore.testing.conformance.runs import BAD, Models, Runner, RunResult
-from kvstore.testing.conformance.targets import KNOWN, ConnectorTarget, target_of
+from kvstore.testing.conformance.targets import DEFAULT, KNOWN, ConnectorTarget, target_of
 
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     given = _parser().parse_args(arguments)
     try:
-        targets = [target_of(one) for one in given.target or KNOWN]
+        targets = [target_of(one) for one in given.target or DEFAULT]
     except KVStoreError as error:
         print(f"kvstore-conformance: {error}", file=sys.stderr)
         return 2
@@ -87,7 +87,7 @@ def _tiny(folder: Path, seed: int) -> Path:
 def _parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("kvstore-conformance", description=__doc__, formatter_class=layout)
-    targets = f"of {', '.join(KNOWN)} (all); may be repeated"
+    targets = f"of {', '.join(KNOWN)} ({', '.join(DEFAULT)}); may be repeated"
     parser.add_argument("--target", action="append", metavar="NAME|FILE.json", help=targets)
     faults = [fault.name.lower() for fault in ConnectorFault]
     parser.add_argument("--fault", action="append", choices=faults, metavar="FAULT", help=f"of {', '.join(faults)} (all)")

@@ -6,7 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +47,8 @@ class ConnectorDriver:
 
         more: dict[str, Any] = {}
         if transfer := options.get(TRANSFER):
+            if "lmcache" in str(transfer):
+                _hide_dict_of_llvmlite()
             more[TRANSFER] = KVTransferConfig(**transfer)  # type: ignore[arg-type]
         llm = LLM(
             model=str(self.model),
@@ -104,3 +108,12 @@ class ConnectorEngine:
         ensure_kv_transfer_shutdown()
         del self._llm
         cleanup_dist_env_and_memory()
+
+
+def _hide_dict_of_llvmlite() -> None:
+    """Let vLLM start on a CPU after LMCache has loaded numba.
+
+    vLLM reads ``__dict__`` of everything in all modules. For llvmlite's library this is a function, at which vLLM fails.
+    """
+    with suppress(ImportError):
+        import_module("llvmlite.binding.ffi").lib._fntab["__dict__"] = {}

@@ -162,7 +162,7 @@ class Runner:
             self._ask(engine, talk, talk.prompts)
             engine.flush(FLUSH_S)
             engine.leave()
-            storage.flush()
+            storage.settle()
         during = fault in _DURING and dice.random() < 0.5
         if fault is ConnectorFault.OTHER_WEIGHTS:
             with self._models.exchanged():

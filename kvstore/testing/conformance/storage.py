@@ -1,13 +1,8 @@
-"""Storages of the connectors under test: a folder, a folder behind a server process, and this store."""
+"""Storages of the connectors under test: a folder, and this store. Both may be behind a server of the connector."""
 
 from __future__ import annotations
 
-import os
 import random
-import shlex
-import signal
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,27 +11,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol, Self
 
-from kvstore.core.errors import Unavailable
-from kvstore.embedded.children import start
-from kvstore.embedded.ports import LOOPBACK, free_port
-from kvstore.testing.conformance.faults import FOLDER_FAULTS, ConnectorFault, heal_folder, strike_folder
+from kvstore.testing.conformance.faults import ConnectorFault, heal_folder, strike_folder
+from kvstore.testing.conformance.server import ServerProcess, stop_for_a_while
 from kvstore.testing.connector.faulty_store import MIB, NODE, FaultyStore, StoreFault
 
-STALL_S: Final = 3.0
-"""How long a stopped server stays so."""
-START_S: Final = 120.0
 STORE_BYTES: Final = 64 * MIB
-_POLL_S: Final = 0.1
 _SUPERBLOCKS_BYTES: Final = MIB
 """Left as they are in this store's volume: a node does not start from damaged ones, and an operator repairs them."""
-_ENGINE_FAULTS: Final = (ConnectorFault.NONE, ConnectorFault.ENGINE_KILLED, ConnectorFault.OTHER_WEIGHTS)
+_SETTLED_S: Final = 1.0
+"""A server that writes nothing for this long has written everything."""
+_MOST_SETTLING_S: Final = 20.0
+ENGINE_FAULTS: Final = (ConnectorFault.NONE, ConnectorFault.ENGINE_KILLED, ConnectorFault.OTHER_WEIGHTS)
+SERVER_FAULTS: Final = (ConnectorFault.SERVER_KILLED, ConnectorFault.SERVER_STALLED)
 
 
 class Storage(AbstractContextManager["Storage"], Protocol):
     """Where a connector keeps KV."""
-
-    faults: Sequence[ConnectorFault]
-    """Faults that it can suffer."""
 
     def values(self) -> Mapping[str, str]:
         """Return what replaces ``{name}`` in the connector's configuration."""
@@ -47,113 +37,63 @@ class Storage(AbstractContextManager["Storage"], Protocol):
     def heal(self) -> None:
         """Start what was killed. Damaged bytes stay."""
 
-    def flush(self) -> None:
-        """Wait until what the engine has handed over is on disk, if the storage can tell."""
+    def settle(self) -> None:
+        """Wait until what an engine has handed over is on disk, and drop what servers hold in memory: loads should read disks."""
 
 
 class FolderStorage:
-    """Files of a connector without servers.
+    """Files of a connector.
 
     Args:
-        folder: for files.
+        folder: for files and logs.
+        command: of its server; empty: it has none.
     """
 
-    faults: Sequence[ConnectorFault] = (*_ENGINE_FAULTS, *FOLDER_FAULTS)
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, command: Sequence[str] = ()) -> None:
         self._files = folder / "files"
         self._files.mkdir(parents=True)
+        self._server = ServerProcess(command, folder / "server.log")
 
     def __enter__(self) -> Self:
+        self._server.start(self.values())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._server.end()
         heal_folder(self._files)
 
     def values(self) -> Mapping[str, str]:
         """See ``Storage``."""
-        return {"folder": str(self._files)}
-
-    def strike(self, fault: ConnectorFault, dice: random.Random) -> None:
-        """See ``Storage``."""
-        strike_folder(self._files, fault, dice)
-
-    def heal(self) -> None:
-        """See ``Storage``."""
-        heal_folder(self._files)
-
-    def flush(self) -> None:
-        """Files are written when the engine says so."""
-
-
-class ServedFolder(FolderStorage):
-    """Files of a connector behind a server process.
-
-    Args:
-        folder: for files.
-        command: of the server, which listens at a TCP port; ``{folder}``, ``{host}`` and ``{port}`` are replaced.
-    """
-
-    faults = (*FolderStorage.faults, ConnectorFault.SERVER_KILLED, ConnectorFault.SERVER_STALLED)
-
-    def __init__(self, folder: Path, command: Sequence[str]) -> None:
-        super().__init__(folder)
-        self._command = command
-        self._log = folder / "server.log"
-        self._port = free_port()
-        self._server: subprocess.Popen[bytes] | None = None
-        self._stalls: list[threading.Timer] = []
-
-    def __enter__(self) -> Self:
-        self._start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._end_stalls()
-        self._kill()
-        super().__exit__(kind, error, trace)
-
-    def values(self) -> Mapping[str, str]:
-        """See ``Storage``."""
-        return {**super().values(), "host": LOOPBACK, "port": str(self._port)}
+        return {"folder": str(self._files), **self._server.values}
 
     def strike(self, fault: ConnectorFault, dice: random.Random) -> None:
         """See ``Storage``."""
         if fault is ConnectorFault.SERVER_KILLED:
-            self._kill()
+            self._server.kill()
         elif fault is ConnectorFault.SERVER_STALLED:
-            assert self._server is not None
-            self._stalls.append(stop_for_a_while(self._server.pid))
+            self._server.stall()
         else:
-            super().strike(fault, dice)
+            strike_folder(self._files, fault, dice)
 
     def heal(self) -> None:
         """See ``Storage``."""
-        self._end_stalls()
-        super().heal()
-        if self._server is None:
-            self._start()
+        self._server.end_stalls()
+        heal_folder(self._files)
+        self._server.start(self.values())
 
-    def _start(self) -> None:
-        command = [part.format(**self.values()) for part in self._command]
-        with self._log.open("ab") as log:
-            self._server = start(command, stdout=log, stderr=log, new_session=True)
-        end_s = time.monotonic() + START_S
-        while not _listens(self._port):
-            if self._server.poll() is not None or time.monotonic() > end_s:
-                raise Unavailable("the server of this connector did not start", command=shlex.join(command), log=self._log)
-            time.sleep(_POLL_S)
+    def settle(self) -> None:
+        """See ``Storage``."""
+        if not self._server.values:
+            return
+        end_s = time.monotonic() + _MOST_SETTLING_S
+        before: object = None
+        while before != (before := self._sizes()) and time.monotonic() < end_s:
+            time.sleep(_SETTLED_S)
+        self._server.end()
+        self._server.start(self.values())
 
-    def _kill(self) -> None:
-        if self._server is not None:
-            os.killpg(self._server.pid, signal.SIGKILL)
-            self._server.wait()
-            self._server = None
-
-    def _end_stalls(self) -> None:
-        for timer in self._stalls:
-            timer.join()
-        self._stalls.clear()
+    def _sizes(self) -> list[int]:
+        return [path.stat().st_size for path in self._files.rglob("*") if path.is_file()]
 
 
 class StoreStorage:
@@ -161,62 +101,59 @@ class StoreStorage:
 
     Args:
         folder: for data and logs.
+        command: of a server of the connector; empty: it has none.
     """
 
-    faults: Sequence[ConnectorFault] = ServedFolder.faults
-
-    def __init__(self, folder: Path) -> None:
-        self._store = FaultyStore(folder, dram_bytes=STORE_BYTES, nvme_bytes=STORE_BYTES)
-        self._values: dict[str, str] = {}
+    def __init__(self, folder: Path, command: Sequence[str] = ()) -> None:
+        folder.mkdir(parents=True)
+        self._store = FaultyStore(folder / "store", dram_bytes=STORE_BYTES, nvme_bytes=STORE_BYTES)
+        self._server = ServerProcess(command, folder / "server.log")
+        self._addresses: dict[str, str] = {}
         self._stalls: list[threading.Timer] = []
 
     def __enter__(self) -> Self:
         self._store.__enter__()
-        self._values = {"metadata": self._store.address.metadata, "node": self._store.address.node}
+        self._addresses = {"metadata": self._store.address.metadata, "node": self._store.address.node}
+        self._server.start(self._addresses)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.heal()
+        self._server.end()
+        self._heal_store()
         self._store.__exit__(kind, error, trace)
 
     def values(self) -> Mapping[str, str]:
         """See ``Storage``. The addresses hold over restarts."""
-        return self._values
+        return {**self._addresses, **self._server.values}
 
     def strike(self, fault: ConnectorFault, dice: random.Random) -> None:
-        """See ``Storage``."""
+        """See ``Storage``. A fault of servers strikes all of them."""
         if fault is ConnectorFault.SERVER_KILLED:
+            self._server.kill()
             self._store.strike(StoreFault.ALL_KILLED, dice)
         elif fault is ConnectorFault.SERVER_STALLED:
+            self._server.stall()
             self._stalls.append(stop_for_a_while(self._store.cluster.node(NODE).process.pid))
         else:
             strike_folder(self._store.cluster.volume_path(NODE), fault, dice, skip_bytes=_SUPERBLOCKS_BYTES)
 
     def heal(self) -> None:
         """See ``Storage``."""
+        self._heal_store()
+        self._server.start(self._addresses)
+
+    def _heal_store(self) -> None:
         for timer in self._stalls:
             timer.join()
         self._stalls.clear()
         heal_folder(self._store.cluster.volume_path(NODE))
         self._store.heal()
 
-    def flush(self) -> None:
-        """Wait until all blocks are on disk, and evict them from memory: faults of the disk should show."""
+    def settle(self) -> None:
+        """See ``Storage``."""
+        if self._server.values:
+            time.sleep(_SETTLED_S)
+            self._server.end()
+            self._server.start(self._addresses)
         self._store.flush()
         self._store.evict_memory()
-
-
-def stop_for_a_while(pid: int) -> threading.Timer:
-    """Stop a process, and let it go on after ``STALL_S``. Join the timer before the process is ended."""
-    os.kill(pid, signal.SIGSTOP)
-    timer = threading.Timer(STALL_S, os.kill, (pid, signal.SIGCONT))
-    timer.start()
-    return timer
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection((LOOPBACK, port), timeout=_POLL_S).close()
-    except OSError:
-        return False
-    return True

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.testing.conformance.faults import ConnectorFault
-from kvstore.testing.conformance.storage import FolderStorage, ServedFolder, Storage, StoreStorage
+from kvstore.testing.conformance.faults import FOLDER_FAULTS, ConnectorFault
+from kvstore.testing.conformance.server import fill
+from kvstore.testing.conformance.storage import ENGINE_FAULTS, SERVER_FAULTS, FolderStorage, Storage, StoreStorage
 
 _PRIMARY_BYTES: Final = 64 << 20
 _OFFLOADING: Final = {"kv_role": "kv_both", "kv_connector_module_path": "kvclient.engines.vllm.tier"}
@@ -24,7 +26,7 @@ class ConnectorTarget:
         name: shown in the table.
         transfer: vLLM's ``kv_transfer_config``; ``{folder}``, ``{metadata}``, ``{node}``, ``{host}`` and ``{port}`` in its texts
             are replaced.
-        server: command of its server; empty: it has none.
+        server: command of its server, with the same names and ``{port2}`` and ``{port3}``; empty: it has none.
         uses_store: whether it keeps KV in this store.
     """
 
@@ -36,13 +38,11 @@ class ConnectorTarget:
     @property
     def faults(self) -> Sequence[ConnectorFault]:
         """Faults that its storage can suffer."""
-        return (StoreStorage if self.uses_store else ServedFolder if self.server else FolderStorage).faults
+        return [*ENGINE_FAULTS, *FOLDER_FAULTS, *(SERVER_FAULTS if self.server or self.uses_store else ())]
 
     def storage(self, folder: Path) -> Storage:
         """Return a new storage."""
-        if self.uses_store:
-            return StoreStorage(folder)
-        return ServedFolder(folder, self.server) if self.server else FolderStorage(folder)
+        return StoreStorage(folder, self.server) if self.uses_store else FolderStorage(folder, self.server)
 
     def transfer_with(self, values: Mapping[str, str]) -> dict[str, Any]:
         """Return the configuration for a storage."""
@@ -52,14 +52,38 @@ class ConnectorTarget:
 
 def _filled(value: Any, values: Mapping[str, str]) -> Any:  # noqa: ANN401  # JSON
     if isinstance(value, str):
-        for name, text in values.items():
-            value = value.replace(f"{{{name}}}", text)
-        return int(value) if value.isdigit() and value == values.get("port") else value
+        return int(values["port"]) if value == "{port}" else fill(value, values)
     if isinstance(value, Mapping):
         return {key: _filled(one, values) for key, one in value.items()}
     if isinstance(value, Sequence):
         return [_filled(one, values) for one in value]
     return value
+
+
+_LMCACHE = {
+    "kv_connector": "LMCacheMPConnector",
+    "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"lmcache.mp.host": "tcp://{host}", "lmcache.mp.port": "{port}"},
+}
+
+
+def _lmcache_server(adapter: Mapping[str, Any]) -> Sequence[str]:
+    """Return the command of LMCache's server on a CPU. Its program is beside this Python."""
+    flags = {
+        "host": "{host}",
+        "port": "{port}",
+        "http-host": "{host}",
+        "http-port": "{port2}",
+        "prometheus-port": "{port3}",
+        "l1-size-gb": "0.1",
+        "eviction-policy": "LRU",
+        "chunk-size": "32",
+        "supported-transfer-mode": "engine_driven",
+        "l2-adapter": json.dumps(adapter),
+    }
+    program = str(Path(sys.executable).with_name("lmcache"))
+    return (program, "server", "--no-l1-use-lazy", *(text for name, value in flags.items() for text in (f"--{name}", value)))
 
 
 _STORE = {"metadata": "{metadata}", "node": "{node}"}
@@ -99,9 +123,25 @@ KNOWN: Final[Mapping[str, ConnectorTarget]] = {
                 },
             },
         ),
+        ConnectorTarget("lmcache-fs", _LMCACHE, _lmcache_server({"type": "fs", "base_path": "{folder}"})),
+        ConnectorTarget(
+            "lmcache-kvstore",
+            _LMCACHE,
+            _lmcache_server(
+                {
+                    "type": "plugin",
+                    "module_path": "kvclient.engines.lmcache",
+                    "class_name": "KVStoreL2Adapter",
+                    "adapter_params": {**_STORE, "chunk_tokens": 32},
+                }
+            ),
+            uses_store=True,
+        ),
     )
 }
 """Targets by name. vLLM's fs tier copies pages with this project's worker: vLLM's own requires a device."""
+DEFAULT: Final = ("kvstore-connector", "kvstore-tier", "vllm-fs")
+"""Those that require nothing but vLLM."""
 
 
 def target_of(text: str) -> ConnectorTarget:
