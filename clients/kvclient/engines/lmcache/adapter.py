@@ -199,7 +199,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
     def report_status(self) -> dict[str, Any]:
         """Return the state for LMCache's status."""
         return {
-            "is_healthy": not self._closing.is_set() and self._store.connected,
+            "is_healthy": not self._closing.is_set() and self._store.answers,
             "type": type(self).__name__,
             "metadata": self._options.hook.metadata,
             "node": self._options.hook.node,

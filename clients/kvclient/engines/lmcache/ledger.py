@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_SETTLED_S = 10.0
+_SETTLED_S = 5.0
 """A block that was stored within this time may not be in lookups yet."""
 
 

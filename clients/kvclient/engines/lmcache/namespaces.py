@@ -72,14 +72,6 @@ class NamespaceClients:
             futures = list(self._clients.values())
         return [one.result() for one in futures if one.done() and not one.cancelled() and one.exception() is None]
 
-    @property
-    def connected(self) -> bool:
-        """Whether every open client has a session with this host's node or a metadata server in use. True without clients."""
-        return all(
-            bool(client.stats()["client_session_open"]) or any(server.used for server in client.metadata_servers)
-            for client in self.opened()
-        )
-
     def close(self) -> None:
         """Close all clients. Connects under way end first, by their deadline."""
         with self._lock:

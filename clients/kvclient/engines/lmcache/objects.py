@@ -54,14 +54,15 @@ class ObjectStore:
         self._counters = counters
         self._clients = NamespaceClients(options.hook)
         self._seen = SeenLayouts(options.object_bytes)
+        self._answers = True
         self._lock = threading.Lock()
         self._found: OrderedDict[BlockKey, tuple[Run, ...]] = OrderedDict()
         """By key: the replicas that the last lookup named."""
 
     @property
-    def connected(self) -> bool:
-        """Whether the store answers, as far as is known."""
-        return self._clients.connected
+    def answers(self) -> bool:
+        """Whether the store answered the last lookup; True before the first."""
+        return self._answers
 
     @property
     def namespaces(self) -> list[str]:
@@ -99,6 +100,7 @@ class ObjectStore:
                 error = found.error
             except KVStoreError as failure:
                 error = failure
+            self._answers = error is None
             if error is not None:
                 self._counters.failed("lookup_failures", 1, "lookup failed: objects are computed", error)
         return held
@@ -209,7 +211,8 @@ class ObjectStore:
         for (model, layout), every in groups.items():
             batch = self._batch(model, layout, every, keys, end_s)
             found = batch.client.lookup_heads(batch.keys, deadline_s=_left_s(end_s))
-            if found.error is not None:
+            self._answers = found.error is None
+            if not self._answers:
                 return None
             for at in np.flatnonzero(found.held).tolist():
                 held[batch.at[at]] = True
