@@ -36,7 +36,7 @@ def object_keys(count: int, seed: int = 1, **parts: Any) -> list[Any]:
 
 
 def layout(dtype: str = "bfloat16", shape: Sequence[int] = SHAPE) -> Any:
-    """What LMCache states about a group of objects."""
+    """Layout of a group of objects, as LMCache states it."""
     import torch
     from lmcache.v1.distributed.api import MemoryLayoutDesc
 
@@ -195,19 +195,19 @@ def _answers(address: str) -> bool:
 
 
 def status(address: str) -> dict[str, Any]:
-    """What LMCache's server reports."""
+    """Status of LMCache's server."""
     with urlopen(f"{address}/status", timeout=WAIT_S) as answer:
         return dict(json.load(answer))
 
 
 def adapter_status(address: str) -> dict[str, Any]:
-    """What the adapter reports in a server."""
+    """Status of the adapter in a server."""
     adapters = status(address)["storage_manager"]["l2_adapters"]
     return next(dict(one) for one in adapters if one["type"] == "KVStoreL2Adapter")
 
 
 def ask(model: Path, port: int | None, prompts: Path) -> list[tuple[list[int], int]]:
-    """Answers of a vLLM engine in a process of its own, each with the tokens that were not computed.
+    """Answers of a vLLM engine in a separate process, each with the tokens that were not computed.
 
     Args:
         model: its folder.
@@ -220,15 +220,30 @@ def ask(model: Path, port: int | None, prompts: Path) -> list[tuple[list[int], i
     return [(tokens, cached) for tokens, cached in json.loads(done.stdout.splitlines()[-1])]
 
 
+def hide_dict_of_llvmlite() -> None:
+    """Let vLLM on a CPU start after LMCache has loaded numba.
+
+    vLLM reads ``__dict__`` of everything in all modules. For llvmlite's library this is a function, at which vLLM fails.
+    """
+    from llvmlite.binding import ffi
+
+    library: Any = type(ffi.lib)
+    inner = library.__getattr__
+
+    def get(lib: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return inner(lib, name)
+
+    library.__getattr__ = get
+
+
 def main(model: str, port: int, prompts: str) -> None:
     """Answer prompts with vLLM and print tokens and cached tokens."""
     import os
 
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from llvmlite.binding import ffi
-
-    # vLLM on a CPU reads __dict__ of all that modules contain, and this object of LMCache's numba answers with a function.
-    ffi.lib._fntab["__dict__"] = {}
+    hide_dict_of_llvmlite()
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 

@@ -1,4 +1,4 @@
-"""The adapter behind real LMCache, over real stores: what is shared, faults, bounds, the end."""
+"""The adapter behind real LMCache, over real stores: shared objects, faults, bounds, the end."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_lmcache_usage_listing_and_delete(store: StoreAddress) -> None:
 
 
 class Listener:
-    """Collects what LMCache's listeners are told."""
+    """Collects LMCache's notifications."""
 
     def __init__(self) -> None:
         self.stored: dict[Any, int] = {}

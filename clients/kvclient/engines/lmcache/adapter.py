@@ -41,7 +41,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:  # noqa: ARG002  # LMCache passes it
-        super().__init__(max_capacity_bytes=0)  # the store evicts by itself
+        super().__init__(max_capacity_bytes=0)  # the store evicts, not LMCache
         self._options = AdapterOptions.from_params(params)
         self.counters = AdapterCounters()
         self._store = ObjectStore(self._options, self.counters)

@@ -145,7 +145,7 @@ class ObjectStore:
         Args:
             keys: LMCache's.
             objects: LMCache's memory objects.
-            end_s: monotonic time at which the load ends, with what has arrived by then.
+            end_s: monotonic time at which the load ends. Objects that have not arrived by then are misses.
 
         Returns:
             Which have arrived.
