@@ -29,7 +29,7 @@ class NamespaceClients:
         self._options = replace(hook.client_options(), client_name="lmcache", require_store=False)
         self._lock = threading.Lock()
         self._clients: dict[CacheSpec, Future[KVClient]] = {}
-        self._failed_s: dict[CacheSpec, float] = {}
+        self._begun_s: dict[CacheSpec, float] = {}
         self._pool = ThreadPoolExecutor(_OPENERS, thread_name_prefix="kvstore-lmcache-open")
         self._closed = False
 
@@ -53,7 +53,7 @@ class NamespaceClients:
             raise DeadlineExceeded("the store is not connected yet") from None
         except BaseException:
             with self._lock:
-                if self._clients.get(spec) is opening and time.monotonic() - self._failed_s.get(spec, 0.0) > _RETRY_S:
+                if self._clients.get(spec) is opening and time.monotonic() - self._begun_s.get(spec, 0.0) > _RETRY_S:
                     del self._clients[spec]  # the next task tries again
             raise
 
@@ -63,7 +63,7 @@ class NamespaceClients:
         if len(self._clients) >= _MOST:
             raise CapacityExceeded("too many models and layouts of objects in one adapter", limit=_MOST)
         self._clients[spec] = opening = self._pool.submit(self._hook.connect, spec, self._options)
-        self._failed_s[spec] = time.monotonic()
+        self._begun_s[spec] = time.monotonic()
         return opening
 
     def opened(self) -> list[KVClient]:

@@ -67,8 +67,11 @@ class TaskQueue(Generic[R]):
             number = next(self._numbers)
             accepted = not self._closed and self._pending < self._max_pending
             if accepted:
-                self._pending += 1
-                self._pool.submit(self._run, number, work, failed, end_s)
+                try:
+                    self._pool.submit(self._run, number, work, failed, end_s)
+                    self._pending += 1
+                except RuntimeError:  # the interpreter ends
+                    accepted = False
         if not accepted:
             self._counters.failed("tasks_refused", 1, f"{self._name} task refused: too many pending, or the adapter is closed")
             self._end(number, failed)
