@@ -45,7 +45,9 @@ SUITES: dict[str, tuple[str, ...]] = {
         "micro_index", "nixl_transport", "node_memory", "nvme", "observe_cost", "planner", "rest_cost", "scheduling",
         "sharded_index",
     ),
-    "engines": ("engine_overhead", "engine_router_sessions", "engine_sglang", "engine_transformers", "engine_ttft"),
+    "engines": (
+        "engine_lmcache", "engine_overhead", "engine_router_sessions", "engine_sglang", "engine_transformers", "engine_ttft",
+    ),
     "netlab": ("netlab_engines", "netlab_loads", "netlab_traffic_class", "netlab_vllm"),
     "scale": ("audit_cost", "large_index", "server_rest", "server_scaling"),
     "simulate": ("simulate_lab", "simulate_paper"),

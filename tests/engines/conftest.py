@@ -22,7 +22,9 @@ START_S = 300
 """Timeout per test in seconds. Engine start takes half a minute, and several times that on a busy machine."""
 
 # Set before any engine is imported: no hub, no telemetry, one thread per engine, and engines in this process by default.
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
+os.environ.update(
+    HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", LMCACHE_TRACK_USAGE="false"
+)
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
