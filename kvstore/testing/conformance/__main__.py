@@ -9,7 +9,7 @@ damage to processes is repaired, the third one does too. All tokens are compared
     kvstore-conformance --output conformance.json
 
 A file describes another connector: {"name": "mine", "kv_transfer_config": {...}, "server": ["program", "--port", "{port}"]}.
-{folder}, {host}, {port}, {port2} and {port3} in its texts are replaced. The exit status is 1 if a run ended badly.
+{folder}, {host}, {port}, {port2} and {spare_port} in its texts are replaced. The exit status is 1 if a run ended badly.
 
 Requires vLLM, and transformers unless --model and --other-model are given. Engines run in this environment, on its device.
 """

@@ -22,8 +22,10 @@ STALL_S: Final = 3.0
 START_S: Final = 120.0
 _END_S: Final = 20.0
 _POLL_S: Final = 0.1
-PORTS: Final = ("port", "port2", "port3")
-"""Names of the ports in a command. It must listen on those that the command names."""
+PORTS: Final = ("port", "port2")
+"""Names of the ports in a command. The server must listen on those that its command names."""
+SPARE_PORT: Final = "spare_port"
+"""Name of a port that is free, for a server that may listen on it."""
 
 
 class ServerProcess:
@@ -35,7 +37,8 @@ class ServerProcess:
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        self.values: dict[str, str] = {"host": LOOPBACK, **{name: str(free_port()) for name in PORTS}} if command else {}
+        ports = {name: str(free_port()) for name in (*PORTS, SPARE_PORT)}
+        self.values: dict[str, str] = {"host": LOOPBACK, **ports} if command else {}
         """What replaces names in the command and in the connector's configuration."""
         self._command, self._log = command, log
         self._ports = [int(self.values[name]) for name in PORTS if any(f"{{{name}}}" in part for part in command)]

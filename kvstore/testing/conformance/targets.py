@@ -26,7 +26,7 @@ class ConnectorTarget:
         name: shown in the table.
         transfer: vLLM's ``kv_transfer_config``; ``{folder}``, ``{metadata}``, ``{node}``, ``{host}`` and ``{port}`` in its texts
             are replaced.
-        server: command of its server, with the same names and ``{port2}`` and ``{port3}``; empty: it has none.
+        server: command of its server, with the same names and ``{port2}`` and ``{spare_port}``; empty: it has none.
         uses_store: whether it keeps KV in this store.
     """
 
@@ -75,7 +75,7 @@ def _lmcache_server(adapter: Mapping[str, Any]) -> Sequence[str]:
         "port": "{port}",
         "http-host": "{host}",
         "http-port": "{port2}",
-        "prometheus-port": "{port3}",
+        "prometheus-port": "{spare_port}",
         "l1-size-gb": "0.1",
         "eviction-policy": "LRU",
         "chunk-size": "32",
