@@ -46,6 +46,7 @@ class ChunkStore:
 
     def __init__(self, client: KVClient) -> None:
         self._client = client
+        self._bytes = client.spec.layer_block_bytes  # the end of a row may be unused
         self._mask = np.frombuffer(client.spec.namespace, np.uint64)
 
     def keys(self, hashes: Sequence[bytes]) -> list[BlockKey]:
@@ -155,7 +156,7 @@ class ChunkStore:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return
-            yield run, self.keys([chunk.block_hash for chunk in run]), [chunk.row for chunk in run], left_s
+            yield run, self.keys([chunk.block_hash for chunk in run]), [chunk.row[: self._bytes] for chunk in run], left_s
 
     def close(self) -> None:
         """Close the client."""
