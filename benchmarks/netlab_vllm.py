@@ -325,7 +325,8 @@ def measure(options: Options, folder: Path, *, tier: bool) -> None:
             target=Target("peer", slowest) if policy == "split" else None,
             transport="tcp over shaped veth links",
             verified=True,
-            notes=f"share of loading {share:.2f}; handoff {handed:.2f} s, overlapping; "
+            notes=f"share of loading {share:.2f}; "
+            + ("" if tier else f"handoff {handed:.2f} s, overlapping; ")
             + "MB by path "
             + ", ".join(f"{path} {size:.1f}" for path, size in over.items() if size),
         )

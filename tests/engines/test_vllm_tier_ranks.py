@@ -80,8 +80,8 @@ def test_tier_two_ranks_load_what_two_ranks_stored(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @NEEDS_TWO_CORES
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.thorough)])
-def test_tier_canonical_chunks_fit_any_number_of_ranks(family: str, tmp_path: Path) -> None:
-    model, other = tiny(family, tmp_path), other_weights(family, tmp_path)
+def test_tier_canonical_chunks_fit_any_number_of_ranks(family: str, model_folder: Path, tmp_path: Path) -> None:
+    model, other = tiny(family, model_folder), other_weights(family, model_folder)
     with LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path / "store") as cluster:
         two = answer(cluster, model, 2, "--canonical")
         one = answer(cluster, model, 1, "--canonical", "--prompts", "1", "2")

@@ -1,4 +1,4 @@
-"""A checkpoint is identified by all its bytes, where a sample of them is not enough."""
+"""A checkpoint is identified by all its bytes, because a sample does not cover them."""
 
 from __future__ import annotations
 

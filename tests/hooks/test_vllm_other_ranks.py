@@ -1,4 +1,4 @@
-"""An engine that finds nothing says so if other tensor parallelism is the reason."""
+"""An engine without hits logs a line if other tensor parallelism is the reason."""
 
 from __future__ import annotations
 

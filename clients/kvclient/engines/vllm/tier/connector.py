@@ -70,7 +70,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         self._options = TierOptions.from_extra_config(transfer.kv_connector_extra_config)
         self._config = build_offloading_config(vllm_config, kv_cache_config)
         if self._config.canonical_layout and not self._config.parallel.is_parallelism_agnostic:
-            if role == KVConnectorRole.SCHEDULER:
+            if role == KVConnectorRole.WORKER and vllm_config.parallel_config.rank == 0:
                 _log.warning("canonical layout impossible for this model: KV is shared at equal tensor parallelism only")
             transfer.kv_connector_extra_config["canonical_layout"] = False
             self._config = build_offloading_config(vllm_config, kv_cache_config)
