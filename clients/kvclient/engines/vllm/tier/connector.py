@@ -165,10 +165,14 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         super().on_new_request(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
-        """Return the plan of a step. A step without tokens first waits a little for the end of a load, store or lookup."""
-        if not scheduler_output.total_num_scheduled_tokens:
+        """Return the plan of a step. A step without work waits a little for the end of a load, store or lookup.
+
+        The wait comes last: vLLM has then begun what this step found to do.
+        """
+        plan = super().build_connector_meta(scheduler_output)
+        if not (scheduler_output.total_num_scheduled_tokens or plan.load_jobs or plan.store_jobs or plan.jobs_to_flush):
             self._open_tier.wait_ended(self._options.idle_wait_ms / 1_000, _COPYING_S)
-        return super().build_connector_meta(scheduler_output)
+        return plan
 
     def reset_cache(self) -> bool | None:
         """Begin a weights epoch, so that earlier KV is not found. vLLM calls this when its cache is reset.
