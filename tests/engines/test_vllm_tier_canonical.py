@@ -1,4 +1,4 @@
-"""Chunks in vLLM's canonical layout: copied by the workers of any number of ranks, not used where a model does not qualify."""
+"""Chunks in vLLM's canonical layout: copied by the workers of any number of ranks, not used if a model does not qualify."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Ranks:
             self.workers.append(HostWorker(caches, region, per_chunk, canonical=True))
 
     def _mappings(self, count: int, rank: int, views: list[Any]) -> list[Any]:
-        """What vLLM derives for these pages."""
+        """Return the mappings that vLLM derives for these pages."""
         import torch
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import derive_canonical_mappings
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -157,7 +157,7 @@ def test_tier_canonical_heads_move_between_ranks(storing: int, loading: int, per
 def test_tier_canonical_layout_falls_back_if_impossible(
     family: str, folder: Path, store: StoreAddress, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """States are not divided by heads: everything is as without the option, and one line says so."""
+    """States are not divided by heads: chunks are stored as without the option, after a line in the log."""
     model = tiny(family, folder)
     caplog.set_level(logging.WARNING)
     with engine(model, store, extra={"canonical_layout": True}) as served:

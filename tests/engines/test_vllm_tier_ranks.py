@@ -48,7 +48,7 @@ def other_weights(family: str, folder: Path) -> Path:
 
 
 def answer(cluster: LocalCluster, model: Path, ranks: int, *more: str) -> dict[str, Any]:
-    """Run an engine in processes of its own and return what it says."""
+    """Run an engine in separate processes and return its output."""
     script = Path(__file__).with_name("tier_ranks_bed.py")
     argv = [sys.executable, str(script), cluster.metadata_address, cluster.node("n").local_socket, str(model), str(ranks), *more]
     env = os.environ | (RANKS if ranks > 1 else ONE_RANK)

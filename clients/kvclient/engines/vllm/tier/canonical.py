@@ -1,6 +1,6 @@
-"""vLLM's canonical layout of chunks: all heads of a page in one order, whatever the tensor parallelism.
+"""vLLM's canonical layout of chunks: all heads of a page in one order, for any tensor parallelism.
 
-vLLM derives for each rank where the bytes of its pages belong in a canonical page, and refuses layouts that it does not know. A
+vLLM derives the places of each rank's bytes in a canonical page, and refuses layouts that it does not know. A
 page of a CPU is divided by heads first. The attention kernel orders only the bytes within a head, so heads may be moved, and the
 kernel's name stays in the namespace.
 """
@@ -19,7 +19,7 @@ _Offsets = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class CanonicalChunk:
-    """What a chunk in the canonical layout contains, equal for all ranks and for any tensor parallelism.
+    """Content of a chunk in the canonical layout, equal for all ranks and for any tensor parallelism.
 
     Attributes:
         nbytes: of a chunk.
