@@ -28,7 +28,7 @@ import harness
 from harness import Figure, Options, Reference, Target
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.lab.engine_bed import store_transfer
+from kvstore.lab.engine_bed import store_transfer, tier_transfer
 from rig.engine_child import MIB, EngineChild, ModelSize, make_model
 
 SIZE = ModelSize()
@@ -97,16 +97,6 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
             options.repetitions,
         )
     report(options, tokens, samples)
-
-
-def tier_transfer(metadata: str, node: str, primary_bytes: int) -> dict[str, Any]:
-    """Return ``kv_transfer_config`` for vLLM's own offloading with the store as its secondary tier."""
-    return {
-        "kv_connector": "KVStoreOffloadingConnector",
-        "kv_connector_module_path": "kvclient.engines.vllm.tier",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": primary_bytes, "kvstore": {"metadata": metadata, "node": node}},
-    }
 
 
 def fs_transfer(folder: Path, primary_bytes: int) -> dict[str, Any]:

@@ -6,7 +6,10 @@ engine loads the context by its policy, computes the tail and hands the prompt o
 answer of one token. All policies must produce the same tokens.
 
 Links are slow enough to be the bottleneck instead of the CPU. Computing this small model is faster than loading over these links,
-so the figures do not compare loading with computing. Requires root, iproute2 and vLLM.
+so the figures do not compare loading with computing.
+
+On a second bed one engine answers alone, by vLLM's own offloading with the store as its secondary tier. The other host has no
+engine, and its storage link is that of an idle host. Requires root, iproute2 and vLLM.
 """
 
 from __future__ import annotations
@@ -18,14 +21,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import grpc
 
@@ -33,7 +36,7 @@ import harness
 from harness import Figure, Options, Reference, Target
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
-from kvstore.lab.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer, token_ids_of
+from kvstore.lab.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer, tier_transfer, token_ids_of
 from kvstore.lab.tiny_models import TinyModel, make_model
 from kvstore.netlab import netns
 from kvstore.netlab.bed import METADATA_HOST, LabBed
@@ -46,6 +49,15 @@ KV_BYTES = MODEL.layers * 2 * MODEL.kv_heads * MODEL.head_dim * 4
 """KV bytes per token."""
 PREFILL, DECODE, STORAGE = "prefill-0", "decode-0", "storage-0"
 POLICIES = ("prefill_only", "split", "shorter_queue")
+TIER_POLICIES = POLICIES[:2]
+_BUSY = (
+    "kv_offload_tiering_active_cascade_jobs",
+    "kv_offload_tiering_active_promotion_jobs",
+    "kv_offload_cpu_cache_write_usage_perc",
+    "kv_offload_cpu_cache_read_usage_perc",
+)
+"""Gauges of vLLM that are 0 while its offloading is idle."""
+_CHECK_S, _QUIET_CHECKS = 0.05, 4
 _CALL_S = 60.0
 
 
@@ -70,7 +82,7 @@ class Answer:
 
 @dataclass
 class Bed:
-    """Hosts, servers and engines, as a context manager."""
+    """Hosts, servers and engines that prefill and decode, as a context manager."""
 
     links: LabBed
     context_tokens: int
@@ -78,6 +90,7 @@ class Bed:
     layer_group: int
     folder: Path
     _stack: ExitStack = field(default_factory=ExitStack)
+    _engine_hosts: ClassVar[tuple[str, ...]] = (PREFILL, DECODE)
 
     def __enter__(self) -> Self:
         try:
@@ -100,7 +113,7 @@ class Bed:
         self.cluster = self._stack.enter_context(LocalCluster(self._nodes(), self.folder / "store", metadata_host=place))
         self.engines = self._stack.enter_context(EngineBed(self.folder / "engines"))
         model = make_model(self.folder / "model", MODEL)
-        started = [self.engines.begin(self._engine(name, model, core)) for core, name in enumerate((PREFILL, DECODE))]
+        started = [self.engines.begin(self._engine(name, model, core)) for core, name in enumerate(self._engine_hosts)]
         for engine in started:
             self._asking.submit(self.engines.await_healthy, engine).result()
 
@@ -133,12 +146,17 @@ class Bed:
         )
 
     def _engine(self, name: str, model: Path, core: int) -> ServeSpec:
-        host = self.lab.host(name)
+        return self._spec(name, model, core, self._transfer(name))
+
+    def _transfer(self, name: str) -> dict[str, Any]:
         role = {PREFILL: "kv_producer", DECODE: "kv_consumer"}[name]
         options: dict[str, Any] = {"prompt_deadline_s": 60.0, "load_deadline_s": 60.0, "handoff_deadline_s": 60.0}
         if name == PREFILL:
             options |= {"load_mode": self.load_mode, "path_layer_group": self.layer_group}
-        store = store_transfer(self.cluster.metadata_address, self.cluster.node(name).local_socket, role=role, **options)
+        return store_transfer(self.cluster.metadata_address, self.cluster.node(name).local_socket, role=role, **options)
+
+    def _spec(self, name: str, model: Path, core: int, store: dict[str, Any]) -> ServeSpec:
+        host = self.lab.host(name)
         return ServeSpec(
             name,
             model,
@@ -172,8 +190,7 @@ class Bed:
         if token_ids_of(first.result()) != [token]:
             sys.exit("WRONG TOKEN: the two engines do not agree")
         grown = {name: value - before.get(name, 0) for name, value in self._counts(prefill).items()}
-        moved = {path: int(grown.get(f"load_{path}_path_bytes", 0)) for path in ("local", "prefill", "decode", "relay")}
-        return Answer(seconds, grown.get("load_seconds", 0), grown.get("handoff_seconds", 0), moved, token)
+        return Answer(seconds, grown.get("load_seconds", 0), grown.get("handoff_seconds", 0), bytes_by_path(grown), token)
 
     def _counts(self, engine: ServedEngine) -> dict[str, float]:
         found: dict[str, float] = self._asking.submit(engine.metrics).result()
@@ -192,8 +209,65 @@ class Bed:
                 node.Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=common_pb2.TIER_DRAM), timeout=_CALL_S)
 
 
-def measure(options: Options, folder: Path) -> None:
-    """Compute and store the contexts once. Each round then sends one question per context with each policy."""
+class TierBed(Bed):
+    """Hosts, servers and one engine with the store as the secondary tier of vLLM's offloading."""
+
+    _engine_hosts = (PREFILL,)
+
+    def _transfer(self, name: str) -> dict[str, Any]:
+        epoch = self.folder / "weights-epoch"  # of the same name after each reset, so that the contexts are found again
+        epoch.write_text("bench")
+        return tier_transfer(
+            self.cluster.metadata_address,
+            self.cluster.node(name).local_socket,
+            (self.context_tokens + 1024) * KV_BYTES,
+            load_deadline_s=60.0,
+            weights_epoch_file=str(epoch),
+        )
+
+    def ask(self, prompt: Sequence[int], policy: str) -> Answer:
+        """Send one question to the engine with empty caches."""
+        engine = self.engines.engine(PREFILL)
+        self._asking.submit(partial(engine.reset_prefix_cache, connector=True)).result()
+        before = self._counts(engine)
+        began_s = time.perf_counter()
+        answer = self._asking.submit(engine.complete, prompt, 1, kv_transfer_params={"path_policy": policy}).result()
+        seconds = time.perf_counter() - began_s
+        self._await_stores(engine)
+        grown = {name: value - before.get(name, 0) for name, value in self._counts(engine).items()}
+        loading_s = grown.get("kv_offload_tiering_read_time", 0)
+        return Answer(seconds, loading_s, 0.0, bytes_by_path(grown), token_ids_of(answer)[0])
+
+    def _await_stores(self, engine: ServedEngine) -> None:
+        """Wait until no pages are copied or stored, because a reset would fail."""
+        end_s = time.monotonic() + _CALL_S
+        quiet = 0
+        while quiet < _QUIET_CHECKS:
+            if time.monotonic() > end_s:
+                sys.exit("the engine does not end its stores")
+            counts = self._counts(engine)
+            busy = any(counts.get(name, 0) for name in _BUSY)
+            quiet = 0 if busy else quiet + 1
+            time.sleep(_CHECK_S)
+
+    def _counts(self, engine: ServedEngine) -> dict[str, float]:
+        found = super()._counts(engine)
+        return {name.removeprefix("vllm:").removeprefix("tier_"): value for name, value in found.items()}
+
+
+def bytes_by_path(counts: Mapping[str, float]) -> dict[str, int]:
+    """Return the loaded bytes by path."""
+    return {path: int(counts.get(f"load_{path}_path_bytes", 0)) for path in ("local", "prefill", "decode", "relay")}
+
+
+def measure(options: Options, folder: Path, *, tier: bool) -> None:
+    """Compute and store the contexts once. Each round then sends one question per context with each policy.
+
+    Args:
+        options: of the benchmark.
+        folder: for logs and data.
+        tier: use the bed with the secondary tier.
+    """
     extra = options.extra
     tokens = options.pick(full=2016, quick=1024, smoke=512)
     links = LabBed(1, 1, 1, extra.snic_mbit, extra.snic_mbit * 5, extra.snic_mbit * 5)
@@ -201,7 +275,10 @@ def measure(options: Options, folder: Path) -> None:
     dice = random.Random(options.seed)
     contexts = [dice.choices(range(32, 127), k=tokens) for _ in range(2)]
     told: dict[str, list[Answer]] = {policy: [] for policy in POLICIES}
-    with Bed(links, tokens, extra.load_mode, extra.layer_group, folder) as bed:
+    first_tokens: dict[int, int] = {}
+    slowest = 0.6 if tier else 0.75
+    policies = TIER_POLICIES if tier else POLICIES
+    with (TierBed if tier else Bed)(links, tokens, extra.load_mode, extra.layer_group, folder) as bed:
         for context in contexts:
             bed.ask(context + dice.choices(range(32, 127), k=BLOCK), "prefill_only")
         bed.settle()
@@ -209,9 +286,12 @@ def measure(options: Options, folder: Path) -> None:
 
         def question(policy: str) -> float:
             nonlocal turn
+            round_number = turn // len(policies)
             turn += 1
-            tail = random.Random(turn // len(POLICIES)).choices(range(32, 127), k=3 * BLOCK)
-            answer = bed.ask(contexts[turn // len(POLICIES) % 2] + tail, policy)
+            tail = random.Random(round_number).choices(range(32, 127), k=3 * BLOCK)
+            answer = bed.ask(contexts[round_number % 2] + tail, policy)
+            if first_tokens.setdefault(round_number, answer.token) != answer.token:
+                sys.exit("WRONG TOKEN: the policies do not agree")
             told[policy].append(answer)
             loaded = sum(answer.bytes.values())
             if loaded < tokens // BLOCK * BLOCK * KV_BYTES:
@@ -219,34 +299,34 @@ def measure(options: Options, folder: Path) -> None:
             bed.settle()
             return answer.seconds
 
-        samples = harness.interleave({policy: partial(question, policy) for policy in POLICIES}, options.repetitions)
+        samples = harness.interleave({policy: partial(question, policy) for policy in policies}, options.repetitions)
     shared: dict[str, Any] = {
         "bed": "1P1D",
         "snic_mbit": links.snic_mbit,
         "cnic_mbit": links.cnic_mbit,
         "context_tokens": tokens,
-        "load_mode": extra.load_mode,
-        "layer_group": extra.layer_group,
+        **({} if tier else {"load_mode": extra.load_mode, "layer_group": extra.layer_group}),
     }
-    for policy in POLICIES:
+    for policy in policies:
         answers = told[policy][-len(samples[policy]) :]
         share = statistics.median(one.load_seconds / one.seconds for one in answers)
         handed = statistics.median(one.handoff_seconds for one in answers)
         over = {path: statistics.median(one.bytes[path] for one in answers) / 1e6 for path in answers[0].bytes}
         options.keep(
             Figure(
-                "netlab_vllm_ttft",
-                "vLLM prefill and decode on emulated hosts: time to first token",
+                f"netlab_vllm_{'tier_' * tier}ttft",
+                f"vLLM {'with the secondary tier' if tier else 'prefill and decode'} on emulated hosts: time to first token",
                 shared | {"policy": policy},
                 "s",
                 True,
             ),
             samples[policy],
-            peer=None if policy == POLICIES[0] else Reference(POLICIES[0], samples[POLICIES[0]]),
-            target=Target("peer", 0.75) if policy == "split" else None,
+            peer=None if policy == policies[0] else Reference(policies[0], samples[policies[0]]),
+            target=Target("peer", slowest) if policy == "split" else None,
             transport="tcp over shaped veth links",
             verified=True,
-            notes=f"share of loading {share:.2f}; handoff {handed:.2f} s, overlapping; "
+            notes=f"share of loading {share:.2f}; "
+            + ("" if tier else f"handoff {handed:.2f} s, overlapping; ")
             + "MB by path "
             + ", ".join(f"{path} {size:.1f}" for path, size in over.items() if size),
         )
@@ -258,13 +338,15 @@ def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--snic-mbit", type=float, default=200.0, help="rate of each storage link (default 200); compute: 5x")
         parser.add_argument("--load-mode", default="layerwise", help="mode of the prefill engine (default layerwise)")
+        parser.add_argument("--beds", nargs="+", choices=("pd", "tier"), default=["pd", "tier"], help="beds (default both)")
         parser.add_argument("--layer-group", type=int, default=0, help="layers read together (default 0: whole blocks)")
 
     options = harness.options("netlab_vllm", __doc__, arguments=arguments)
     if (reason := available()) is not None:
         sys.exit(f"SKIPPED: {reason}")
     with tempfile.TemporaryDirectory(prefix="kvstore-netlab-vllm-", dir=options.scratch) as folder:
-        measure(options, Path(folder))
+        for bed in options.extra.beds:
+            measure(options, Path(folder) / bed, tier=bed == "tier")
 
 
 if __name__ == "__main__":

@@ -70,6 +70,30 @@ def store_transfer(
     }
 
 
+def tier_transfer(
+    metadata: str, node: str, host_bytes: int, *, offloading: Mapping[str, object] | None = None, **options: object
+) -> dict[str, Any]:
+    """Build the ``--kv-transfer-config`` of vLLM's own offloading with the store as its secondary tier.
+
+    Args:
+        metadata: address of the metadata server.
+        node: address of this engine's node; see ``HookOptions.node``.
+        host_bytes: vLLM's host memory.
+        offloading: further options of vLLM's offloading.
+        options: further options of the tier.
+    """
+    return {
+        "kv_connector": "KVStoreOffloadingConnector",
+        "kv_connector_module_path": "kvclient.engines.vllm.tier",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": host_bytes,
+            "kvstore": {"metadata": metadata, "node": node, **options},
+            **(offloading or {}),
+        },
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class ServeSpec:
     """Configuration of one served engine.
@@ -220,13 +244,16 @@ class ServedEngine:
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, connector: bool = False) -> None:
         """Forgets what the engine itself cached.
+
+        Args:
+            connector: also what vLLM's offloading keeps in host memory.
 
         Raises:
             InvalidArgument: it does not, for requests are running.
         """
-        status, answer = self.call("POST", "/reset_prefix_cache")
+        status, answer = self.call("POST", f"/reset_prefix_cache{'?reset_external=true' * connector}")
         if status != http.client.OK:
             raise InvalidArgument("the engine does not reset its cache", status=status, answer=answer[:200].decode())
 

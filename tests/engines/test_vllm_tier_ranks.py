@@ -1,10 +1,11 @@
-"""The tier with two tensor-parallel ranks: another engine with two ranks loads what they stored, one with one rank does not."""
+"""The tier with two tensor-parallel ranks: in the canonical layout one rank loads what two stored, and the other way around."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tier_ranks_bed import TOKENS
-from vllm_bed import BLOCK
+from vllm_bed import BLOCK, tiny
 
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
@@ -27,12 +28,29 @@ RANKS = {
 }
 ONE_RANK = {**RANKS, "VLLM_CPU_OMP_THREADS_BIND": "0"}
 TIMEOUT_S = 280.0
+HIT = (TOKENS - 1) // BLOCK * BLOCK
+NEEDS_TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 
 
-def answer(cluster: LocalCluster, folder: Path, ranks: int) -> dict[str, Any]:
-    """Run an engine in processes of its own and return what it says."""
+def other_weights(family: str, folder: Path) -> Path:
+    """A model of the same shape as ``tiny``, with other embeddings."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    made = folder / "other" / family
+    shutil.copytree(tiny(family, folder), made)
+    (file,) = made.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if "embed" in name)
+    tensors[name][32:127] += torch.linspace(0, 1, tensors[name].shape[1])
+    save_file(tensors, file, {"format": "pt"})
+    return made
+
+
+def answer(cluster: LocalCluster, model: Path, ranks: int, *more: str) -> dict[str, Any]:
+    """Run an engine in separate processes and return its output."""
     script = Path(__file__).with_name("tier_ranks_bed.py")
-    argv = [sys.executable, str(script), cluster.metadata_address, cluster.node("n").local_socket, str(folder), str(ranks)]
+    argv = [sys.executable, str(script), cluster.metadata_address, cluster.node("n").local_socket, str(model), str(ranks), *more]
     env = os.environ | (RANKS if ranks > 1 else ONE_RANK)
     process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -49,9 +67,27 @@ def answer(cluster: LocalCluster, folder: Path, ranks: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+@NEEDS_TWO_CORES
 def test_tier_two_ranks_load_what_two_ranks_stored(tmp_path: Path) -> None:
+    model = tiny("llama", tmp_path)
     with LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path / "store") as cluster:
-        stored, loaded, alone = (answer(cluster, tmp_path, ranks) for ranks in (2, 2, 1))
-    assert [stored["cached"], loaded["cached"], alone["cached"]] == [0, (TOKENS - 1) // BLOCK * BLOCK, 0]
-    assert stored["answer"] == loaded["answer"] == alone["answer"]
+        stored, loaded, alone = (answer(cluster, model, ranks) for ranks in (2, 2, 1))
+    assert [stored["cached"], loaded["cached"], alone["cached"]] == [[0], [HIT], [0]]
+    assert stored["answers"] == loaded["answers"] == alone["answers"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@NEEDS_TWO_CORES
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.thorough)])
+def test_tier_canonical_chunks_fit_any_number_of_ranks(family: str, model_folder: Path, tmp_path: Path) -> None:
+    model, other = tiny(family, model_folder), other_weights(family, model_folder)
+    with LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path / "store") as cluster:
+        two = answer(cluster, model, 2, "--canonical")
+        one = answer(cluster, model, 1, "--canonical", "--prompts", "1", "2")
+        again = answer(cluster, model, 2, "--canonical", "--prompts", "1", "2")
+        changed = answer(cluster, other, 1, "--canonical", "--prompts", "1", "2")
+    assert [two["cached"], one["cached"], again["cached"], changed["cached"]] == [[0], [HIT, 0], [HIT, HIT], [0, 0]]
+    assert again["answers"] == one["answers"]
+    assert one["answers"][:1] == two["answers"]
+    assert changed["answers"] != one["answers"], "other weights compute other tokens"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
+from typing import Any
 
 from tier_bed import PRIMARY_BYTES
-from vllm_bed import BLOCK, MIB, MOST_TOKENS, text, tiny
+from vllm_bed import BLOCK, MIB, MOST_TOKENS, text
 from vllm_ranks_bed import PATIENT, fork_children
 
 TOKENS = 500
@@ -17,21 +17,28 @@ SETTLED_S = 2.0
 
 
 def main() -> None:
-    """Answer, say how much was cached, and leave time for the stores."""
+    """Answer one prompt after the other, say how much was cached, and leave time for the stores."""
     import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector  # noqa: F401  # before the fork
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
     parser = argparse.ArgumentParser()
-    for name in ("metadata", "node", "folder", "ranks"):
+    for name in ("metadata", "node", "model", "ranks"):
         parser.add_argument(name)
+    parser.add_argument("--prompts", nargs="+", type=int, default=[1])
+    parser.add_argument("--canonical", action="store_true")
+    parser.add_argument("--dtype", default="float32")
     given = parser.parse_args()
     fork_children()
-    extra = {"cpu_bytes_to_use": PRIMARY_BYTES, "kvstore": {"metadata": given.metadata, "node": given.node, **PATIENT}}
+    extra: dict[str, Any] = {
+        "cpu_bytes_to_use": PRIMARY_BYTES,
+        "kvstore": {"metadata": given.metadata, "node": given.node, "model": "one-name", **PATIENT},
+    }
+    extra |= {"canonical_layout": True} if given.canonical else {}
     llm = LLM(
-        model=str(tiny("llama", Path(given.folder))),
+        model=given.model,
         enforce_eager=True,
-        dtype="float32",
+        dtype=given.dtype,
         max_model_len=MOST_TOKENS,
         max_num_seqs=8,
         block_size=BLOCK,
@@ -47,10 +54,15 @@ def main() -> None:
         ),
     )
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    (answer,) = llm.generate([{"prompt_token_ids": text(1, TOKENS)}], params, use_tqdm=False)
+    prompts = [{"prompt_token_ids": text(seed, TOKENS)} for seed in given.prompts]
+    answers = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
     time.sleep(SETTLED_S)
     llm.generate([{"prompt_token_ids": [40]}], SamplingParams(max_tokens=1), use_tqdm=False)
-    print(json.dumps({"answer": list(answer.outputs[0].token_ids), "cached": answer.num_cached_tokens}))
+    said = {
+        "answers": [list(answer.outputs[0].token_ids) for answer in answers],
+        "cached": [answer.num_cached_tokens for answer in answers],
+    }
+    print(json.dumps(said))
 
 
 if __name__ == "__main__":

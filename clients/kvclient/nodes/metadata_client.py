@@ -27,7 +27,7 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call
-from kvstore.rpc.codec import spec_to_proto, tier_from_proto
+from kvstore.rpc.codec import spec_from_proto, spec_to_proto, tier_from_proto
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
 from kvstore.rpc.failover.addresses import MetadataAddresses
 from kvstore.rpc.failover.connect import connect_metadata, states_of
@@ -105,6 +105,15 @@ class MetadataClient:
             self.register(timeout_s)
         except KVStoreError as error:  # from None: gRPC's own traceback says less at greater length
             raise self._diagnoser.explain(error, min(timeout_s, TIMEOUT_S)) from None
+
+    def namespaces(self, timeout_s: float) -> list[CacheSpec]:
+        """Return all namespaces that are registered.
+
+        Raises:
+            KVStoreError: the server does not answer.
+        """
+        answer = self._call(self._stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), timeout_s)
+        return [spec_from_proto(one.spec) for one in answer.namespaces]
 
     def register(self, timeout_s: float) -> None:
         """Register the namespace. Idempotent.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvclient import BlockKey, CacheSpec, KeyChain, KVClient, Lookup
@@ -13,6 +14,7 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys
 from kvclient.engines.vllm.identity.namespaces import chain_spec
 from kvclient.engines.vllm.options import RECONNECT_S
+from kvclient.engines.vllm.scheduler.other_ranks import OtherRanks
 
 _log = logging.getLogger(__name__)
 _REQUESTS_AT_ONCE = 2
@@ -54,6 +56,7 @@ class BackgroundLookup:
         self.groups = groups
         self.chain = KeyChain(chain_spec([shards[0] for shards in groups]))
         self._counters = counters
+        self._other_ranks = OtherRanks(groups[0][0])
         self._places: list[tuple[int, KVClient, NamespaceKeyMask]] = []
         client_options = replace(options.client_options(), client_name="vllm-scheduler")
         if running:
@@ -105,6 +108,9 @@ class BackgroundLookup:
         self._counters.add("hit_blocks", hit)
         if any(answer.error is not None for answer in answers):
             self._counters.add("lookup_failures")
+        elif keys and not hit and self._other_ranks.due:
+            with suppress(RuntimeError):  # closed by now
+                self._requests.submit(self._other_ranks.look, first[1])
         return PrefixMatch(hit, by_group)
 
     @staticmethod

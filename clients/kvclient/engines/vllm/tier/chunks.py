@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -10,7 +11,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from kvclient import KVClient, KVStoreError, Lookup, Outcome
+from kvclient import KVClient, KVStoreError, Lookup, Outcome, Paths
 from kvclient.results import HELD
 from kvstore.core.types import KEY_BYTES, BlockKey
 
@@ -45,6 +46,7 @@ class ChunkStore:
 
     def __init__(self, client: KVClient) -> None:
         self._client = client
+        self._bytes = client.spec.layer_block_bytes  # the end of a row may be unused
         self._mask = np.frombuffer(client.spec.namespace, np.uint64)
 
     def keys(self, hashes: Sequence[bytes]) -> list[BlockKey]:
@@ -91,8 +93,8 @@ class ChunkStore:
 
     # ---- loads ----
     def load(
-        self, chunks: Sequence[Chunk], chain: Sequence[bytes], found: Lookup | None, end_s: float
-    ) -> tuple[list[bytes], int]:
+        self, chunks: Sequence[Chunk], chain: Sequence[bytes], found: Lookup | None, end_s: float, paths: Paths | None = None
+    ) -> tuple[list[bytes], Counter[str]]:
         """Load chunks into their rows. When this returns, nothing writes to them any more.
 
         Args:
@@ -100,17 +102,18 @@ class ChunkStore:
             chain: hashes of the request's chain, for chunks with a position.
             found: an earlier lookup of this chain, if there was one.
             end_s: monotonic time at which the load ends, with what has arrived by then.
+            paths: hosts whose storage links may be used; None: this host's.
 
         Returns:
-            vLLM's keys of the chunks that arrived, and their bytes.
+            vLLM's keys of the chunks that arrived, and their bytes by path; see ``LoadResult``.
         """
         arrived: list[bytes] = []
-        size = 0
+        sizes: Counter[str] = Counter()
         for run, keys, rows, left_s in self._runs_in_time(chunks, end_s):
             start = run[0].position
             if start is None:
                 heads = self._client.lookup_heads(keys, deadline_s=left_s)
-                result = self._client.load(heads, rows, deadline_s=left_s)
+                result = self._client.load(heads, rows, deadline_s=left_s, paths=paths)
             else:
                 stop = start + len(run)
                 if found is None or found.hit_blocks < stop or list(found.keys[start:stop]) != keys:
@@ -119,11 +122,11 @@ class ChunkStore:
                 if list(part.keys) != keys:
                     continue  # the chain is not that of the chunks
                 whole = Lookup(part.keys, len(part.keys), part.runs, part.parent, part.depth)
-                result = self._client.load(whole, rows, deadline_s=left_s)
+                result = self._client.load(whole, rows, deadline_s=left_s, paths=paths)
             hits = result.outcomes == Outcome.HIT
             arrived += [chunk.key for chunk, hit in zip(run, hits.tolist(), strict=True) if hit]
-            size += result.bytes_loaded
-        return arrived, size
+            sizes.update(result.bytes_by_path)
+        return arrived, sizes
 
     # ---- stores ----
     def store(self, chunks: Sequence[Chunk], chain: Sequence[bytes], end_s: float) -> tuple[list[bytes], int]:
@@ -153,7 +156,7 @@ class ChunkStore:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return
-            yield run, self.keys([chunk.block_hash for chunk in run]), [chunk.row for chunk in run], left_s
+            yield run, self.keys([chunk.block_hash for chunk in run]), [chunk.row[: self._bytes] for chunk in run], left_s
 
     def close(self) -> None:
         """Close the client."""

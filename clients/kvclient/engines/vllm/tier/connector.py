@@ -23,12 +23,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 
 from kvclient import CacheSpec, InvalidArgument, KVStoreError
+from kvclient.engines.vllm.identity.checkpoint import checkpoint_digest, weights_name
 from kvclient.engines.vllm.identity.engine_facts import check_scales
-from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
+from kvclient.engines.vllm.identity.model_weights import ModelWeights, gather_digests
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.options import RECONNECT_S
+from kvclient.engines.vllm.tier.canonical import canonical_chunk
 from kvclient.engines.vllm.tier.chunks import ChunkStore
-from kvclient.engines.vllm.tier.facts import WorkerFacts, check_block_hash, chunk_specs, tier_groups, worker_facts
+from kvclient.engines.vllm.tier.facts import (
+    WorkerFacts,
+    check_block_hash,
+    chunk_specs,
+    row_bytes,
+    tier_groups,
+    worker_facts,
+)
 from kvclient.engines.vllm.tier.manager import KVStoreTier, tier_of
 from kvclient.engines.vllm.tier.options import TierOptions
 
@@ -60,6 +69,11 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         transfer.kv_connector_extra_config = with_tier(transfer.kv_connector_extra_config or {})
         self._options = TierOptions.from_extra_config(transfer.kv_connector_extra_config)
         self._config = build_offloading_config(vllm_config, kv_cache_config)
+        if self._config.canonical_layout and not self._config.parallel.is_parallelism_agnostic:
+            if role == KVConnectorRole.WORKER and vllm_config.parallel_config.rank == 0:
+                _log.warning("canonical layout impossible for this model: KV is shared at equal tensor parallelism only")
+            transfer.kv_connector_extra_config["canonical_layout"] = False
+            self._config = build_offloading_config(vllm_config, kv_cache_config)
         self._epochs = WeightsEpoch(self._options)
         self._groups = tier_groups(self._config, kv_cache_config)
         self._facts: WorkerFacts | None = None
@@ -75,15 +89,32 @@ class KVStoreOffloadingConnector(OffloadingConnector):
             InvalidArgument: the attention backend computes wrong tokens after a prefix that was loaded.
         """
         config = self._vllm_config
-        digest = ModelWeights.of_caller(config.model_config.dtype).digest()
-        weights = combined_digest(gather_digests(digest, config.parallel_config))
-        self._facts = worker_facts(config, self._kv_cache_config, kv_caches, weights, named=self._epochs.named)
+        canonical = None
+        if self._config.canonical_layout:
+            canonical = canonical_chunk(config, self._kv_cache_config, kv_caches, self._config)
+        weights = self._weights(ModelWeights.of_caller(config.model_config.dtype).digest())
+        self._facts = worker_facts(config, self._kv_cache_config, kv_caches, weights, canonical, named=self._epochs.named)
         if self._facts.whole_prompts_only:
             raise InvalidArgument(
                 f"{self._facts.whole_prompts_only} computes prompts only as a whole: KV cannot be offloaded, so remove"
                 " kv_transfer_config"
             )
         super().register_kv_caches(kv_caches)
+
+    def _weights(self, held: str) -> str:
+        """Return the name of the weights. Every worker calls this at the start.
+
+        Args:
+            held: digest of the tensors that this worker holds.
+        """
+        config = self._vllm_config
+        by_rank = gather_digests(held, config.parallel_config)
+        checkpoints = []
+        if self._config.canonical_layout and not self._epochs.named:
+            checkpoints = gather_digests(checkpoint_digest(config), config.parallel_config)
+            if not checkpoints[0]:
+                _log.warning("KV is shared at equal tensor parallelism only, unless weights_epoch names the weights")
+        return weights_name(by_rank, checkpoints)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what identifies this worker. vLLM sends it to the scheduler at start."""
@@ -95,7 +126,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         if not workers:
             return
         self._epochs.name = self._epochs.name or workers[0].weights
-        chunk_bytes = self._open_tier.block_size_bytes
+        chunk_bytes = row_bytes(workers[0], self._open_tier.block_size_bytes)
         self._specs = chunk_specs(self._options.hook, workers, self._groups, self._config, chunk_bytes, self._block_hash)
         self._open(self._options.hook.connect_deadline_s, require=self._options.hook.require_store)
 
@@ -134,10 +165,14 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         super().on_new_request(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
-        """Return the plan of a step. A step without tokens first waits a little for the end of a load, store or lookup."""
-        if not scheduler_output.total_num_scheduled_tokens:
+        """Return the plan of a step. A step without work waits a little for the end of a load, store or lookup.
+
+        The wait comes last: vLLM has then begun what this step found to do.
+        """
+        plan = super().build_connector_meta(scheduler_output)
+        if not (scheduler_output.total_num_scheduled_tokens or plan.load_jobs or plan.store_jobs or plan.jobs_to_flush):
             self._open_tier.wait_ended(self._options.idle_wait_ms / 1_000, _COPYING_S)
-        return super().build_connector_meta(scheduler_output)
+        return plan
 
     def reset_cache(self) -> bool | None:
         """Begin a weights epoch, so that earlier KV is not found. vLLM calls this when its cache is reset.

@@ -1,13 +1,14 @@
 """Facts that make the bytes of two engines' chunks differ, read from vLLM's objects in each worker.
 
 A chunk is a row of vLLM's host memory: the pages of one KV cache group, of all workers. vLLM's key of a chunk covers tokens,
-images and adapters' names, and nothing of the model. Everything else is in the namespace.
+images and adapters' names, and nothing of the model. Everything else is in the namespace. Chunks in the canonical layout do not
+depend on tensor parallelism, so their namespace does not either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvclient import CacheSpec, InvalidArgument
@@ -21,7 +22,10 @@ from kvclient.engines.vllm.identity.engine_facts import (
     whole_prompts_only,
 )
 from kvclient.engines.vllm.identity.namespaces import digest
+from kvclient.engines.vllm.tier.canonical import CanonicalChunk
 
+_ALIGNMENT = 4096
+_KINDS = {True: "chain", False: "heads"}
 _SEEDED_HASHES = ("xxhash", "xxhash_cbor")
 """Hashes of vLLM that begin with a random seed per process, unless PYTHONHASHSEED is set, and are not safe against collisions."""
 
@@ -37,6 +41,7 @@ class WorkerFacts:
         weights: digest of the weights that all workers hold.
         pages: digest of shape, order and dtype of all layers' pages, and of the kernels that read them.
         whole_prompts_only: the backend or model that cannot continue after a prefix, if any.
+        canonical_bytes: bytes of a chunk in vLLM's canonical layout; 0: ranks have separate places in a chunk.
     """
 
     model: str
@@ -45,6 +50,7 @@ class WorkerFacts:
     weights: str
     pages: str
     whole_prompts_only: str
+    canonical_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ def worker_facts(
     kv_cache_config: Any,  # noqa: ANN401
     kv_caches: Mapping[str, Any],
     weights: str,
+    canonical: CanonicalChunk | None = None,
     *,
     named: bool,
 ) -> WorkerFacts:
@@ -79,6 +86,7 @@ def worker_facts(
         kv_cache_config: vLLM's configuration of the KV cache.
         kv_caches: by layer: its tensor, or the tensors of its state.
         weights: digest of the weights.
+        canonical: what a chunk contains; None: ranks have separate places in a chunk.
         named: the user names the weights.
 
     Raises:
@@ -87,7 +95,7 @@ def worker_facts(
     from vllm import __version__
 
     views = [
-        GroupView(tuple(group.layer_names), group.kv_cache_spec.block_size, digest([repr(group.kv_cache_spec)]), "")
+        GroupView(tuple(group.layer_names), group.kv_cache_spec.block_size, _kind(group.kv_cache_spec, canonical), "")
         for group in kv_cache_config.kv_cache_groups
     ]
     model = vllm_config.model_config
@@ -97,6 +105,8 @@ def worker_facts(
         for name in view.layers
         if name in kv_caches
     ]
+    if canonical is not None:  # as on any number of ranks
+        pages = [list(layer) for layer in canonical.layers]
     kernels = [[view.kind, *kernel_of(vllm_config, view)] for view in views]
     return WorkerFacts(
         model=model_name(model),
@@ -105,7 +115,13 @@ def worker_facts(
         weights=weights,
         pages=digest({"pages": pages, "kernels": kernels}),
         whole_prompts_only=whole_prompts_only(vllm_config, views),
+        canonical_bytes=0 if canonical is None else canonical.nbytes,
     )
+
+
+def _kind(spec: Any, canonical: CanonicalChunk | None) -> str:  # noqa: ANN401
+    """Return what identifies a group. In the canonical layout its layers do, because a group names the heads of one rank."""
+    return type(spec).__name__ if canonical is not None else digest([repr(spec)])
 
 
 def _tensors(cache: Any) -> Sequence[Any]:  # noqa: ANN401
@@ -148,6 +164,12 @@ def check_block_hash(vllm_config: Any) -> str:  # noqa: ANN401
     return f"{algorithm} {resolve_none_hash_seed(get_hash_fn_by_name(algorithm))!r}"
 
 
+def row_bytes(worker: WorkerFacts, most: int) -> int:
+    """Return the bytes of a row of host memory that are stored; ``most``: its size, which depends on the ranks."""
+    used = -(-worker.canonical_bytes // _ALIGNMENT) * _ALIGNMENT
+    return min(used, most) if used else most
+
+
 def chunk_specs(
     hook: HookOptions,
     workers: Sequence[WorkerFacts],
@@ -167,19 +189,27 @@ def chunk_specs(
         block_hash: from ``check_block_hash``.
 
     Raises:
-        InvalidArgument: invalid fields.
+        InvalidArgument: invalid fields, or workers that do not agree about the canonical layout.
     """
-    facts = digest(
-        {
-            "workers": [{**asdict(one), "weights": ""} for one in workers],
-            "groups": [[group.group_id, group.tokens_per_block, *group.layer_names] for group in config.groups],
-            "cache": asdict(config.cache),
-            "parallel": [config.parallel.tp_size, config.parallel.pp_size, config.parallel.pcp_size, config.parallel.dcp_size],
-            "layout": [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
-            "hash": block_hash,
-        }
-    )
     first = workers[0]
+    parallel = config.parallel
+    known: dict[str, Any] = {
+        "workers": [{**asdict(one), "weights": ""} for one in workers],
+        "groups": [[group.group_id, group.tokens_per_block, *group.layer_names] for group in config.groups],
+        "cache": asdict(config.cache),
+        "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "layout": [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
+        "hash": block_hash,
+    }
+    form = ""
+    if config.canonical_layout:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+
+        if any(replace(one, weights=first.weights) != first for one in workers) or not first.canonical_bytes:
+            raise InvalidArgument("the workers have different pages: remove canonical_layout from kv_connector_extra_config")
+        form = f"canonical={canonical_format_id(config.kv_cache_layout)};"
+        known |= {"workers": known["workers"][:1], "parallel": [], "layout": [form]}
+    facts = digest(known)
     return {
         group.group_id: hook.spec(
             first.model,
@@ -187,7 +217,7 @@ def chunk_specs(
             layers=1,
             layer_block_bytes=chunk_bytes,
             dtype=config.model.dtype,
-            layout=f"vllm-offload={first.engine};group={group.group_id};{'chain' if group.chained else 'heads'};facts={facts}",
+            layout=f"vllm-offload={first.engine};{form}group={group.group_id};{_KINDS[group.chained]};facts={facts}",
         )
         for group in groups
     }

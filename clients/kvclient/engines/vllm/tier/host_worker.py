@@ -1,6 +1,7 @@
 """vLLM's host memory on a machine without a device: pages are copied by the native kernel, in one thread.
 
-vLLM's own worker copies with a device's streams. The layout of a chunk is the same: for each tensor, the pages of its blocks.
+vLLM's own worker copies with a device's streams. The layout of a chunk is the same: for each tensor, the pages of its blocks. In
+the canonical layout, the ranks share the pages of a chunk, and each rank copies its heads.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvclient import InvalidArgument
+from kvclient.engines.vllm.tier.canonical import PageCopy, block_bytes
 from kvstore.native import CopyBatch, run
 
 _log = logging.getLogger(__name__)
@@ -30,19 +32,19 @@ class HostTieringSpec(TieringOffloadingSpec):
     """vLLM's tiered offloading for pages in host memory."""
 
     def __init__(self, config: Any) -> None:  # noqa: ANN401
-        """Check the configuration.
-
-        Raises:
-            InvalidArgument: an option that only vLLM's worker for devices supports.
-        """
+        """Create the specification; see vLLM's."""
         super().__init__(config)
-        if config.canonical_layout:
-            raise InvalidArgument("canonical_layout is not supported on a CPU: remove it from kv_connector_extra_config")
         self._host_worker: HostWorker | None = None
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:  # noqa: ANN401
-        """Return the worker of this process."""
+        """Return the worker of this process.
+
+        Raises:
+            RuntimeError: the canonical layout was requested, and vLLM cannot certify that of a layer.
+        """
         if self._host_worker is None:
+            if self.config.canonical_layout:
+                self._validate_canonical_refs(kv_caches)
             region = SharedOffloadRegion(
                 engine_id=self.config.engine_id,
                 num_chunks=self.num_chunks,
@@ -50,7 +52,7 @@ class HostTieringSpec(TieringOffloadingSpec):
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            self._host_worker = HostWorker(kv_caches, region, self.blocks_per_chunk)
+            self._host_worker = HostWorker(kv_caches, region, self.blocks_per_chunk, canonical=self.config.canonical_layout)
         return self._host_worker
 
 
@@ -61,18 +63,22 @@ class HostWorker(OffloadingWorker):
         kv_caches: vLLM's canonical KV caches.
         region: vLLM's host memory.
         blocks_per_chunk: blocks of a chunk.
+        canonical: chunks have vLLM's canonical layout, which all ranks share.
     """
 
-    def __init__(self, kv_caches: Any, region: Any, blocks_per_chunk: int) -> None:  # noqa: ANN401
+    def __init__(self, kv_caches: Any, region: Any, blocks_per_chunk: int, *, canonical: bool = False) -> None:  # noqa: ANN401
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
         self._pages = [one.tensor for one in kv_caches.tensors]
-        self._page_bytes = [int(one.page_size_bytes) for one in kv_caches.tensors]
-        self._chunks = [region.create_next_worker_view(size * blocks_per_chunk) for size in self._page_bytes]
-        self._refs: list[list[tuple[int, int]]] = [
-            [(int(ref.tensor_idx), int(ref.page_size_bytes)) for ref in refs] for refs in kv_caches.group_data_refs
-        ]
-        """By group: tensor and bytes of a page."""
+        if canonical:
+            self._block_bytes = block_bytes(kv_caches.group_data_refs, len(self._pages))
+            self._chunks = [region.create_next_canonical_view(size * blocks_per_chunk) for size in self._block_bytes]
+        else:
+            self._block_bytes = [int(one.page_size_bytes) for one in kv_caches.tensors]
+            self._chunks = [region.create_next_worker_view(size * blocks_per_chunk) for size in self._block_bytes]
+        """By tensor: bytes of a block in a chunk, and the chunks."""
+        self._copies = [[PageCopy.of(ref, canonical=canonical) for ref in refs] for refs in kv_caches.group_data_refs]
+        """By group."""
         self._jobs: queue.SimpleQueue[tuple[int, bool, Any, Any] | None] = queue.SimpleQueue()
         """Not bounded here: each job has chunks of its own, which bounds their number."""
         self._changed = threading.Condition()
@@ -113,7 +119,7 @@ class HostWorker(OffloadingWorker):
         """Copy the blocks of one job, and return the bytes."""
         per_chunk, size, first_block, first_chunk = self._blocks_per_chunk, 0, 0, 0
         block_ids, chunk_ids = pages.block_ids.astype(np.int64), chunks.block_ids.astype(np.int64)
-        for refs, count, index in zip(self._refs, pages.group_sizes, pages.block_indices, strict=True):
+        for copies, count, index in zip(self._copies, pages.group_sizes, pages.block_indices, strict=True):
             if not count:
                 continue
             slots = int(index) % per_chunk + np.arange(count)
@@ -121,17 +127,37 @@ class HostWorker(OffloadingWorker):
             targets = chunk_ids[first_chunk + slots // per_chunk]
             first_block += count
             first_chunk += int(slots[-1]) // per_chunk + 1
-            for tensor, page_bytes in refs:
-                page, chunk = self._pages[tensor], self._chunks[tensor]
-                in_pages = _rows(page, blocks)
-                in_chunks = _rows(chunk, targets) + (slots % per_chunk * self._page_bytes[tensor]).astype(np.uint64)
-                sources, destinations = (in_pages, in_chunks) if stores else (in_chunks, in_pages)
-                bounds = (_bounds(page), _bounds(chunk)) if stores else (_bounds(chunk), _bounds(page))
-                run(CopyBatch(sources, destinations, *bounds, size=page_bytes))
-                size += page_bytes * int(count)
+            for copy in copies:
+                own = slice(None)
+                if stores and copy.writers > 1:  # other ranks hold the same bytes, and store the other blocks
+                    own = (targets * per_chunk + slots % per_chunk) % copy.writers == copy.writer
+                size += self._copy_pages(stores, copy, blocks[own], targets[own], slots[own] % per_chunk)
         if first_block != len(block_ids) or first_chunk != len(chunk_ids):
             raise InvalidArgument("blocks and chunks of a job do not match", blocks=len(block_ids), chunks=len(chunk_ids))
         return size
+
+    def _copy_pages(self, stores: bool, copy: PageCopy, blocks: _Ids, chunks: _Ids, slots: _Ids) -> int:
+        """Copy pages of one layer, and return the bytes.
+
+        Args:
+            stores: whether pages are copied to chunks, and not the other way.
+            copy: which bytes are copied.
+            blocks: ids of the pages.
+            chunks: by page: id of its chunk.
+            slots: by page: its position in the chunk.
+        """
+        page, chunk = self._pages[copy.tensor], self._chunks[copy.tensor]
+        page_rows = _rows(page, blocks)
+        chunk_rows = _rows(chunk, chunks) + (slots * self._block_bytes[copy.tensor]).astype(np.uint64)
+        moved = 0
+        for page_offsets, chunk_offsets, size in copy.pieces if len(blocks) else ():
+            in_pages = np.add.outer(page_rows, page_offsets).reshape(-1)
+            in_chunks = np.add.outer(chunk_rows, chunk_offsets).reshape(-1)
+            sources, destinations = (in_pages, in_chunks) if stores else (in_chunks, in_pages)
+            bounds = (_bounds(page), _bounds(chunk)) if stores else (_bounds(chunk), _bounds(page))
+            run(CopyBatch(sources, destinations, *bounds, size=size))
+            moved += size * len(in_pages)
+        return moved
 
     def get_finished(self) -> list[TransferResult]:
         """Return the transfers that have ended since the last call."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from kvclient import KVStoreError, Lookup
+from kvclient import KVStoreError, Lookup, Paths
 from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore
 from kvclient.engines.vllm.tier.counters import TierCounters
 
@@ -22,12 +22,14 @@ class JobPart:
         chunks: its chunks.
         chain: vLLM's hashes of the request's leading chunks.
         found: the last lookup of this chain, if there was one.
+        paths: hosts whose storage links a load may use; None: this host's.
     """
 
     store: ChunkStore
     chunks: Sequence[Chunk]
     chain: Sequence[bytes]
     found: Lookup | None
+    paths: Paths | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,10 @@ class ChunkJobs:
         try:
             for part in parts:
                 if job.loads:
-                    good, size = part.store.load(part.chunks, part.chain, part.found, end_s)
+                    good, sizes = part.store.load(part.chunks, part.chain, part.found, end_s, part.paths)
+                    size = sizes.total()
+                    for path, moved in sizes.items():
+                        self._counters.add(f"load_{path}_path_bytes", moved)
                 else:
                     good, size = part.store.store(part.chunks, part.chain, end_s)
                 arrived += good

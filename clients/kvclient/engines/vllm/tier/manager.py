@@ -129,11 +129,12 @@ class KVStoreTier(SecondaryTierManager):
             chunk = Chunk(key, get_offload_block_hash(key), self._position(key, job.req_context), self._rows[row])
             by_group.setdefault(get_offload_group_idx(key), []).append(chunk)
         parts: list[JobPart] = []
+        paths = self._options.paths(*request.storage_paths) if job.is_promotion else None
         for group_id, chunks in by_group.items():
             if (store := self.stores.get(group_id)) is not None:
                 last = max((chunk.position for chunk in chunks if chunk.position is not None), default=-1)
                 chain = request.chain(self._groups[group_id], last + 1)
-                parts.append(JobPart(store, chunks, chain, request.found.get(group_id)))
+                parts.append(JobPart(store, chunks, chain, request.found.get(group_id), paths))
         self._jobs.submit(ended, parts, deadline_s)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:

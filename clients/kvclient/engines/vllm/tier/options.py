@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from kvclient import InvalidArgument
+from kvclient import InvalidArgument, Paths
 from kvclient.engines.options import HookOptions
 
 OPTIONS_KEY = "kvstore"
-_OWN = ("weights_epoch_file", "workers", "idle_wait_ms")
+_OWN = ("weights_epoch_file", "workers", "idle_wait_ms", "path_policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,15 @@ class TierOptions:
         workers: threads for loads, and as many for stores.
         idle_wait_ms: how long a step without tokens waits for a load, store or lookup to end, so that an idle engine does not
             spin.
+        path_policy: over which hosts' storage links chunks in storage are read, by name: ``split``, ``shorter_queue``,
+            ``round_robin``, ``prefill_only``; empty: the metadata server's choice.
     """
 
     hook: HookOptions = field(default_factory=HookOptions)
     weights_epoch_file: str = ""
     workers: int = 4
     idle_wait_ms: float = 5.0
+    path_policy: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.workers, int) or isinstance(self.workers, bool) or not 1 <= self.workers <= 64:
@@ -37,6 +40,19 @@ class TierOptions:
         wait_ms = self.idle_wait_ms
         if isinstance(wait_ms, bool) or not isinstance(wait_ms, int | float) or not 0 <= wait_ms <= 100:
             raise InvalidArgument("the option is out of its range", option="idle_wait_ms", value=wait_ms, least=0, most=100)
+        self.paths("")
+
+    def paths(self, decode_node: str, policy: str = "") -> Paths:
+        """Return the storage links that a load may use: this host's, the decode host's, and those of idle hosts.
+
+        Args:
+            decode_node: the store's node on the host that will decode the request; empty: none.
+            policy: of this request; empty: the option's.
+
+        Raises:
+            InvalidArgument: an impossible option.
+        """
+        return Paths(decode_node or None, policy or self.path_policy or None)
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Self:
