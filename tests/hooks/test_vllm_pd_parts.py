@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvclient import InvalidArgument, KeyChain
 from kvclient.engines.vllm.counters import ConnectorCounters
-from kvclient.engines.vllm.identity.engine_facts import GroupView
+from kvclient.engines.vllm.identity.kv_groups import GroupView
 from kvclient.engines.vllm.pd.options import PdOptions
 from kvclient.engines.vllm.pd.params import Role, Transfer, read_transfer
 from kvclient.engines.vllm.pd.plan import AbandonJob, PdPlan, PdWorkerOutput
@@ -81,15 +81,25 @@ def test_request_may_choose_path_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "window"), [("full", 0), ("mla", 0), ("full:64", 64), ("sliding:96", 96), ("full+sliding:96", 0)]
+    ("kind", "needed"),
+    [
+        ("full", [0, 0, 0, 0, 0]),
+        ("mla", [0, 0, 0, 0, 0]),
+        ("full:64", [0, 0, 1, 64, 65]),
+        ("sliding:64", [0, 0, 1, 64, 65]),
+        ("chunked:64", [0, 0, 64, 64, 128]),
+        ("full+sliding:64", [0, 0, 0, 0, 0]),
+    ],
 )
-def test_group_window_in_blocks(kind: str, window: int) -> None:
-    assert GroupView(("l",), BLOCK, kind, "float32").window == window
+def test_group_first_needed_token_by_kind(kind: str, needed: list[int]) -> None:
+    group = GroupView(("l",), BLOCK, kind, "float32")
+    assert [group.first_needed(token) for token in (0, 63, 64, 127, 128)] == needed
 
 
 # ---- the decode engine ----
 def decisions(pool: Pool | None = None, windows: tuple[int, ...] = (0,), workers: int = 1) -> PdScheduler:
-    made = PdScheduler(BLOCK, windows, 0.5, ConnectorCounters(), workers=workers)
+    groups = [GroupView(("l",), BLOCK, f"sliding:{window}" if window else "full", "float32") for window in windows]
+    made = PdScheduler(BLOCK, [group.first_needed for group in groups], 0.5, ConnectorCounters(), workers=workers)
     made.bind_pool(pool if pool is not None else Pool(64))
     return made
 

@@ -93,7 +93,7 @@ class PdScheduler:
 
     Args:
         block_tokens: tokens of a page.
-        windows: by group: tokens that it looks back; 0: all.
+        first_needed: by group: the first token that the attention of a token sees; see ``GroupView``.
         pinned_share: the part of the engine's pages that may wait to be handed over; one handoff may be larger.
         workers: how many workers answer each job.
         counters: the connector's counters.
@@ -103,7 +103,7 @@ class PdScheduler:
     def __init__(
         self,
         block_tokens: int,
-        windows: Sequence[int],
+        first_needed: Sequence[Callable[[int], int]],
         pinned_share: float,
         counters: ConnectorCounters,
         *,
@@ -111,7 +111,7 @@ class PdScheduler:
         null_block: int = 0,
     ) -> None:
         self._block_tokens = block_tokens
-        self._windows = windows
+        self._first_needed = first_needed
         self._pinned_share = pinned_share
         self._counters = counters
         self._workers = workers
@@ -143,7 +143,7 @@ class PdScheduler:
         packed = list(keys.upto(request.all_token_ids, tokens // self._block_tokens))
         if tokens % self._block_tokens:
             packed.append(_tail_key(request, transfer, keys, self._block_tokens))
-        needed = [max(0, tokens - window) // self._block_tokens if window else 0 for window in self._windows]
+        needed = [first(tokens - 1) // self._block_tokens for first in self._first_needed]  # of the last token, computed here
         job = AwaitJob(request.request_id, packed, needed, transfer.transfer_id)
         self._receiving[request.request_id] = Receiving(request, keys, job)
         self._plan.awaits.append(job)

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 
 from kvclient import CacheSpec, InvalidArgument, KVStoreError
-from kvclient.engines.vllm.identity.engine_facts import check_scales
+from kvclient.engines.vllm.identity.kv_groups import check_scales
 from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.options import RECONNECT_S
