@@ -25,7 +25,7 @@ MIB = 1 << 20
 TIMEOUT_S = 280.0
 """Bound of the process that answers first: it imports vLLM, which takes a minute or two on a busy machine."""
 PROMPTS = [text(1, 700), text(2, 620), text(3, BLOCK * 4), text(4, 31)]
-"""Of the second, a hit ends within a chunk of 96 tokens (Llama 4), so that pages of chunks are loaded; of the first, it ends with one."""
+"""A hit of the second ends within a chunk of 96 tokens (Llama 4), so that pages of chunks are loaded."""
 
 Open = Callable[..., VllmEngine]
 

@@ -91,8 +91,8 @@ class ConnectorOptions:
             parts: number of their parts: a group with pages of several sizes has several.
 
         Raises:
-            InvalidArgument: layer-wise loads of several groups: vLLM cannot learn that one failed. Layer-wise loads of several parts:
-                vLLM does not announce when it uses the pages of an indexer.
+            InvalidArgument: layer-wise loads of several groups, or parts. vLLM cannot learn that a load of several groups failed,
+                and does not announce when it uses the pages of an indexer.
         """
         if self.load_mode == "layerwise" and groups > 1:
             raise InvalidArgument(

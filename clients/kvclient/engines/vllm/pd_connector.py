@@ -134,9 +134,9 @@ class KVStorePDConnector(KVStoreConnector):
         state = self._pd_side.state(request.request_id)
         if state is TransferState.AWAITED or self.scheduler_side.is_checking_weights:
             return None, False
-        if state is TransferState.ARRIVED:
-            tokens = self._pd_side.get_num_new_matched_tokens(request, num_computed_tokens)
-            return tokens, tokens > 0
+        arrived = state is TransferState.ARRIVED
+        if arrived and (tokens := self._pd_side.get_num_new_matched_tokens(request, num_computed_tokens)):
+            return tokens, True
         if self._pd_side.pop_given_up(request.request_id):
             super().on_new_request(request)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)

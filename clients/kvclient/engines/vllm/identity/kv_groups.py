@@ -1,8 +1,8 @@
 """KV cache groups of a vLLM engine: which layers share a block table, and how pages of different sizes divide a request.
 
 vLLM allocates pages per group. All layers of a group have the same block table, and usually pages of one size. If a group has
-pages of several sizes (sparse attention with an indexer), each size is a *part* with the group's block table. Every other group is one
-part. Lookups, loads and stores work on parts.
+pages of several sizes (sparse attention with an indexer), each size is a *part* with the group's block table. Every other group
+is one part. Lookups, loads and stores work on parts.
 
 A model whose state is not all in pages that are addressed by tokens (recurrent state, encoder attention) is refused: a hook that
 restored a part of it would be wrong.
@@ -54,9 +54,9 @@ def _first_needed(kind: str, tokens: int) -> int:
 class GroupBlocks:
     """How pages of one or several sizes divide a request.
 
-    A request has one chain of keys, one key per ``key_tokens``: the size of the smallest page. The key of a page is that of its last tokens, so a
-    larger page needs no hash of its own. The connector counts in *blocks* of ``block_tokens``: at the end of a block every part has
-    a whole page. If all pages have one size, key, page and block are the same.
+    A request has one chain of keys, one key per ``key_tokens``: the size of the smallest page. The key of a page is that of its
+    last tokens, so a larger page needs no hash of its own. The connector counts in *blocks* of ``block_tokens``: at the end of a
+    block, every part has a whole page. If all pages have one size, key, page and block are the same.
 
     Args:
         page_tokens: tokens of a page, per part.
@@ -119,7 +119,7 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # n
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise InvalidArgument(
-                "context parallelism, which spreads the tokens of a page over ranks, is not supported: use tensor parallelism instead",
+                "context parallelism is not supported, since it spreads the tokens of a page over ranks: use tensor parallelism",
                 option=name,
             )
     check_scales(vllm_config)

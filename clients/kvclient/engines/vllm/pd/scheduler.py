@@ -9,7 +9,7 @@ On the decode engine a request goes through these stages:
 
 1. AWAITED: its prompt is waited for, in memory of the node's; the engine has given nothing to it. Asked how much can be loaded,
    the answer is *ask again*.
-2. ARRIVED: the prompt is complete. All of it can be loaded.
+2. ARRIVED: the prompt is complete. All of it but the last token, which the engine computes, can be loaded.
 3. COPYING: pages exist, and are being filled.
 4. ENDED: it is like any other request. If the prompt did not arrive or could not be copied, the request starts here: it is
    looked up, and the rest is computed.
@@ -168,14 +168,24 @@ class PdScheduler:
         return True
 
     def get_num_new_matched_tokens(self, request: VllmRequest, computed_tokens: int) -> int:
-        """Return how many tokens of an ARRIVED prompt can be copied beyond the computed ones."""
-        return max(0, request.num_prompt_tokens - computed_tokens)
+        """Return how many tokens of an ARRIVED prompt can be copied beyond the computed ones.
+
+        The last one does not count: vLLM computes it here. If it counted, vLLM would give no pages to what only its attention
+        sees, i.e. the first token of its window, or all of a chunk that ends with it. If nothing is left to copy, the prompt is
+        dropped, and the request is served like any other.
+        """
+        tokens = max(0, request.num_prompt_tokens - 1 - computed_tokens)
+        if not tokens:
+            self._receiving[request.request_id].state = TransferState.ENDED
+            self._plan.drops.append(request.request_id)
+        return tokens
 
     def update_state_after_alloc(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """Record the pages that vLLM allocated for an ARRIVED prompt."""
         receiving = self._receiving[request.request_id]
-        start = (request.num_prompt_tokens - external_tokens) // self._block_tokens
-        stop = len(receiving.job.keys)
+        copied = request.num_prompt_tokens - 1
+        start = (copied - external_tokens) // self._block_tokens
+        stop = -(-copied // self._block_tokens)
         first_blocks, pages = [], []
         for ids in block_ids:
             first = next((at for at in range(start, stop) if ids[at] != self._null_block), stop)
