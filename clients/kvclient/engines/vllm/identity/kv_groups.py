@@ -198,7 +198,7 @@ def _kind(spec: Any) -> str:  # noqa: ANN401
     in_pages = mode in {interface.KVQuantMode.NONE, interface.KVQuantMode.FP8_PER_TENSOR} or mode.is_per_token_head
     if not in_pages:
         raise InvalidArgument(
-            "this quantization of the KV cache is not supported: use another kv_cache_dtype, e.g. fp8", mode=mode.name.lower()
+            "this quantization of the KV cache is not supported: use another kv_cache_dtype, such as fp8", mode=mode.name.lower()
         )
     plain = (interface.FullAttentionSpec, interface.MLAAttentionSpec)
     if type(spec) in plain:
