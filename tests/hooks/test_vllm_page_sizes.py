@@ -85,7 +85,7 @@ class Engine:
         ]
 
     def content(self, part: int, page: int) -> np.ndarray:
-        """What the engine computes for a page: bytes of all its layers."""
+        """Return the bytes that the engine computes for a page, in all its layers."""
         one = self.parts[part]
         seed = hashlib.sha256(repr((part, TOKENS[: (page + 1) * one.tokens])).encode()).digest()
         generator = np.random.default_rng(int.from_bytes(seed[:8], "little"))
