@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from docs_site import command_line, configuration, diagrams, errors, included, metrics, protocol, python_sdk, rest
+from docs_site import command_line, configuration, diagrams, errors, included, metrics, models, protocol, python_sdk, rest
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
@@ -22,6 +22,7 @@ GENERATED: Final[Mapping[str, Callable[[], str]]] = {
     "configuration": configuration.pages,
     "errors": errors.pages,
     "metrics": metrics.pages,
+    "models": models.pages,
     "protocol": protocol.pages,
     "python": python_sdk.client,
     "python beside": python_sdk.beside,

@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--page-images", type=Path, help="write screenshots of the web page into this folder")
     parser.addoption("--thorough", action="store_true", help="run all seeds and examples, and soaks of half a minute")
     parser.addoption("--plain-daemons", action="store_true", help="start every daemon as a user would (see tests/nursery.py)")
+    parser.addoption("--record-models", action="store_true", help="record in docs/reference/models.json which models were served")
     parser.addoption("--record-times", action="store_true", help="record the seconds per test file in tests/file_times.json")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -110,10 +111,30 @@ def make_model(folder: Path, model: TinyModel = TinyModel()) -> Path:
             raise InvalidArgument("the folder contains another model; choose another folder", folder=folder)
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    _save_tokenizer(folder)
-    _save_weights(folder, model)
+    save_model(folder, lambda: _MAKERS[model.family](model), model.dtype, model.seed)
     done.write_text(said)
     return folder
+
+
+def save_model(folder: Path, make: Callable[[], Any], dtype: str, seed: int = 0) -> None:
+    """Save a model of this vocabulary, and the tokenizer. Only printable ASCII is ever the greedy choice.
+
+    Args:
+        folder: an existing folder.
+        make: creates the model, with random weights.
+        dtype: of the weights, e.g. ``float32``.
+        seed: of the weights.
+    """
+    import torch
+
+    _save_tokenizer(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = make()
+        with torch.no_grad():
+            unsaid = [token for token in range(VOCABULARY) if token not in _PRINTABLE]
+            made.get_output_embeddings().weight[unsaid] = 0.0  # their score is 0, and the best of the others is above
+    made.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
 def _save_tokenizer(folder: Path) -> None:
@@ -138,18 +159,6 @@ def _byte_characters() -> list[str]:
     itself = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in itself else next(others)) for byte in range(BYTE_TOKENS)]
-
-
-def _save_weights(folder: Path, model: TinyModel) -> None:
-    import torch
-
-    with torch.random.fork_rng():
-        torch.manual_seed(model.seed)
-        made = _MAKERS[model.family](model)
-        with torch.no_grad():
-            unsaid = [token for token in range(VOCABULARY) if token not in _PRINTABLE]
-            made.get_output_embeddings().weight[unsaid] = 0.0  # their score is 0, and the best of the others is above
-    made.to(getattr(torch, model.dtype)).save_pretrained(folder)
 
 
 def _common(model: TinyModel, layers: int) -> dict[str, Any]:

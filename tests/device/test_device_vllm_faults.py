@@ -119,7 +119,7 @@ def test_layers_of_different_shape_are_rejected(layers: list[torch.Tensor]) -> N
 
 def test_memory_of_other_device_types_is_rejected() -> None:
     for groups in ([[torch.zeros(6, 4, device="meta")]], [[torch.zeros(6, 4)], [torch.zeros(6, 4, device="meta")]]):
-        with pytest.raises(InvalidArgument, match="host memory or on one CUDA device"):
+        with pytest.raises(InvalidArgument, match="use a CPU, or one CUDA device"):
             make_pages(groups, 6, strategy="auto", staging_bytes=1)
     assert isinstance(make_pages([[torch.zeros(6, 4)]], 6, strategy="auto", staging_bytes=1)[0], GroupPages)
 

@@ -32,7 +32,7 @@ def oracle(bed: PdBed) -> Oracle:
     return Oracle(bed.model)
 
 
-@pytest.mark.parametrize("tokens", [BLOCK + 1, WINDOW, 333, 2100])
+@pytest.mark.parametrize("tokens", [BLOCK + 1, WINDOW, 127, 333, 2100])
 def test_prompts_of_all_lengths(bed: PdBed, oracle: Oracle, tokens: int) -> None:
     """Shorter and longer than the window; 2,100 tokens are computed in two steps."""
     before = bed.counts(bed.decode).get("prompts", 0)

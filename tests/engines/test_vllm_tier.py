@@ -101,13 +101,6 @@ def test_tier_engine_answers_after_the_store_is_gone(folder: Path, fragile: Loca
         served.settle()
 
 
-def test_tier_refuses_scales_of_each_engine(folder: Path, store: StoreAddress) -> None:
-    """They are not in the pages, so another engine would read other numbers."""
-    how = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
-    with pytest.raises(InvalidArgument, match="calculate_kv_scales"), engine(tiny("llama", folder), store, **how):
-        pass
-
-
 def test_tier_refuses_backend_of_whole_prompts(folder: Path, store: StoreAddress) -> None:
     """vLLM's own offloading computes wrong tokens there."""
     how = {"dtype": "float32", "attention_config": {"backend": "CPU_MLA"}}

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvclient.engines.vllm.identity.keys import RequestKeys, request_extras
 from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
+from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
 from kvstore.lab.tiny_models import Family, TinyModel, make_model
@@ -121,6 +122,11 @@ class VllmEngine:
         return chosen
 
     @property
+    def hit_tokens(self) -> int:
+        """Tokens of a block of the connector: a hit is a multiple of it."""
+        return self._lookup.blocks.block_tokens
+
+    @property
     def whole_prompts_only(self) -> bool:
         """Whether vLLM computes a prompt only as a whole: on CPUs without AMX it does so with latents, and keeps no prefixes."""
         return not self.core.vllm_config.cache_config.enable_prefix_caching
@@ -165,7 +171,8 @@ class VllmEngine:
             for job in plan.stores:
                 request = self._requests[job.request_id]
                 self._jobs[job.job_id] = job.request_id
-                self._stored[job.request_id] = (self._keys(request), list(request.all_token_ids), job.first_block + len(job.keys))
+                blocks = job.first_block + len(job.keys) // self._lookup.blocks.keys_per_block
+                self._stored[job.request_id] = (self._keys(request), list(request.all_token_ids), blocks)
             return plan
 
         def on_worker_output(output: WorkerOutput) -> None:
@@ -177,16 +184,19 @@ class VllmEngine:
         side.on_worker_output = on_worker_output  # type: ignore[method-assign]
 
     def _keys(self, request: Any) -> RequestKeys:
-        side = self.scheduler_side
-        assert side.prefix_lookup is not None
+        side, chain = self.scheduler_side, self._lookup.chain
         adapter = side.adapters.weights(request.lora_request) if request.lora_request is not None else None
-        return RequestKeys(side.prefix_lookup.chain, request_extras(request, adapter, self.block_tokens))
+        return RequestKeys(chain, request_extras(request, adapter, chain.spec.block_tokens))
+
+    @property
+    def _lookup(self) -> BackgroundLookup:
+        lookup = self.scheduler_side.prefix_lookup
+        assert lookup is not None
+        return lookup
 
     def _is_shown(self, keys: RequestKeys, tokens: list[int], blocks: int) -> bool:
         """Whether lookups show a whole chain, or cannot tell."""
-        lookup = self.scheduler_side.prefix_lookup
-        assert lookup is not None
-        found = lookup.begin(keys, tokens, blocks).result()
+        found = self._lookup.begin(keys, tokens, blocks).result()
         return found.hit_blocks == blocks or any(one.error for group in found.by_group for one in group.values())
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, adapter: Any = None, **sampling: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvclient import InvalidArgument, KeyChain
 from kvclient.engines.vllm.counters import ConnectorCounters
-from kvclient.engines.vllm.identity.engine_facts import GroupView
+from kvclient.engines.vllm.identity.kv_groups import GroupView
 from kvclient.engines.vllm.pd.options import PdOptions
 from kvclient.engines.vllm.pd.params import Role, Transfer, read_transfer
 from kvclient.engines.vllm.pd.plan import AbandonJob, PdPlan, PdWorkerOutput
@@ -81,15 +81,25 @@ def test_request_may_choose_path_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "window"), [("full", 0), ("mla", 0), ("full:64", 64), ("sliding:96", 96), ("full+sliding:96", 0)]
+    ("kind", "needed"),
+    [
+        ("full", [0, 0, 0, 0, 0]),
+        ("mla", [0, 0, 0, 0, 0]),
+        ("full:64", [0, 0, 1, 64, 65]),
+        ("sliding:64", [0, 0, 1, 64, 65]),
+        ("chunked:64", [0, 0, 64, 64, 128]),
+        ("full+sliding:64", [0, 0, 0, 0, 0]),
+    ],
 )
-def test_group_window_in_blocks(kind: str, window: int) -> None:
-    assert GroupView(("l",), BLOCK, kind, "float32").window == window
+def test_group_first_needed_token_by_kind(kind: str, needed: list[int]) -> None:
+    group = GroupView(("l",), BLOCK, kind, "float32")
+    assert [group.first_needed(token) for token in (0, 63, 64, 127, 128)] == needed
 
 
 # ---- the decode engine ----
 def decisions(pool: Pool | None = None, windows: tuple[int, ...] = (0,), workers: int = 1) -> PdScheduler:
-    made = PdScheduler(BLOCK, windows, 0.5, ConnectorCounters(), workers=workers)
+    groups = [GroupView(("l",), BLOCK, f"sliding:{window}" if window else "full", "float32") for window in windows]
+    made = PdScheduler(BLOCK, [group.first_needed for group in groups], 0.5, ConnectorCounters(), workers=workers)
     made.bind_pool(pool if pool is not None else Pool(64))
     return made
 
@@ -116,8 +126,8 @@ def test_decode_prompt_is_awaited_arrives_and_is_copied() -> None:
     assert made.state("r") is TransferState.AWAITED, "the other worker does not know yet"
     made.on_worker_output(PdWorkerOutput(known={"r": 1}))
     assert made.state("r") is TransferState.ARRIVED
-    assert made.get_num_new_matched_tokens(one, 4) == 6
-    made.update_state_after_alloc(one, [[7, 8, 9]], 6)
+    assert made.get_num_new_matched_tokens(one, 4) == 5, "the engine computes the last token"
+    made.update_state_after_alloc(one, [[7, 8, 9]], 5)
     (take,) = step(made).copies
     assert (take.first_blocks, take.block_ids) == ([1], [[8, 9]])
     assert made.on_copies_finished({"r", "other"}) == [(one, 2)]
@@ -140,9 +150,36 @@ def test_decode_failed_pages_are_reported() -> None:
     made, one = decisions(), prompt(9)
     made.on_new_request(one, HERE, CHAIN)
     made.on_worker_output(PdWorkerOutput(known={"r": 1}))
-    made.update_state_after_alloc(one, [[3, 4, 5]], 9)
+    made.update_state_after_alloc(one, [[3, 4]], 8)
     made.on_copies_failed({4}, set())
     assert made.on_copies_finished({"r"}) == [(one, 0)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "external", "pages", "copied"),
+    [
+        (8, 7, [0, 6], ([1], [[6]])),  # the last token, 7, sees tokens from 4
+        (9, 8, [0, 6], ([1], [[6]])),  # the engine computes the only token of the last page
+        (11, 6, [5, 6, 7], ([1], [[6, 7]])),
+    ],
+)
+def test_decode_copies_what_the_last_token_sees(tokens: int, external: int, pages: list[int], copied: Any) -> None:
+    made, one = decisions(windows=(4,)), prompt(tokens)
+    made.on_new_request(one, HERE, CHAIN)
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))
+    made.update_state_after_alloc(one, [pages], external)
+    (take,) = step(made).copies
+    assert (take.first_blocks, take.block_ids) == copied
+
+
+def test_decode_prompt_cached_here_is_dropped() -> None:
+    """All but the last token is in the engine's own cache."""
+    made, one = decisions(), prompt(9)
+    made.on_new_request(one, HERE, CHAIN)
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))
+    assert made.get_num_new_matched_tokens(one, 8) == 0
+    assert step(made).drops == ["r"]
+    assert made.pop_given_up("r")
 
 
 @pytest.mark.parametrize("stage", ["awaited", "here"])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvclient import BlockKey, KeyChain, Lookup
 from kvclient.engines.vllm.identity.keys import RequestKeys
+from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import PrefixMatch
@@ -54,7 +55,9 @@ class Shelf:
 
 
 def side(shelf: Shelf, pool: Pool | None = None, **options: Any) -> SchedulerConnector:
-    made = SchedulerConnector(ConnectorOptions(**{"lookup_wait_ms": 0.0, **options}), BLOCK, events=True)
+    made = SchedulerConnector(
+        ConnectorOptions(**{"lookup_wait_ms": 0.0, **options}), GroupBlocks([BLOCK] * shelf.groups), events=True
+    )
     made.connect(shelf, 0, "")  # type: ignore[arg-type]
     if pool is not None:
         made.bind_pool(pool)
@@ -79,7 +82,7 @@ def test_hit_is_offered_and_planned_once() -> None:
     (load,) = first.loads
     assert (load.request_id, load.layerwise) == ("r", False)
     (part,) = load.groups
-    assert (part.first_block, part.block_ids) == (1, [8, 9])
+    assert (part.first_page, part.block_ids) == (1, [8, 9])
     assert [lookup.depth for lookup in part.lookups.values()] == [1]
     assert made.build_step_plan({}, {}, lambda _: None).loads == []
 
@@ -113,8 +116,8 @@ def test_load_skips_pages_before_window() -> None:
     made.get_num_new_matched_tokens(one, 0)
     made.update_state_after_alloc(one, [[1, 2, 3, 4, 5], [0, 0, 0, 6, 7]], 16)
     full, window = made.build_step_plan({}, {}, lambda _: None).loads[0].groups
-    assert (full.first_block, full.block_ids) == (0, [1, 2, 3, 4])
-    assert (window.group, window.first_block, window.block_ids) == (1, 3, [6])
+    assert (full.first_page, full.block_ids) == (0, [1, 2, 3, 4])
+    assert (window.group, window.first_page, window.block_ids) == (1, 3, [6])
 
 
 @pytest.mark.parametrize("by_pages", [True, False])
@@ -221,7 +224,7 @@ def test_blocks_are_stored_when_full_and_confirmed() -> None:
 
 def test_pages_are_pinned_until_all_workers_answer() -> None:
     pool = Pool(9)
-    made = SchedulerConnector(ConnectorOptions(), BLOCK, workers=3)
+    made = SchedulerConnector(ConnectorOptions(), GroupBlocks([BLOCK]), workers=3)
     made.connect(Shelf(), 0, "")  # type: ignore[arg-type]
     made.bind_pool(pool)
     one = request(4)
@@ -239,7 +242,7 @@ def test_pages_are_pinned_until_all_workers_answer() -> None:
 @pytest.mark.parametrize("then", ["whole", "failed", "other weights", "pages wanted"])
 def test_store_after_layerwise_load_waits_for_all_workers(then: str) -> None:
     pool = Pool(20)
-    made = SchedulerConnector(ConnectorOptions(load_mode="layerwise", lookup_wait_ms=0.0), BLOCK, workers=2)
+    made = SchedulerConnector(ConnectorOptions(load_mode="layerwise", lookup_wait_ms=0.0), GroupBlocks([BLOCK]), workers=2)
     made.connect(Shelf(hits=3), 0, "")  # type: ignore[arg-type]
     made.bind_pool(pool)
     one, ids = request(25), [list(range(1, 8))]

@@ -21,6 +21,7 @@ from kvclient import CacheSpec, ClientOptions, KVClient
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys
+from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.memory.pages import GroupPages
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, WorkerOutput
@@ -362,7 +363,7 @@ def test_load_failed_in_one_rank_stores_nothing_in_others(tmp_path: Path, whole:
         keys = RequestKeys(finder.chain, {})
         for rank in ranks:
             assert rank.save([[1, 2, 3]], keys) == set()
-        decides = SchedulerConnector(ConnectorOptions(load_mode="layerwise"), BLOCK, workers=2)
+        decides = SchedulerConnector(ConnectorOptions(load_mode="layerwise"), GroupBlocks([BLOCK]), workers=2)
         decides.connect(finder, 0, "")
         decides.bind_pool(Pool(PAGES))
         one = Request("r", tokens)

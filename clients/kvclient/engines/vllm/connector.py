@@ -32,9 +32,9 @@ from kvclient.engines.vllm.identity.engine_facts import (
     check_steps,
     group_facts,
     has_replica_of_lower_rank,
-    read_groups,
     whole_prompts_only,
 )
+from kvclient.engines.vllm.identity.kv_groups import group_blocks, read_groups
 from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
 from kvclient.engines.vllm.identity.namespaces import group_spec
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
@@ -79,7 +79,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """Sent by a worker to the scheduler at the start: the namespaces of its pages, one per group.
+    """Sent by a worker to the scheduler at the start: the namespaces of its pages, one per part of a group.
 
     ``whole_prompts_only``: the backend or model that cannot continue after a prefix, if any.
     """
@@ -106,7 +106,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         _log_as_the_engine()
         self._options = self.options_class.from_mapping(self._kv_transfer_config.kv_connector_extra_config or {})
         self._groups = read_groups(vllm_config, kv_cache_config)
-        self._options.check_groups(len(self._groups))
+        self._tables = len({group.table for group in self._groups})
+        """Number of vLLM's KV cache groups, each of which has one block table and one or more parts."""
+        self._options.check_groups(self._tables, len(self._groups))
         if self._options.load_mode == "layerwise":
             check_steps(vllm_config)
         self._epochs = WeightsEpoch(self._options)
@@ -122,14 +124,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._raised_before: BaseException | None = None
         """The exception that the caller of the step is handling, if any."""
         if role == KVConnectorRole.SCHEDULER:
-            events = vllm_config.kv_events_config
+            blocks, events = group_blocks(self._groups), vllm_config.kv_events_config
+            wanted = events is not None and events.enable_kv_cache_events
+            possible = blocks.has_one_size and kv_cache_config.hash_block_size in {None, blocks.block_tokens}
+            if wanted and not possible:
+                _log.warning("stored blocks are not announced as KV events: their hashes are not those of pages of one size")
             self._scheduler = SchedulerConnector(
-                self._options,
-                self._groups[0].block_tokens,
-                workers=vllm_config.parallel_config.world_size,
-                events=events is not None
-                and events.enable_kv_cache_events
-                and kv_cache_config.hash_block_size in {None, self._groups[0].block_tokens},
+                self._options, blocks, workers=vllm_config.parallel_config.world_size, events=wanted and possible
             )
             if getattr(vllm_config, "lora_config", None) is not None:
                 self._scheduler.adapters.watch()
@@ -170,7 +171,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return make_pages(groups, self._kv_cache_config.num_blocks, strategy=strategy, staging_bytes=options.device_staging_bytes)
 
     def _connect_worker(self, weights_epoch: str) -> Sequence[KVClient]:
-        """Make the clients of an epoch, one per group."""
+        """Make the clients of an epoch, one per part of a group."""
         options, connect = self._worker_options(), self._options.hook.connect
         if self._worker is not None:  # between two steps of a running engine
             options = replace(options, require_store=False, connect_deadline_s=RECONNECT_S)
@@ -357,7 +358,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._completions = self.worker_side.take_completions(self._plan, finished_req_ids)
         return KVConnectorTransferResults(
             finished_recving=self._completions.received,
-            failed_recving=self._completions.failed if len(self._groups) > 1 else set(),
+            failed_recving=self._completions.failed if self._tables > 1 else set(),
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -365,7 +366,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
         With several groups, page ids are ambiguous, so ``get_transfer_results`` returns the requests instead.
         """
-        return self._completions.missing if len(self._groups) == 1 else set()
+        return self._completions.missing if self._tables == 1 else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the stores that have ended, which vLLM sends to the scheduler."""
@@ -416,7 +417,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[Any]:
         """Return KV events for blocks stored since the last call. vLLM publishes them."""
         stored = self.scheduler_side.take_stored_blocks()
-        return stored_events(stored, self._groups[0].block_tokens, len(self._groups)) if stored else ()
+        return stored_events(stored, self._groups[0].block_tokens, self._tables) if stored else ()
 
     def shutdown(self) -> None:
         """Close all connections. vLLM calls this when the engine stops."""

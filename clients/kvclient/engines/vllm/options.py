@@ -83,14 +83,26 @@ class ConnectorOptions:
         hook = HookOptions.from_mapping(given, known_elsewhere=own)
         return cls(hook=hook, **{name: given[name] for name in own if name in given})
 
-    def check_groups(self, groups: int) -> None:
-        """Check that the options suit an engine with this number of KV cache groups.
+    def check_groups(self, groups: int, parts: int) -> None:
+        """Check that the options suit an engine's KV cache groups.
+
+        Args:
+            groups: number of vLLM's KV cache groups.
+            parts: number of their parts: a group with pages of several sizes has several.
 
         Raises:
-            InvalidArgument: layer-wise loads of several groups: vLLM cannot learn that one failed.
+            InvalidArgument: layer-wise loads of several groups, or parts. vLLM cannot learn that a load of several groups failed,
+                and does not announce when it uses the pages of an indexer.
         """
-        if groups > 1 and self.load_mode == "layerwise":
-            raise InvalidArgument("layerwise loads are for models with one KV cache group: use load_mode async", groups=groups)
+        if self.load_mode == "layerwise" and groups > 1:
+            raise InvalidArgument(
+                "layerwise loads of several KV cache groups are not supported: use load_mode async", groups=groups
+            )
+        if self.load_mode == "layerwise" and parts > groups:
+            raise InvalidArgument(
+                "layerwise loads of a KV cache group with pages of several sizes are not supported: use load_mode async",
+                sizes=parts,
+            )
 
     @property
     def lookup_wait_s(self) -> float:

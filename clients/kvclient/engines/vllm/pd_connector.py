@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvclient import ClientOptions, InvalidArgument
 from kvclient.engines.vllm.connector import KVStoreConnector, StepMetadata, WorkerMetadata
 from kvclient.engines.vllm.identity.keys import is_hashable
+from kvclient.engines.vllm.identity.kv_groups import check_handoffs
 from kvclient.engines.vllm.pd.options import PdOptions
 from kvclient.engines.vllm.pd.params import Role, Transfer, read_transfer
 from kvclient.engines.vllm.pd.plan import PdPlan, PdWorkerOutput
@@ -66,14 +67,15 @@ class KVStorePDConnector(KVStoreConnector):
         if getattr(
             vllm_config.parallel_config, "use_ubatching", False
         ):  # each half of a batch would say that a layer is complete
-            raise InvalidArgument("prompts are not handed over by engines that split their batches: leave out --enable-dbo")
+            raise InvalidArgument("handoffs of engines that split their batches are not supported: leave out --enable-dbo")
+        check_handoffs(self._groups)
         self._pd: PdScheduler | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._pd = PdScheduler(
                 self._groups[0].block_tokens,
-                [group.window for group in self._groups],
+                [group.first_needed for group in self._groups],
                 self._options.pinned_share,
                 self.scheduler_side.counters,
                 workers=vllm_config.parallel_config.world_size,
@@ -132,9 +134,9 @@ class KVStorePDConnector(KVStoreConnector):
         state = self._pd_side.state(request.request_id)
         if state is TransferState.AWAITED or self.scheduler_side.is_checking_weights:
             return None, False
-        if state is TransferState.ARRIVED:
-            tokens = self._pd_side.get_num_new_matched_tokens(request, num_computed_tokens)
-            return tokens, tokens > 0
+        arrived = state is TransferState.ARRIVED
+        if arrived and (tokens := self._pd_side.get_num_new_matched_tokens(request, num_computed_tokens)):
+            return tokens, True
         if self._pd_side.pop_given_up(request.request_id):
             super().on_new_request(request)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -11,19 +11,19 @@ from kvclient.engines.vllm.identity.adapters import AdapterWeights
 
 @dataclass(slots=True)
 class GroupLoad:
-    """The part of a load that fills pages of one KV cache group.
+    """The part of a load that fills pages of one part of a KV cache group; see ``kv_groups``.
 
     Attributes:
-        group: index of the group.
+        group: index of the part.
         block_ids: pages to fill, in order.
-        first_block: position of the first in its chain.
+        first_page: position of the first among the part's pages.
         lookups: the lookup of each namespace. A worker uses that of its own namespace.
         behind: the request's pages after them, which a step may fill during a layer-wise load.
     """
 
     group: int
     block_ids: list[int]
-    first_block: int
+    first_page: int
     lookups: Mapping[bytes, Lookup]
     behind: list[int] = field(default_factory=list)
 
@@ -54,8 +54,8 @@ class StoreJob:
         request_id: the request that computed the blocks.
         first_block: position of the first block in its chain.
         parent: key before the first block, None at the head of the chain.
-        keys: keys of the blocks, concatenated, in the request's chain; ``NamespaceKeyMask`` makes those of a namespace.
-        block_ids: pages of the blocks, per group.
+        keys: keys of the blocks in the request's chain; ``GroupBlocks`` selects those of a part's pages.
+        block_ids: pages of the blocks, per part.
         adapter: the weights that the keys name, if the request has an adapter.
     """
 

@@ -1,104 +1,23 @@
-"""Facts of a vLLM engine, read from vLLM's own objects in one place.
-
-A model whose state is not all in pages that are addressed by tokens (recurrent state, encoder attention) is refused: a hook that
-restored a part of it would be wrong.
-"""
+"""Facts of a vLLM engine besides its KV cache groups (``kv_groups``), read from vLLM's own objects in one place."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvclient import InvalidArgument
 from kvclient.engines.model_files import ModelFiles
+from kvclient.engines.vllm.identity.kv_groups import GroupView
 from kvclient.engines.vllm.identity.namespaces import GroupFacts, digest
 from kvclient.engines.vllm.memory.pages import Pages, page_order
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope"}
 """Of these vLLM's positions do not depend on ``max_model_len``; of others they may (``longrope`` does)."""
-_INSTEAD = ": use KVStoreOffloadingConnector (kvclient.engines.vllm.tier)"
 _WHOLE_PROMPTS_ONLY = {"CPU_MLA"}
 """Backends that ignore the pages before a prompt's new tokens, so that they compute wrong tokens after a loaded prefix."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupView:
-    """One KV cache group as the engine describes it.
-
-    Attributes:
-        layers: names of the layers, in order.
-        block_tokens: tokens of a page.
-        kind: see ``GroupFacts.kind``.
-        dtype: numbers in the pages.
-    """
-
-    layers: tuple[str, ...]
-    block_tokens: int
-    kind: str
-    dtype: str
-
-    @property
-    def window(self) -> int:
-        """Number of tokens that the attention looks back; 0: all."""
-        windows = [int(one.partition(":")[2] or 0) for one in self.kind.split("+")]
-        return max(windows) if all(windows) else 0
-
-
-def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # noqa: ANN401  # vLLM's types
-    """The KV cache groups of an engine.
-
-    Raises:
-        InvalidArgument: the connector cannot serve this model or this way of running it.
-    """
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise InvalidArgument("context parallelism spreads the tokens of a page over ranks: not supported", option=name)
-    check_scales(vllm_config)
-    groups = [
-        GroupView(tuple(group.layer_names), spec.block_size, _kind(spec), str(getattr(spec, "dtype", "")).removeprefix("torch."))
-        for group in kv_cache_config.kv_cache_groups
-        for spec in (group.kv_cache_spec,)
-    ]
-    if not groups:
-        raise InvalidArgument("the model lacks a KV cache")
-    sizes = {group.block_tokens for group in groups}
-    if len(sizes) != 1:
-        raise InvalidArgument(f"KV cache groups of different block sizes are not supported{_INSTEAD}", sizes=sorted(sizes))
-    return groups
-
-
-def check_scales(vllm_config: Any) -> None:  # noqa: ANN401
-    """Check that a page of one engine means the same in another one.
-
-    Raises:
-        InvalidArgument: each engine computes its own scales of the KV.
-    """
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise InvalidArgument("calculate_kv_scales is not supported: the scales are not in the pages")
-
-
-def _kind(spec: Any) -> str:  # noqa: ANN401
-    """The kind of attention of a group."""
-    from vllm.v1 import kv_cache_interface as interface  # heavy, and there is none in most processes
-
-    if isinstance(spec, interface.UniformTypeKVCacheSpecs):
-        kinds = {_kind(one) for one in spec.kv_cache_specs.values()}
-        return "+".join(sorted(kinds))
-    mode = getattr(spec, "kv_quant_mode", interface.KVQuantMode.NONE)
-    if mode not in {interface.KVQuantMode.NONE, interface.KVQuantMode.FP8_PER_TENSOR}:
-        raise InvalidArgument("this quantization of the KV cache is not supported", mode=mode.name)
-    plain = (interface.FullAttentionSpec, interface.MLAAttentionSpec)
-    if type(spec) in plain:
-        window = spec.sliding_window or spec.attention_chunk_size or 0
-        return f"{'mla' if isinstance(spec, interface.MLAAttentionSpec) else 'full'}{f':{window}' if window else ''}"
-    if type(spec) is interface.SlidingWindowSpec:
-        return f"sliding:{spec.sliding_window}"
-    raise InvalidArgument(f"this kind of KV cache is not supported{_INSTEAD}", kind=type(spec).__name__)
 
 
 def check_steps(vllm_config: Any) -> None:  # noqa: ANN401
@@ -111,12 +30,12 @@ def check_steps(vllm_config: Any) -> None:  # noqa: ANN401
     if getattr(scheduler, "async_scheduling", False) or getattr(parallel, "pipeline_parallel_size", 1) > 1:
         # the next step starts before the outcome of this one is known, and computes after its pages
         raise InvalidArgument(
-            "layerwise loads need steps one after the other: use load_mode async, or neither asynchronous scheduling "
-            "(--no-async-scheduling) nor pipeline parallelism"
+            "layerwise loads with asynchronous scheduling or pipeline parallelism are not supported: use load_mode async, or "
+            "--no-async-scheduling without pipeline parallelism"
         )
     if getattr(vllm_config, "speculative_config", None) is not None:
         # vLLM asks for failures before the step has ended, and would use pages of a failed load for drafts
-        raise InvalidArgument("layerwise loads do not go with speculative decoding: use load_mode async")
+        raise InvalidArgument("layerwise loads with speculative decoding are not supported: use load_mode async")
 
 
 def group_facts(
@@ -128,13 +47,13 @@ def group_facts(
     *,
     named: bool,
 ) -> list[GroupFacts]:
-    """Collect the facts that distinguish the pages of this worker, per group. Requires the KV cache.
+    """Collect the facts that distinguish the pages of this worker, per part. Requires the KV cache.
 
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: vLLM's configuration of the KV cache.
         groups: from ``read_groups``.
-        pages: by group: its memory.
+        pages: by part: its memory.
         kv_caches: by layer: its tensor.
         named: the user names the weights (``weights_epoch``).
 

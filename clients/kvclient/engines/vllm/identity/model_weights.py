@@ -30,6 +30,8 @@ _LEAST_COLUMNS = 4
 _PACKED_LATENTS = ("_w_uk_packed", "_w_uv_packed")
 """Attributes of the AMX implementation of latent attention that hold the weights of ``kv_b_proj``."""
 _DIGEST_CHARS = 32
+_KERNEL_INPUTS = {torch.float32, torch.float16, torch.bfloat16}
+"""Weights of other dtypes are quantized: their kernels take input of the model's dtype."""
 
 
 class ModelWeights:
@@ -94,11 +96,22 @@ def _named_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple
         on_cpu = all(one.device.type == "cpu" for _, one in own)
         if id(module) in packed:
             yield f"{name} packed", packed[id(module)]
-        elif isinstance(module, LinearBase) and not kernels:
+        elif isinstance(module, LinearBase) and not kernels and not _is_plain(module, empty=bool(empty)):
             if empty or on_cpu or not any(one.numel() for _, one in own):
                 yield f"{name} columns", _columns(module, dtype)
         elif empty:
             raise InvalidArgument("the weights of a layer are not readable", layer=name, kind=type(module).__name__)
+
+
+def _is_plain(layer: Any, *, empty: bool) -> bool:  # noqa: ANN401
+    """Whether the parameters of a linear layer on a CPU are its weights: it has no kernel, because a model uses its weights only.
+
+    Short convolutions beside linear attention are such layers.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    unquantized = type(layer.quant_method) is UnquantizedLinearMethod
+    return unquantized and not empty and next(layer.parameters()).device.type == "cpu" and not hasattr(layer, "cpu_linear")
 
 
 def _packed_latents(model: torch.nn.Module) -> dict[int, list[torch.Tensor]]:
@@ -113,7 +126,12 @@ def _packed_latents(model: torch.nn.Module) -> dict[int, list[torch.Tensor]]:
 
 
 def _columns(layer: Any, dtype: torch.dtype) -> torch.Tensor:  # noqa: ANN401
-    """Some columns of a linear layer's weights, read through its kernel."""
+    """Some columns of a linear layer's weights, read through its kernel.
+
+    The kernel of weights in another dtype than the model's (a router of experts) takes input of that dtype, without a check.
+    """
+    own = getattr(getattr(layer, "weight", None), "dtype", dtype)
+    dtype = own if own in _KERNEL_INPUTS else dtype
     width = int(getattr(layer, "input_size_per_partition", 0) or layer.input_size)
     outputs = int(getattr(layer, "output_size_per_partition", 0) or layer.output_size)
     count = min(width, max(_LEAST_COLUMNS, _SAMPLE_BYTES // max(1, outputs * dtype.itemsize)))

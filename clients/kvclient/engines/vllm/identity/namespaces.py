@@ -1,4 +1,4 @@
-"""Which namespaces an engine's pages belong to: one a KV cache group and shard.
+"""Which namespaces an engine's pages belong to: one per part of a KV cache group (``kv_groups``) and shard.
 
 Two engines share a namespace exactly if a page of one is a page of the other: same model, weights epoch and numbers in the page,
 same attention backend and kernel layout, same vLLM line, same layers, same shard. A namespace too many costs a miss; one too few
@@ -24,7 +24,7 @@ LAYOUT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """Facts of one KV cache group in one worker.
+    """Facts of one part of a KV cache group in one worker.
 
     Attributes:
         model: the engine's name of the model.
@@ -95,8 +95,11 @@ def group_spec(options: HookOptions, facts: GroupFacts) -> CacheSpec:
 
 
 def chain_spec(groups: Sequence[CacheSpec]) -> CacheSpec:
-    """Return the namespace whose chain makes the keys of a request for all groups and shards: the first group's first shard."""
-    return replace(groups[0], shard_rank=0)
+    """Return the namespace whose chain makes the keys of a request for all groups and shards.
+
+    It is the first shard of the first group with the smallest pages; see ``GroupBlocks``.
+    """
+    return replace(min(groups, key=lambda spec: spec.block_tokens), shard_rank=0)
 
 
 def digest(value: Mapping[str, Any] | Sequence[str]) -> str:

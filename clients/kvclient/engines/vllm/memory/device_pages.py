@@ -22,7 +22,7 @@ import torch
 from kvclient import BlockBuffer, BlockShape, CacheSpec, InvalidArgument
 from kvclient.device import DeviceCopier, PagedCache
 from kvclient.device.streams import CudaDevice, Device
-from kvclient.engines.vllm.memory.pages import LAYOUTS, GroupPages, Mark, Pages, pages_per_block
+from kvclient.engines.vllm.memory.pages import LAYOUTS, OTHER_LAYOUT, GroupPages, Mark, Pages, pages_per_block
 from kvstore.core.errors import Internal
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def make_pages(
         return [GroupPages(group, num_blocks) for group in groups]
     if len(places) != 1 or next(iter(places)).type != "cuda":
         raise InvalidArgument(
-            "a KV cache lies in host memory or on one CUDA device", devices=", ".join(sorted(str(place) for place in places))
+            "a KV cache on several devices or on such a device is not supported: use a CPU, or one CUDA device per worker",
+            devices=", ".join(sorted(str(place) for place in places)),
         )
     return device_pages(groups, num_blocks, CudaDevice(next(iter(places))), strategy=strategy, staging_bytes=staging_bytes)
 
@@ -106,7 +107,7 @@ class DevicePages:
             cache = PagedCache([_whole_pages(tensor, num_blocks) for tensor in tensors])
         except InvalidArgument as error:
             raise InvalidArgument(
-                "this layout of the KV cache is not supported",
+                f"this layout of the KV cache is not supported: {OTHER_LAYOUT}",
                 reason=error,
                 shape=tuple(tensors[0].shape),
                 strides=tensors[0].stride(),

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 LAYOUTS = "LBNHC, LBHNC, BLNHC, BLHNC"
 """vLLM's layouts (``VLLM_KV_CACHE_LAYOUT``) whose pages are contiguous."""
+OTHER_LAYOUT = "set VLLM_KV_CACHE_LAYOUT to LBNHC"
 
 Mark = object
 """A position in the engine's computation; None: host memory, where all requested computation has already finished."""
 
 
 class Pages(Protocol):
-    """The pages of one KV cache group. All pages of one engine share a device: a mark of one group is valid for all groups."""
+    """The pages of one part of a KV cache group. All pages of one engine share a device: a mark of one is valid for all."""
 
     num_blocks: int
     shape: BlockShape
@@ -86,7 +87,7 @@ class GroupPages:
         views = [_page_bytes(tensor, num_blocks) for tensor in tensors]
         sizes = {view.page_bytes for view in views}
         if len(sizes) != 1:
-            raise InvalidArgument("pages of the layers of one group differ in size", sizes=sorted(sizes))
+            raise InvalidArgument("pages of the layers of one part of a group differ in size", sizes=sorted(sizes))
         self._layers = views
         self.num_blocks = num_blocks
         self.shape = BlockShape(len(views), sizes.pop())
@@ -163,13 +164,21 @@ def _page_bytes(tensor: Any, num_blocks: int) -> LayerPages:  # noqa: ANN401  # 
     import torch  # already imported by the engine
 
     if tensor.device.type != "cpu":
-        raise InvalidArgument("the KV cache is not in host memory", device=str(tensor.device))
+        raise InvalidArgument("a KV cache on this device is not supported: use a CPU or a CUDA device", device=str(tensor.device))
     per_block = pages_per_block(tensor, num_blocks)
     natural = tensor.detach().permute(0, *(axis + 1 for axis in page_order(tensor)))
     if per_block > 1 and natural.stride(0) != natural[0].numel():
-        raise InvalidArgument("the kernel's pages of one page lie apart", shape=tuple(tensor.shape), strides=tensor.stride())
+        raise InvalidArgument(
+            f"several kernel blocks per page in this layout of the KV cache are not supported: {OTHER_LAYOUT}",
+            shape=tuple(tensor.shape),
+            strides=tensor.stride(),
+        )
     if not natural[:per_block].is_contiguous():
-        raise InvalidArgument("pages of the KV cache are not contiguous", shape=tuple(tensor.shape), strides=tensor.stride())
+        raise InvalidArgument(
+            f"pages of the KV cache that are not contiguous are not supported: {OTHER_LAYOUT}",
+            shape=tuple(tensor.shape),
+            strides=tensor.stride(),
+        )
     array: npt.NDArray[np.uint8] = natural.view(torch.uint8).numpy()
     stride, size = array.strides[0] * per_block, array[:per_block].nbytes
     memory = np.lib.stride_tricks.as_strided(array, ((num_blocks - 1) * stride + size,), (1,))

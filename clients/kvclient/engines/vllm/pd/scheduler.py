@@ -9,7 +9,7 @@ On the decode engine a request goes through these stages:
 
 1. AWAITED: its prompt is waited for, in memory of the node's; the engine has given nothing to it. Asked how much can be loaded,
    the answer is *ask again*.
-2. ARRIVED: the prompt is complete. All of it can be loaded.
+2. ARRIVED: the prompt is complete. All of it but the last token, which the engine computes, can be loaded.
 3. COPYING: pages exist, and are being filled.
 4. ENDED: it is like any other request. If the prompt did not arrive or could not be copied, the request starts here: it is
    looked up, and the rest is computed.
@@ -93,7 +93,7 @@ class PdScheduler:
 
     Args:
         block_tokens: tokens of a page.
-        windows: by group: tokens that it looks back; 0: all.
+        first_needed: by group: the first token that the attention of a token sees; see ``GroupView``.
         pinned_share: the part of the engine's pages that may wait to be handed over; one handoff may be larger.
         workers: how many workers answer each job.
         counters: the connector's counters.
@@ -103,7 +103,7 @@ class PdScheduler:
     def __init__(
         self,
         block_tokens: int,
-        windows: Sequence[int],
+        first_needed: Sequence[Callable[[int], int]],
         pinned_share: float,
         counters: ConnectorCounters,
         *,
@@ -111,7 +111,7 @@ class PdScheduler:
         null_block: int = 0,
     ) -> None:
         self._block_tokens = block_tokens
-        self._windows = windows
+        self._first_needed = first_needed
         self._pinned_share = pinned_share
         self._counters = counters
         self._workers = workers
@@ -143,7 +143,7 @@ class PdScheduler:
         packed = list(keys.upto(request.all_token_ids, tokens // self._block_tokens))
         if tokens % self._block_tokens:
             packed.append(_tail_key(request, transfer, keys, self._block_tokens))
-        needed = [max(0, tokens - window) // self._block_tokens if window else 0 for window in self._windows]
+        needed = [first(tokens - 1) // self._block_tokens for first in self._first_needed]  # of the last token, computed here
         job = AwaitJob(request.request_id, packed, needed, transfer.transfer_id)
         self._receiving[request.request_id] = Receiving(request, keys, job)
         self._plan.awaits.append(job)
@@ -168,14 +168,24 @@ class PdScheduler:
         return True
 
     def get_num_new_matched_tokens(self, request: VllmRequest, computed_tokens: int) -> int:
-        """Return how many tokens of an ARRIVED prompt can be copied beyond the computed ones."""
-        return max(0, request.num_prompt_tokens - computed_tokens)
+        """Return how many tokens of an ARRIVED prompt can be copied beyond the computed ones.
+
+        The last one does not count: vLLM computes it here. If it counted, vLLM would give no pages to what only its attention
+        sees, i.e. the first token of its window, or all of a chunk that ends with it. If nothing is left to copy, the prompt is
+        dropped, and the request is served like any other.
+        """
+        tokens = max(0, request.num_prompt_tokens - 1 - computed_tokens)
+        if not tokens:
+            self._receiving[request.request_id].state = TransferState.ENDED
+            self._plan.drops.append(request.request_id)
+        return tokens
 
     def update_state_after_alloc(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """Record the pages that vLLM allocated for an ARRIVED prompt."""
         receiving = self._receiving[request.request_id]
-        start = (request.num_prompt_tokens - external_tokens) // self._block_tokens
-        stop = len(receiving.job.keys)
+        copied = request.num_prompt_tokens - 1
+        start = (copied - external_tokens) // self._block_tokens
+        stop = -(-copied // self._block_tokens)
         first_blocks, pages = [], []
         for ids in block_ids:
             first = next((at for at in range(start, stop) if ids[at] != self._null_block), stop)

@@ -12,6 +12,7 @@ from kvclient import BlockKey, CacheSpec, KeyChain, KVClient, Lookup
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys
+from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.identity.namespaces import chain_spec
 from kvclient.engines.vllm.options import RECONNECT_S
 from kvclient.engines.vllm.scheduler.other_ranks import OtherRanks
@@ -26,8 +27,8 @@ class PrefixMatch:
     """The blocks of a request that the store holds.
 
     Attributes:
-        hit_blocks: leading blocks that every group and shard has.
-        by_group: the lookup of each namespace, by group.
+        hit_blocks: leading blocks that every part and shard has whole.
+        by_group: the lookup of each namespace, by part, in pages.
     """
 
     hit_blocks: int
@@ -42,7 +43,7 @@ class BackgroundLookup:
 
     Args:
         options: address of the store, and deadlines.
-        groups: by group: the namespaces of its shards.
+        groups: by part of a KV cache group: the namespaces of its shards.
         counters: where lookups are counted.
         running: the engine runs already, and does not wait for the store.
 
@@ -54,6 +55,7 @@ class BackgroundLookup:
         self, options: HookOptions, groups: Sequence[Sequence[CacheSpec]], counters: ConnectorCounters, *, running: bool = False
     ) -> None:
         self.groups = groups
+        self.blocks = GroupBlocks([shards[0].block_tokens for shards in groups])
         self.chain = KeyChain(chain_spec([shards[0] for shards in groups]))
         self._counters = counters
         self._other_ranks = OtherRanks(groups[0][0])
@@ -80,13 +82,13 @@ class BackgroundLookup:
         Args:
             keys: the request's.
             tokens: a copy of its token ids, since another thread reads it.
-            blocks: how many.
+            blocks: how many; see ``GroupBlocks``.
         """
         return self._requests.submit(self._find, keys, tokens, blocks)
 
     def _find(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> PrefixMatch:
         try:
-            return self._found(keys.upto(tokens, blocks))
+            return self._found(keys.upto(tokens, blocks * self.blocks.keys_per_block))
         except Exception:  # noqa: BLE001  # the edge to the engine: a failure of the store must not end it and is a miss
             self._counters.add("bugs")
             _log.exception("a lookup failed in a way that it should not: a miss")
@@ -94,17 +96,19 @@ class BackgroundLookup:
 
     def _found(self, keys: Sequence[BlockKey]) -> PrefixMatch:
         """Look up in all namespaces at once: each lookup requires a round trip."""
+        keys = keys[: len(keys) // self.blocks.keys_per_block * self.blocks.keys_per_block]
         first, *others = self._places
         futures = []
         if self._others is not None:
-            futures = [self._others.submit(self._look_up, client, masked, keys) for _, client, masked in others]
-        answers = [self._look_up(*first[1:], keys), *(future.result() for future in futures)]
+            futures = [self._others.submit(self._look_up, *place, keys) for place in others]
+        answers = [self._look_up(*first, keys), *(future.result() for future in futures)]
         by_group: list[dict[bytes, Lookup]] = [{} for _ in self.groups]
+        hit = len(keys) // self.blocks.keys_per_block
         for (group, client, _), answer in zip(self._places, answers, strict=True):
             by_group[group][client.spec.namespace] = answer
-        hit = min(answer.hit_blocks for answer in answers)
+            hit = min(hit, answer.hit_blocks // self.blocks.pages_per_block(group))
         self._counters.add("lookups")
-        self._counters.add("lookup_blocks", len(keys))
+        self._counters.add("lookup_blocks", len(keys) // self.blocks.keys_per_block)
         self._counters.add("hit_blocks", hit)
         if any(answer.error is not None for answer in answers):
             self._counters.add("lookup_failures")
@@ -113,9 +117,8 @@ class BackgroundLookup:
                 self._requests.submit(self._other_ranks.look, first[1])
         return PrefixMatch(hit, by_group)
 
-    @staticmethod
-    def _look_up(client: KVClient, masked: NamespaceKeyMask, keys: Sequence[BlockKey]) -> Lookup:
-        return client.lookup(masked.keys(keys))  # failures of ours are misses, not exceptions
+    def _look_up(self, group: int, client: KVClient, masked: NamespaceKeyMask, keys: Sequence[BlockKey]) -> Lookup:
+        return client.lookup(masked.keys(self.blocks.page_keys(group, keys)))  # failures of ours are misses, not exceptions
 
     def close(self) -> None:
         """Close the connections and then the threads; lookups under way are misses."""

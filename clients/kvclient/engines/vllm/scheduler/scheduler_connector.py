@@ -31,6 +31,7 @@ from kvclient import Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
 from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, is_hashable, request_extras
+from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLookup, PrefixMatch
@@ -79,7 +80,7 @@ class RequestState:
     first_offered: int = 0
     """Position of the first block that a load would fill."""
     loading: dict[int, list[int]] = field(default_factory=dict)
-    """By group: pages that a load fills, until its outcome is known."""
+    """By part: pages that a load fills, until its outcome is known."""
     load_failed: bool = False
     stored_blocks: int = 0
     """Leading blocks that the store holds, or will hold when pending stores succeed."""
@@ -104,7 +105,7 @@ class SchedulerConnector:
 
     Args:
         options: choices.
-        block_tokens: tokens of a page.
+        blocks: how the pages of the groups divide a request.
         workers: how many workers answer each job.
         events: whether ``take_stored`` will be asked.
         null_block: id of the null page.
@@ -113,7 +114,7 @@ class SchedulerConnector:
     def __init__(
         self,
         options: ConnectorOptions,
-        block_tokens: int,
+        blocks: GroupBlocks,
         *,
         workers: int = 1,
         events: bool = False,
@@ -122,7 +123,8 @@ class SchedulerConnector:
         self.counters = ConnectorCounters()
         self.adapters = Adapters(self.counters)
         self._options = options
-        self._block_tokens = block_tokens
+        self._blocks = blocks
+        self._block_tokens = blocks.block_tokens
         self._workers = workers
         self._events = events
         self._null_block = null_block
@@ -203,7 +205,7 @@ class SchedulerConnector:
         adapter = self.adapters.of_request(request.lora_request) if request.lora_request is not None else None
         if not is_hashable(request, adapter):
             return
-        keys = RequestKeys(self._prefix_lookup.chain, request_extras(request, adapter, self._block_tokens))
+        keys = RequestKeys(self._prefix_lookup.chain, request_extras(request, adapter, self._blocks.key_tokens))
         state = self._requests[request.request_id] = RequestState(request, keys, adapter)
         state.preemptions = request.num_preemptions
         if self._options.hook.load and look_up:
@@ -264,7 +266,7 @@ class SchedulerConnector:
         computes it in pieces, or ends. A step later it is known.
         """
         for load in self._loads:
-            first = min((part.first_block for part in load.groups), default=0)
+            first = min((part.first_page for part in load.groups), default=0)  # one group: a page is a block
             other = self._requests.get(load.request_id)
             if other is not None and other is not state and computed_tokens > first * self._block_tokens:
                 mine, theirs = (each.keys.upto(each.request.all_token_ids, first + 1) for each in (state, other))
@@ -289,12 +291,15 @@ class SchedulerConnector:
         start, found = state.first_offered, state.found
         stop = start + external_tokens // self._block_tokens
         parts = []
-        for group, ids in enumerate(block_ids):
-            # a sliding window has pages at the end only
-            first = next((at for at in range(start, stop) if ids[at] != self._null_block), stop)
-            if first < stop:
-                lookups = {name: lookup.part(first, stop) for name, lookup in found.by_group[group].items()}
-                parts.append(GroupLoad(group, list(ids[first:stop]), first, lookups, list(ids[stop:])))
+        for group, by_namespace in enumerate(found.by_group):
+            ids = self._blocks.pages(group, block_ids, start, stop)
+            # windows and chunks of the context have pages at the end only
+            skipped = next((at for at, page in enumerate(ids) if page != self._null_block), len(ids))
+            if skipped < len(ids):
+                each = self._blocks.pages_per_block(group)
+                first, behind = start * each + skipped, self._blocks.pages(group, block_ids, stop, None)
+                lookups = {name: lookup.part(first, stop * each) for name, lookup in by_namespace.items()}
+                parts.append(GroupLoad(group, ids[skipped:], first, lookups, behind))
         state.loading = {part.group: part.block_ids for part in parts}
         self._loads.append(LoadJob(request.request_id, parts, self._layerwise))
         self.counters.add("loads")
@@ -305,15 +310,16 @@ class SchedulerConnector:
         state = self._requests.get(request.request_id)
         if state is None or not state.found.by_group:
             return {}
-        start = state.first_offered
-        stop = start + tokens // self._block_tokens
+        page_tokens = self._blocks.page_tokens[0]
+        start = state.first_offered * self._blocks.pages_per_block(0)
+        stop = start + tokens // page_tokens
         nearest: dict[int, Tier] = {}
         lookup = next(iter(state.found.by_group[0].values()))
         for run in sorted(lookup.runs, key=lambda run: run.tier, reverse=True):
             nearest.update(dict.fromkeys(range(max(start, run.start), min(stop, run.end)), run.tier))
         counts: dict[Tier, int] = {}
         for tier in nearest.values():
-            counts[tier] = counts.get(tier, 0) + self._block_tokens
+            counts[tier] = counts.get(tier, 0) + page_tokens
         return counts
 
     # ---- stores ----
@@ -377,25 +383,31 @@ class SchedulerConnector:
     def _plan_store(self, state: RequestState, full: int, block_ids: Sequence[Sequence[int]]) -> StoreJob | None:
         """Pins the blocks ``[stored_blocks, full)`` of a request, and plans their store."""
         first = state.stored_blocks
-        ids = [list(group[first:full]) for group in block_ids]
+        ids = [self._blocks.pages(part, block_ids, first, full) for part in range(len(self._blocks.page_tokens))]
         assert self._pool is not None
-        count = sum(map(len, ids))
-        if any(self._null_block in group or len(group) != full - first for group in ids):
+        by_table = dict(zip(self._blocks.tables, ids, strict=True))  # parts of one group have the same pages
+        count = sum(map(len, by_table.values()))
+        whole = (full - first) * self._block_tokens
+        if any(
+            self._null_block in pages or len(pages) * tokens != whole
+            for pages, tokens in zip(ids, self._blocks.page_tokens, strict=True)
+        ):
             self._end_store(state, "stores_broken")  # a sliding window has passed blocks that the store lacks
             return None
         if self._pinned_blocks + count > len(self._pool.blocks) * self._options.pinned_share:
             self._end_store(state, "stores_skipped")
             return None
-        keys = state.keys.upto(state.request.all_token_ids, full)
-        blocks = [self._pool.blocks[block] for group in ids for block in group]
+        each = self._blocks.keys_per_block
+        keys = state.keys.upto(state.request.all_token_ids, full * each)
+        blocks = [self._pool.blocks[page] for pages in by_table.values() for page in pages]
         self._pool.touch(blocks)
         self._next_job += 1
         self._pins[self._next_job] = Pins(state.request, first, full, blocks, self._workers)
         self._pinned_blocks += count
         state.stored_blocks = full
         self.counters.add("store_blocks", full - first)
-        parent = keys[first - 1] if first else None
-        return StoreJob(self._next_job, state.request.request_id, first, parent, keys[first:full], ids, state.adapter)
+        parent = keys[first * each - 1] if first else None
+        return StoreJob(self._next_job, state.request.request_id, first, parent, keys[first * each :], ids, state.adapter)
 
     def _end_store(self, state: RequestState, counter: str) -> None:
         state.store_ended = True

@@ -24,7 +24,6 @@ from vllm.platforms import current_platform
 
 from kvclient import CacheSpec, InvalidArgument, KVStoreError
 from kvclient.engines.vllm.identity.checkpoint import checkpoint_digest, weights_name
-from kvclient.engines.vllm.identity.engine_facts import check_scales
 from kvclient.engines.vllm.identity.model_weights import ModelWeights, gather_digests
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.options import RECONNECT_S
@@ -64,7 +63,6 @@ class KVStoreOffloadingConnector(OffloadingConnector):
             InvalidArgument: an impossible option, or an engine whose chunks cannot be shared safely.
         """
         self._block_hash = check_block_hash(vllm_config)
-        check_scales(vllm_config)
         transfer = vllm_config.kv_transfer_config
         transfer.kv_connector_extra_config = with_tier(transfer.kv_connector_extra_config or {})
         self._options = TierOptions.from_extra_config(transfer.kv_connector_extra_config)

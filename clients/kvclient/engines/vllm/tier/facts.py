@@ -14,13 +14,13 @@ from typing import Any
 from kvclient import CacheSpec, InvalidArgument
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.identity.engine_facts import (
-    GroupView,
     files_text,
     kernel_of,
     model_digest,
     model_name,
     whole_prompts_only,
 )
+from kvclient.engines.vllm.identity.kv_groups import GroupView
 from kvclient.engines.vllm.identity.namespaces import digest
 from kvclient.engines.vllm.tier.canonical import CanonicalChunk
 

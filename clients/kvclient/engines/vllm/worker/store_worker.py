@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from kvclient import BlockKey, KVClient, StoreHandle
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
+from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.plan import StoreJob, WorkerOutput
 
@@ -128,29 +129,27 @@ class StoreWorker:
                 self._changed.notify_all()
 
     def _store_all(self, save: _QueuedStore) -> bool:
-        """Store one job's blocks, group by group. Return whether the store now holds all of them."""
+        """Store one job's blocks, part by part. Return whether the store now holds all of them."""
         try:
-            return all(
-                self._store(save, client, pages, ids)
-                for client, pages, ids in zip(save.clients, self._pages, save.job.block_ids, strict=True)
-            )
+            blocks = GroupBlocks([client.spec.block_tokens for client in save.clients])
+            return all(self._store(save, blocks, part) for part in range(len(save.clients)))
         except Exception:  # noqa: BLE001  # top of a thread: pins must be released after any error
             self._counters.add("bugs")
             _log.exception("a store failed in a way that it should not")
             return False
 
-    def _store(self, save: _QueuedStore, client: KVClient, pages: Pages, ids: Sequence[int]) -> bool:
-        job = save.job
+    def _store(self, save: _QueuedStore, blocks: GroupBlocks, part: int) -> bool:
+        job, client, ids = save.job, save.clients[part], save.job.block_ids[part]
         left_s = save.deadline_s - time.monotonic()
         if left_s <= 0:
             self._counters.add("stores_late")
             return False
         masked = NamespaceKeyMask(save.chain, client.spec.namespace)
         handle = client.start_store(
-            masked.keys(job.keys),
-            pages.buffer(ids, save.after),
+            masked.keys(blocks.page_keys(part, job.keys)),
+            self._pages[part].buffer(ids, save.after),
             parent=BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
-            depth=job.first_block,
+            depth=job.first_block * blocks.pages_per_block(part),
             deadline_s=left_s,
         )
         with self._changed:

@@ -1,0 +1,111 @@
+"""Every architecture of the documentation's table of models: the tokens of vLLM alone, from KV that another process stored.
+
+Few run by default, all with ``--thorough``. With ``--thorough --record-models`` the record of the table is written again
+(``docs/reference/models.json``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from models_bed import ConnectorModel, served
+
+from kvstore.lab.model_recipes import RECIPES, Recipe
+from kvstore.testing.connector.driver import StoreAddress
+
+SAMPLE = ("gptoss", "mistral", "qwen3next", "deepseek3")
+"""Sinks and experts, windows in all layers, linear attention, latents. Other tests run Llama, Qwen 3, Gemma and LFM 2."""
+RECORD = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.json"
+TIMEOUT_S = 280.0
+pytestmark = pytest.mark.timeout(600)
+
+
+def stored_elsewhere(names: Sequence[str], folder: Path, store: StoreAddress) -> dict[str, Any]:
+    """Have another process answer without the store, then with it, and store."""
+    script = Path(__file__).with_name("models_bed.py")
+    argv = [sys.executable, str(script), store.metadata, store.node, str(folder), *names]
+    done = subprocess.run(argv, env=os.environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def elsewhere(request: pytest.FixtureRequest, folder: Path, store: StoreAddress) -> dict[str, Any]:
+    """Answers of the other process, for the models of this run that a CPU can run."""
+    every = request.config.getoption("--thorough")
+    return stored_elsewhere([name for name in RECIPES if not RECIPES[name].cannot and (every or name in SAMPLE)], folder, store)
+
+
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """The record; it is written again with ``--record-models``."""
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    yield record
+    if request.config.getoption("--record-models"):
+        kept = {name: record[name] for name in RECIPES if name in record}
+        RECORD.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def param(name: str) -> Any:
+    return pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.thorough])
+
+
+def check_row(request: pytest.FixtureRequest, rows: dict[str, Any], name: str, **shown: Any) -> None:
+    """Compare the record with the results of this run, or update it."""
+    row = {"recipe": RECIPES[name].digest, **shown}
+    if request.config.getoption("--record-models"):
+        rows[name] = row
+    assert rows[name] == row, "run with --thorough --record-models"
+
+
+@pytest.mark.parametrize("name", [param(name) for name, recipe in RECIPES.items() if not recipe.cannot])
+def test_model_answers_the_same_from_the_store(
+    name: str, elsewhere: dict[str, Any], folder: Path, store: StoreAddress, rows: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """Changed bytes change tokens."""
+    recipe, other = RECIPES[name], elsewhere[name]
+    assert other["storing"] == other["fresh"]
+    with served(name, folder, store) as engine:
+        answers = engine.answers()
+        assert [tokens for tokens, _ in answers] == other["cached"]
+        hits = [hit for _, hit in answers]
+        if _computes_whole_prompts(recipe, engine):
+            assert hits == [0] * len(hits)
+            return  # the record is of a CPU with AMX
+        assert all(hits[:3])
+        engine.settle()
+        engine.forget()
+        engine.spoil()
+        spoiled = engine.answers()
+        assert [hit for _, hit in spoiled] == hits
+        assert spoiled[0][0] != other["cached"][0]
+        assert spoiled[1][0] != other["cached"][1]
+    check_row(request, rows, name, result="same tokens", hit_tokens=hits[0], groups=other["groups"])
+
+
+def _computes_whole_prompts(recipe: Recipe, engine: Any) -> bool:
+    """Whether the model has latents, and this CPU lacks AMX."""
+    return recipe.whole_prompts and isinstance(engine, ConnectorModel) and engine.engine.whole_prompts_only
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.cannot])
+def test_model_cannot_run_on_a_cpu(
+    name: str, folder: Path, store: StoreAddress, rows: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """In vLLM itself, without the store. If it runs one day, the table must say so."""
+    error = stored_elsewhere([name], folder, store)[name].get("error", "")
+    assert RECIPES[name].fails_with in error
+    assert error
+    check_row(request, rows, name, result="not run")
