@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import urllib.request
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -19,6 +21,9 @@ import numpy as np
 from events_subscriber import ZmqSubscriber
 
 from kvclient import CacheSpec, KVClient
+from kvclient.events.block_groups import GroupBlockId, xor
+from kvclient.events.label_writer import LabelWriter
+from kvclient.events.labels import BlockLabel, LabelNamespace
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvproto.v1.common_pb2 import Tier
 from kvstore.core.types import BlockKey
@@ -69,8 +74,9 @@ def engine_of(cluster: LocalCluster) -> Iterator[Engine]:
 class Publisher:
     """Run the real command."""
 
-    def __init__(self, folder: Path, metadata: str) -> None:
+    def __init__(self, folder: Path, metadata: str, **settings: object) -> None:
         self.folder, self.metadata = folder, metadata
+        self.settings = {"topic": "kv@store", **settings}
         self.endpoint = self.replay = "tcp://127.0.0.1:*"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -81,9 +87,9 @@ class Publisher:
         settings = {
             "ready_file": ready,
             "metrics_listen": "127.0.0.1:0",
-            "topic": "kv@store",
             "replay_batches": 8,
             "heartbeat": "200ms",
+            **self.settings,
         }
         command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", self.metadata, "--zmq", self.endpoint]
         command += [
@@ -116,8 +122,8 @@ class Publisher:
 
 
 @contextmanager
-def publishing(folder: Path, metadata: str) -> Iterator[Publisher]:
-    publisher = Publisher(folder, metadata)
+def publishing(folder: Path, metadata: str, **settings: object) -> Iterator[Publisher]:
+    publisher = Publisher(folder, metadata, **settings)
     publisher.start()
     try:
         yield publisher
@@ -173,6 +179,56 @@ def follow(cluster: LocalCluster, engine: Engine, publisher: Publisher, router: 
     shown = publisher.metrics()
     assert f"kvstore_events_told_blocks {2 * BLOCKS}.0" in shown
     assert "kvstore_client_events_resyncs_total 2.0" in shown
+
+
+class Blocks:
+    """The blocks of one chain, as an engine labels them."""
+
+    def __init__(self, keys: Sequence[BlockKey], seed: int) -> None:
+        self.hashes = [hashlib.sha256(key).digest() for key in keys]
+        self.ids = [GroupBlockId(xor(key, SPEC.namespace)) for key in keys]
+        self.tokens = np.random.default_rng(seed).integers(0, 50_000, BLOCKS * 16, dtype="<u4").reshape(BLOCKS, 16)
+
+    def labels(self) -> Iterator[tuple[GroupBlockId, BlockLabel]]:
+        for at, (block, own) in enumerate(zip(self.ids, self.hashes, strict=True)):
+            yield block, BlockLabel(at, (own,), self.hashes[at - 1] if at else b"", self.tokens[at].tobytes())
+
+    def told(self, *media: str) -> set[tuple[object, str | None]]:
+        return {(int.from_bytes(one[-8:], "big"), medium) for one in self.hashes for medium in media}
+
+
+def test_events_of_a_model_have_tokens_and_engine_hashes(tmp_path: Path) -> None:
+    settings = {"model": SPEC.model, "topic": ""}
+    topic = f"kv@pool:kvstore@{SPEC.model}"
+    with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path / "store") as cluster, engine_of(cluster) as engine:
+        connect = partial(KVClient.connect, cluster.metadata_address, node=cluster.node("a").local_socket)
+        writer = LabelWriter(LabelNamespace.make([SPEC]), lambda space: connect(space.spec))
+        with publishing(tmp_path, cluster.metadata_address, **settings) as publisher:
+            router = ZmqSubscriber(publisher.endpoint, publisher.replay, topic)
+            try:
+                first = Blocks(engine.store(1), 1)
+                engine.store(2)  # without labels
+                writer.put(first)
+                router.until(first.told("CPU", "STORAGE"))
+                assert router.tokens == {
+                    int.from_bytes(one[-8:], "big"): row.tolist() for one, row in zip(first.hashes, first.tokens, strict=True)
+                }
+                wait_until(lambda: f"kvstore_events_unlabelled_blocks {BLOCKS}.0" in publisher.metrics(), publisher.metrics)
+                assert writer.flush(10)
+                engine.evict()
+                router.until(first.told("STORAGE"))
+                publisher.kill()  # labels are read again
+                publisher.start()
+                wait_until(lambda: router.read() and router.begun_again == 1, lambda: "the router sees lower numbers")
+                router.until(first.told("STORAGE"))
+                cluster.kill("a")
+                router.until(set())
+                cluster.start_node("a")
+                router.until(first.told("STORAGE"))
+            finally:
+                router.close()
+                writer.close()
+            assert publisher.stop() == 0
 
 
 def test_events_command_prints_a_line_per_change(tmp_path: Path) -> None:
