@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import pytest
 import zmq
-from events_subscriber import ZmqSubscriber
 
 from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
@@ -18,6 +17,7 @@ from kvstore.events.publisher import EventPublisher
 from kvstore.events.translation import Translator, last_eight_bytes
 from kvstore.observe.counters import Counters
 from kvstore.testing.index.model import Chain
+from support.kv_event_subscriber import ZmqSubscriber
 
 NAMESPACE = b"n" * 16
 CHAIN = Chain.of(NAMESPACE, range(200))
