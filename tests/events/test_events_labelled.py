@@ -58,7 +58,7 @@ def opened(number: int) -> pb.BlockEvent:
 
 
 class World:
-    """A store of blocks with labels, a translator, and what a router believes."""
+    """A store of blocks with labels, a translator, and the state of a router."""
 
     def __init__(self, **how: object) -> None:
         self.mirror = BlockMirror()
@@ -120,13 +120,13 @@ class World:
             if isinstance(event, BlockStored):
                 assert len(event.token_ids) == event.block_size * len(event.block_hashes) == 4 * len(event.block_hashes)
                 assert event.parent_block_hash is None or event.parent_block_hash in {one for one, _ in self.believed}
-                assert not pairs & self.believed, "told twice"
+                assert not pairs & self.believed, "stored twice"
                 self.believed |= pairs
                 for at, one in enumerate(event.block_hashes):
                     self.tokens[one] = event.token_ids[4 * at : 4 * at + 4]
             else:
                 assert isinstance(event, BlockRemoved)
-                assert pairs <= self.believed, "never told"
+                assert pairs <= self.believed, "removed without a store"
                 self.believed -= pairs
 
     def expected(self) -> set[tuple[int, str]]:
@@ -165,7 +165,7 @@ def test_published_blocks_are_whole_labelled_prefixes(
 ) -> None:
     world = World()
     for one in BLOCKS:
-        world.store(1, 2, *one)  # all labels stay: what is known of evicted labels is tested below
+        world.store(1, 2, *one)  # all labels stay; evicted labels are tested below
     for volume, part, where in first:
         world.store(volume, part, *where)
     for what, place in happened:
@@ -222,7 +222,7 @@ def test_label_evicted_keeps_its_block_published() -> None:
     world.remove(1, 0, 0, 1)
     world.update()
     assert {one for one, _ in world.believed} == {engine_hash(hash_of(0, 0))}
-    world.store(1, 0, 0, 1)  # its label is gone by now
+    world.store(1, 0, 0, 1)  # its label was evicted
     world.update()
     assert {one for one, _ in world.believed} == {engine_hash(hash_of(0, 0))}
 

@@ -1,4 +1,4 @@
-"""Tests of what an engine announces of the blocks that it stored, without vLLM."""
+"""Tests of the announcements of stored blocks, without vLLM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_of(first: int, count: int) -> EngineRun:
 
 
 class Feed:
-    """An announcer, a mirror that keeps only its blocks, and what subscribers believe."""
+    """An announcer, a mirror that keeps only its blocks, and the state of a subscriber."""
 
     def __init__(self, most: int = 1_000) -> None:
         self.now_s = 0.0
@@ -202,7 +202,7 @@ def test_announced_tiers_equal_those_of_the_store(happened: list[tuple[str, int,
         expected = 0
         if all(tiers):
             expected = sum(1 << v + 1 for v in set.union(*tiers) if all(any(one <= v for one in some) for some in tiers))
-        if len(feed.announcer) and block in feed.announcer._blocks:
+        if feed.announcer.wanted(SPECS[0].namespace, BlockKey(xor(block, SPECS[0].namespace))):
             assert feed.believed.get(block, 0) == expected
 
 

@@ -1,4 +1,4 @@
-"""Dynamo's standalone KV indexer, the code of its router, in a process of its own: needs the package ``ai-dynamo-runtime``.
+"""Dynamo's standalone KV indexer, the code of its router, in a separate process: needs the package ``ai-dynamo-runtime``.
 
 The wheel has 75 MB, so no environment of this project has it. To run the tests that use it::
 

@@ -1,4 +1,4 @@
-"""``kvstore events --zmq`` in a process of its own."""
+"""``kvstore events --zmq`` in a separate process."""
 
 from __future__ import annotations
 

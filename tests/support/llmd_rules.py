@@ -2,9 +2,9 @@
 
 Events are arrays or maps. A hash is an integer, or bytes of which the last eight count. The topic names pod and model. The name
 of an adapter replaces the model's. The router hashes tokens itself, in blocks of its own size, and learns which of its blocks a
-hash of the engine means. An event is dropped if its parent is unknown, if its group is no main attention, or if its tokens do not
+hash of the engine means. An event is dropped if its parent is unknown, its group is not a main attention, or its tokens do not
 fill its blocks. Equal stores of a pod, medium and group are counted, and only the last removal counts. A clear event wipes the
-whole pod, all media. A subscriber requests a replay from 0 and insists on 0, 1, 2, ... A lower number than the last wipes the pod.
+whole pod, all media. A subscriber requests a replay from 0 and insists on 0, 1, 2, ... A number below the last wipes the pod.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes labels of blocks in a thread of its own, so that the engine never waits for it."""
+"""Writes labels of blocks in a separate thread, so that the engine never waits for it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class LabelWriter:
     def close(self) -> None:
         """End the thread and disconnect. Labels that wait are dropped."""
         self._stopped.set()
-        with suppress(queue.Full):  # then the thread wakes for what waits, and sees that it is stopped
+        with suppress(queue.Full):  # the thread wakes for a waiting run, and sees that it is stopped
             self._waiting.put_nowait(None)
         self._thread.join(_CLOSE_S)
 

@@ -1,7 +1,7 @@
-"""Labels of blocks: what an engine knows of a block and the store does not, for routers that index blocks by tokens.
+"""Labels of blocks, which add the engine's knowledge for routers that index blocks by tokens.
 
-A label has the engine's block hashes, the tokens, and what else entered the hashes. Labels are themselves blocks of the store, in
-a *label namespace*, whose layout names the namespaces of the labelled blocks. So they are stored, replicated, evicted and made
+A label has the engine's block hashes, the tokens, and the other inputs of the hashes. Labels are themselves blocks of the store,
+in a *label namespace*, whose layout names the namespaces of the labelled blocks. So they are stored, replicated, evicted and made
 durable as all blocks are, and a tenant's labels are its own. ``LabelWriter`` writes them; ``kvstore events`` reads them.
 """
 
@@ -37,7 +37,7 @@ _ALIGNMENT: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class BlockLabel:
-    """What an engine knows of one block.
+    """One block, as its engine knows it.
 
     Attributes:
         position: of the block in its chain.
@@ -45,7 +45,7 @@ class BlockLabel:
         parent: the engine's hash of the block before; empty: head of a chain.
         tokens: token ids as uint32 little-endian, the same number for each hash.
         lora_name: the adapter; empty: none.
-        extra_keys: what else entered each hash, as vLLM's events have it; None: nothing.
+        extra_keys: other inputs of each hash, as vLLM's events have it; None: nothing.
     """
 
     position: int
@@ -81,7 +81,7 @@ class BlockLabel:
         """Return the label in a block.
 
         Raises:
-            InvalidArgument: the block is no label.
+            InvalidArgument: the block is not a label.
         """
         try:
             magic, position, count, length, parent_length, tokens, rest_length = _HEADER.unpack_from(block)
@@ -90,13 +90,13 @@ class BlockLabel:
             for index in range(1, 4):
                 ends[index] += ends[index - 1]
             if magic != _MAGIC or not count or not length or ends[-1] > len(block) or tokens % count:
-                raise InvalidArgument("the block is no label")
+                raise InvalidArgument("the block is not a label")
             hashes = tuple(block[one : one + length] for one in range(at, ends[0], length))
             lora_name, extra_keys = json.loads(block[ends[2] : ends[3]]) if rest_length else ("", None)
             if not isinstance(lora_name, str) or not (extra_keys is None or isinstance(extra_keys, list)):
-                raise InvalidArgument("the block is no label")
+                raise InvalidArgument("the block is not a label")
         except (struct.error, ValueError, TypeError) as error:
-            raise InvalidArgument("the block is no label", reason=error) from error
+            raise InvalidArgument("the block is not a label", reason=error) from error
         extras = None if extra_keys is None else tuple(extra_keys)
         return cls(position, hashes, block[ends[0] : ends[1]], block[ends[1] : ends[2]], lora_name, extras)
 

@@ -1,1 +1,1 @@
-"""What an engine tells routers about blocks that it stored: KV events through vLLM's publisher, and labels in the store."""
+"""Announcements of stored blocks to routers: KV events through vLLM's publisher, and labels in the store."""

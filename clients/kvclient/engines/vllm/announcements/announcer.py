@@ -1,6 +1,6 @@
 """Which blocks an engine has announced, and which changes it has to announce. No vLLM types, no connection.
 
-An engine announces blocks that it stored itself. The store's events say when they move between tiers and when they are gone.
+An engine announces blocks that it stored itself. The store's events say when they move between tiers and when they are evicted.
 Those events arrive a moment after the store has succeeded. Until then, the blocks count as being in DRAM; if no event confirms it
 in time, they are retracted: another engine had stored them before, and announces them.
 """
@@ -127,7 +127,7 @@ class Announcer:
             return found
 
     def announce_again(self) -> None:
-        """Announce all held blocks again, since subscribers were told to drop their state."""
+        """Announce all held blocks again, since vLLM has published a clear event."""
         with self._lock:
             for block, known in self._blocks.items():
                 if known.told:

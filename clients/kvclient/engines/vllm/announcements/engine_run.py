@@ -23,7 +23,7 @@ class EngineRun:
         tokens: token ids of all blocks.
         lora_id: vLLM's number of the adapter.
         lora_name: its name; empty: no adapter.
-        extra_keys: per hash, what entered it besides tokens; None: nothing.
+        extra_keys: per hash, its inputs besides tokens; None: nothing.
         keys: vLLM's offload keys of the blocks, in the tier.
         group: KV cache group of the blocks, in the tier.
     """
