@@ -34,9 +34,22 @@ class EventsSection(Section):
     replay: str | None = Field(
         default=None, description="endpoint of the ROUTER socket from which subscribers fetch missed batches; unset: no replay"
     )
-    topic: str = Field(default="", description="first frame of each message")
+    model: str = Field(
+        default="",
+        description="publish the labelled blocks of this model, with the engine's hashes and tokens; unset: all blocks, with the"
+        " store's own keys",
+    )
+    pool: str = Field(default="kvstore", description="with a model: name of the store in the topic kv@pool:NAME@MODEL")
+    topic: str = Field(
+        default="",
+        description="first frame of each message; unset: kv@pool:NAME@MODEL, with one node kv@node:ID@MODEL, without model empty",
+    )
     hashes: Literal["int64", "bytes"] = Field(
-        default="int64", description="block hash: the last 8 bytes of the key as an integer, or all 16 bytes"
+        default="int64", description="without a model: the last 8 bytes of the key as an integer, or all 16 bytes"
+    )
+    numbers: Literal["zero", "clock"] = Field(
+        default="zero",
+        description="number of the first batch: 0, or the clock's microseconds, for subscribers that ignore a return to 0",
     )
     namespaces: Annotated[tuple[str, ...], BeforeValidator(parse_list)] = Field(
         default=(), description="publish only these namespaces, each with 32 hexadecimal digits; unset: all"
@@ -104,14 +117,19 @@ class EventsConfig(EventsSection):
     Attributes:
         zmq: endpoint of the PUB socket.
         client: TLS and token for the metadata server.
-        first: number of the first batch; None: the clock's microseconds. A restarted publisher then leaves a gap in the
-            numbers, and its subscribers have the gap replayed.
     """
 
     zmq: str
     metrics_listen: AddressOrNone = None
     client: ClientSection = ClientSection()
-    first: int | None = None
+
+    @property
+    def frame(self) -> str:
+        """The topic of all messages."""
+        if self.topic or not self.model:
+            return self.topic
+        holder = f"node:{self.nodes[0]}" if len(self.nodes) == 1 else f"pool:{self.pool}"
+        return f"kv@{holder}@{self.model}"
 
     def check(self) -> Self:
         """This configuration, after checks that span several settings.
@@ -123,8 +141,10 @@ class EventsConfig(EventsSection):
         self._check_endpoint(self.zmq, binds=not self.connect)
         if self.replay is not None:
             self._check_endpoint(self.replay, binds=True)
-        if len(self.topic.encode()) > limits.MAX_NAME_BYTES:
-            raise InvalidArgument("events.topic is too long", limit=limits.MAX_NAME_BYTES)
+        if len(self.frame.encode()) > limits.MAX_NAME_BYTES:
+            raise InvalidArgument("the topic is too long", limit=limits.MAX_NAME_BYTES)
+        if self.model and not self.topic and self.frame.count("@") != 2:
+            raise InvalidArgument("a router cannot read names with @ in the topic: set events.topic", topic=self.frame)
         check_metrics_address(self.metrics_listen, allow_remote=self.allow_insecure_remote or self.allow_insecure_metrics)
         return self
 

@@ -7,56 +7,26 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 from typing import Final
 
 import kvstore
-from kvclient.events import BlockWatcher
-from kvclient.nodes.namespaces import list_namespaces
 from kvstore.config.events import EventsConfig
-from kvstore.core.errors import KVStoreError
-from kvstore.core.types import NamespaceId
+from kvstore.events.key_stream import BlockTokens, KeyStream
+from kvstore.events.labelled import LabelledTranslator
+from kvstore.events.model_stream import ModelStream, volume_filter
 from kvstore.events.publisher import EventPublisher
 from kvstore.events.translation import Translator, last_eight_bytes, whole_key
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector
 from kvstore.observe.http import serve
 from kvstore.observe.metric_definitions import common as common_metrics
-from kvstore.observe.metric_definitions import events as events_metrics
-from kvstore.rpc.auth.tokens import TokenSource
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S: Final = 1.0
-_TIMEOUT_S: Final = 1.0
 _WATCH_S: Final = 0.2
-
-
-class BlockTokens:
-    """Tokens per block, by namespace. An unknown namespace is requested from the server, at most once per second."""
-
-    def __init__(self, config: EventsConfig) -> None:
-        self._config = config
-        self._token = TokenSource.of(file=config.client.token_file)
-        self._known: dict[NamespaceId, int] = {}
-        self._requested_s = -_RETRY_S
-
-    def __call__(self, namespace: NamespaceId) -> int:
-        tokens = self._known.get(namespace)
-        if tokens is None and time.monotonic() - self._requested_s >= _RETRY_S:
-            self._requested_s = time.monotonic()
-            try:
-                specs = list_namespaces(
-                    self._config.metadata, timeout_s=_TIMEOUT_S, tls=self._config.client.tls.resolve(), token=self._token
-                )
-            except KVStoreError as error:
-                logger.warning("namespaces unknown: events contain block_size 0 (%s)", error)
-                specs = []
-            self._known |= {spec.namespace: spec.block_tokens for spec in specs}
-            tokens = self._known.get(namespace)
-        return tokens or 0
 
 
 def run(config: EventsConfig) -> None:
@@ -74,38 +44,40 @@ def run(config: EventsConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     counters = Counters()
-    hash_of = whole_key if config.hashes == "bytes" else last_eight_bytes
-    translator = Translator(hash_of, BlockTokens(config))
-    publisher = EventPublisher(config, translator, counters)
-    watcher = BlockWatcher(
-        config.metadata,
-        namespaces=config.namespace_ids,
-        nodes=config.node_ids,
-        tiers=config.tier_kinds,
-        tls=config.client.tls.resolve(),
-        token=TokenSource.of(file=config.client.token_file),
-        on_change=publisher.take,
-    )
+    stream: ModelStream | KeyStream
+    if config.model:
+        labelled = LabelledTranslator(partial(volume_filter, config))
+        publisher = EventPublisher(config, labelled.everything, counters)
+        stream = ModelStream(config, labelled, publisher, counters)
+    else:
+        translator = Translator(whole_key if config.hashes == "bytes" else last_eight_bytes, BlockTokens(config))
+        publisher = EventPublisher(config, translator.everything, counters)
+        stream = KeyStream(config, translator, publisher, counters)
 
     def gauges() -> Iterator[Sample]:
         yield Sample(common_metrics.BUILD_INFO, 1, {"version": kvstore.__version__})
-        yield Sample(events_metrics.TOLD_BLOCKS, len(translator))
+        yield from stream.gauges()
 
     metrics = None
     if config.metrics_listen is not None:
-        collector = StoreCollector([counters, watcher.counters], [lambda: list(gauges())], process="events")
+        collector = StoreCollector([counters], [lambda: list(gauges())], process="events")
         metrics = serve(config.metrics_listen, collector, {}, counters)
     try:
         ready = False
         while not stop.wait(_WATCH_S):
-            watcher.check()
+            stream.step()
             publisher.heartbeat()
             if not ready and publisher.published.is_set():
                 ready = True
-                logger.info("publishing KV events: %s (replay=%s)", publisher.endpoint, publisher.replay_endpoint or "none")
+                logger.info(
+                    "publishing KV events: %s (topic=%s, replay=%s)",
+                    publisher.endpoint,
+                    config.frame or "none",
+                    publisher.replay_endpoint or "none",
+                )
                 _write_ready_file(config, publisher)
     finally:
-        watcher.close()
+        stream.close()
         publisher.close()
         if metrics is not None:
             metrics.stop()

@@ -1,10 +1,13 @@
 """The two sockets of vLLM's format: PUB for events, ROUTER for replays of missed events.
 
+Batches are numbered from 0, or from the clock's microseconds (``events.numbers``). A number that is lower than the last one tells
+a subscriber that the publisher began again: it drops its state and requests a replay from 0.
+
 A replay request is that of vLLM's own publisher: an empty frame, and the number of the first requested batch in 8 bytes. The
-answer is one message per batch, and an empty message with number -1. If that batch is no longer kept, vLLM's publisher sends
-the remaining batches and leaves a gap. This publisher sends the whole state instead: an ``AllBlocksCleared`` and all stored
-blocks, in batches with the last published numbers. So a subscriber that requests from 0, or from its last number, gets the
-true state and continues with the next number.
+answer is one message per batch, with consecutive numbers up to the last published one, and an empty message with number -1. If
+the requested batch is no longer kept, vLLM's publisher sends the remaining batches and leaves a gap. This publisher sends the
+whole state instead, with the requested numbers: all stored blocks, and then empty batches. If the subscriber has a state, which a
+request for another number than 0 shows, the first batch begins with ``AllBlocksCleared``. That event is never published live.
 """
 
 from __future__ import annotations
@@ -13,17 +16,26 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from typing import Final
 
 import zmq
 
-from kvclient.events import BlockMirror, Change
 from kvstore.config.events import EventsConfig
 from kvstore.core import limits
 from kvstore.core.errors import Unavailable
-from kvstore.events.translation import Translator
-from kvstore.events.wire import END_OF_REPLAY, SEQUENCE_BYTES, AllBlocksCleared, BlockStored, Event, KVEventBatch, encode, number
+from kvstore.events.wire import (
+    END_OF_REPLAY,
+    SEQUENCE_BYTES,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEventBatch,
+    encode,
+    number,
+)
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import events as events_metrics
@@ -34,34 +46,40 @@ limited = LimitedLog(logger)  # any peer of the socket can cause these lines
 _POLL_MS: Final = 100
 _SEND_MS: Final = 2_000
 """How long a replay waits for space in the queue of its peer."""
-_REPLAY_S: Final = 15.0
+_REPLAY_S: Final = 30.0
 """Maximum duration of one replay, because other replays wait for it."""
 _MOST_REQUEST_BYTES: Final = 64
 _MOST_SNAPSHOT_BATCHES: Final = 1_000
+_MOST_NUMBERS: Final = 1 << 20
+"""After this many batches, numbers begin again."""
 _CLOSE_S: Final = 5.0
 
 
 class EventPublisher:
-    """Publishes the changes of a mirror. One thread calls ``take``, any thread ``heartbeat``; replays run in their own thread.
+    """Publishes batches of events. One thread calls ``publish``, any thread ``heartbeat``; replays run in their own thread.
+
+    Args:
+        config: endpoints, topic, numbers, and what is kept for replays.
+        everything: returns the whole published state, in at most the given number of batches.
+        counters: counts what is published.
 
     Raises:
         Unavailable: an endpoint cannot be bound.
     """
 
-    def __init__(self, config: EventsConfig, translator: Translator, counters: Counters) -> None:
+    def __init__(self, config: EventsConfig, everything: Callable[[int], list[list[Event]]], counters: Counters) -> None:
         self._config = config
-        self._translator = translator
+        self._everything = everything
         self._counters = counters
-        self._topic = config.topic.encode()
+        self._topic = config.frame.encode()
         self._lock = threading.Lock()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
-        self._next = time.time_ns() // 1_000 if config.first is None else config.first
+        self._first = self._next = self._first_number()
         self._published_s = 0.0
-        self._snapshot: tuple[int, list[bytes]] = (-1, [])
         self._stopped = threading.Event()
         self.published = threading.Event()
-        """Set after the first snapshot is published."""
+        """Set when all blocks of the start are published; see ``heartbeat``."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._thread: threading.Thread | None = None
         try:
@@ -95,13 +113,17 @@ class EventPublisher:
             raise Unavailable("cannot open the endpoint", endpoint=endpoint, reason=error) from error
         return str(socket.get_string(zmq.LAST_ENDPOINT))
 
-    def take(self, mirror: BlockMirror, change: Change) -> None:
-        """Publish a change of the mirror."""
+    def publish(self, translate: Callable[[], list[list[Event]]]) -> None:
+        """Publish batches.
+
+        Args:
+            translate: changes the state that ``everything`` returns, and returns batches of these changes.
+        """
         with self._lock:
-            for events in self._translator.take(mirror, change):
+            if self._next - self._first >= _MOST_NUMBERS:
+                self._begin_again()
+            for events in translate():
                 self._publish(events)
-        if mirror.complete:
-            self.published.set()
 
     def heartbeat(self) -> None:
         """Publish an empty batch if none was published for ``heartbeat_s``. Call it several times per interval."""
@@ -110,11 +132,22 @@ class EventPublisher:
                 self._publish([])
 
     def close(self) -> None:
-        """Close the sockets. Do not call ``take`` after this."""
+        """Close the sockets. Do not call ``publish`` after this."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
         self._context.destroy(linger=0)
+
+    def _first_number(self) -> int:
+        return 0 if self._config.numbers == "zero" else time.time_ns() // 1_000
+
+    def _begin_again(self) -> None:
+        """Begin with the first number and the whole state again, since a replay from 0 would have too many batches."""
+        self._kept.clear()
+        self._kept_bytes = 0
+        self._first = self._next = self._first_number()
+        for events in self._everything(_MOST_SNAPSHOT_BATCHES) or [[]]:
+            self._publish(events)
 
     def _publish(self, events: list[Event]) -> None:
         payload = self._encode(events)
@@ -127,11 +160,9 @@ class EventPublisher:
             self._kept_bytes -= len(self._kept.popleft()[1])
         stored = removed = 0
         for event in events:
-            if isinstance(event, AllBlocksCleared):
-                self._counters.add(events_metrics.CLEARED)
-            elif isinstance(event, BlockStored):
+            if isinstance(event, BlockStored):
                 stored += len(event.block_hashes)
-            else:
+            elif isinstance(event, BlockRemoved):
                 removed += len(event.block_hashes)
         self._counters.add_all(
             (events_metrics.BATCHES, events_metrics.STORED_BLOCKS, events_metrics.REMOVED_BLOCKS), (1, stored, removed)
@@ -166,15 +197,20 @@ class EventPublisher:
             router.send_multipart((frames[0], b"", self._topic, number(sequence), payload))
         router.send_multipart((frames[0], b"", b"", END_OF_REPLAY, b""))
 
-    def _since(self, first: int) -> Sequence[tuple[int, bytes]]:
-        """Numbered batches that bring a subscriber with all batches before ``first`` up to date."""
+    def _since(self, first: int) -> Iterator[tuple[int, bytes]]:
+        """Yield numbered batches that bring a subscriber with all batches before ``first`` up to date."""
         with self._lock:
+            begin = max(first, self._first)
             oldest = self._kept[0][0] if self._kept else self._next
-            if first >= oldest:
-                return [kept for kept in self._kept if kept[0] >= first]
+            knows_earlier = 0 < first <= self._first
+            if oldest <= begin and not knows_earlier:
+                return iter([kept for kept in self._kept if kept[0] >= begin])
+            if begin >= self._next:
+                return iter(())
             self._counters.add(events_metrics.REPLAY_SNAPSHOTS)
-            most = min(self._next - first, _MOST_SNAPSHOT_BATCHES)
-            if self._snapshot[0] != self._next or len(self._snapshot[1]) > most:
-                self._snapshot = self._next, [self._encode(events) for events in self._translator.everything(most)]
-            payloads = self._snapshot[1]
-            return list(enumerate(payloads, start=self._next - len(payloads)))
+            batches = self._everything(min(self._next - begin, _MOST_SNAPSHOT_BATCHES))
+            if first > 0:
+                self._counters.add(events_metrics.CLEARED)
+                batches = [[AllBlocksCleared(), *(batches[0] if batches else [])], *batches[1:]]
+            payloads = chain(map(self._encode, batches), repeat(self._encode([])))
+            return zip(range(begin, self._next), payloads, strict=False)

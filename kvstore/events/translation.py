@@ -1,4 +1,4 @@
-"""Translate changes of a mirror of the store into vLLM's events: which blocks are in which medium, on any node. Pure.
+"""Translate changes of a mirror of the store into events with the store's own keys: which blocks are in which medium. Pure.
 
 The format has one holder and three media. A block is *stored* in a medium when the first readable volume of that tier has it,
 and *removed* when the last one loses it or falls silent. To distinguish nodes, run one publisher per node. After a
@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from kvclient.events import BlockMirror, Change
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, Tier
-from kvstore.events.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
+from kvstore.events.wire import BlockHash, BlockRemoved, BlockStored, Event
 
 T = TypeVar("T")
 
@@ -48,7 +48,6 @@ class Translator:
         self._block_tokens = block_tokens
         self._published: dict[BlockKey, State] = {}
         self._states: dict[State, State] = {}  # one tuple for all blocks with an equal state
-        self._started = False
 
     def __len__(self) -> int:
         return len(self._published)
@@ -57,7 +56,7 @@ class Translator:
         """Batches for a change of the mirror; none while the mirror is incomplete."""
         if not mirror.complete:
             return []
-        stored: list[Event] = []
+        stored: list[BlockStored] = []
         loose: dict[tuple[str, int], list[BlockKey]] = {}
         removed: dict[str, list[BlockKey]] = {}
         for run in change.runs:
@@ -72,16 +71,11 @@ class Translator:
                     loose.setdefault((medium, new[1]), []).append(key)
                 elif old[0] & ~new[0] & 1 << tier:
                     removed.setdefault(medium, []).append(key)
-        dropped: list[Event] = [
+        dropped = [
             BlockRemoved([self._hash_of(key) for key in part], medium)
             for medium, removed_keys in removed.items()
             for part in _parts(removed_keys, _HASHES_PER_EVENT)
         ]
-        if not self._started:
-            self._started = True
-            dropped = [AllBlocksCleared()]  # clears what an earlier publisher may have published
-        elif dropped and not self._published:
-            dropped = [AllBlocksCleared()]
         return list(_batches([*dropped, *stored, *self._loose(loose)]))
 
     def everything(self, most: int) -> list[list[Event]]:
@@ -91,11 +85,11 @@ class Translator:
             for tier, medium in MEDIA.items():
                 if state[0] & 1 << tier:
                     alike.setdefault((medium, state[1]), []).append(key)
-        batches = list(_batches([AllBlocksCleared(), *self._loose(alike)]))
-        each = -(-len(batches) // most)
+        batches = list(_batches(self._loose(alike)))
+        each = -(-len(batches) // most) or 1
         return [[event for batch in part for event in batch] for part in _parts(batches, each)]
 
-    def _loose(self, alike: dict[tuple[str, int], list[BlockKey]]) -> list[Event]:
+    def _loose(self, alike: dict[tuple[str, int], list[BlockKey]]) -> list[BlockStored]:
         """Events for blocks without a known parent."""
         return [
             BlockStored([self._hash_of(key) for key in part], None, [], tokens, None, medium, None)
@@ -118,7 +112,9 @@ class Translator:
         self._published[key] = self._states.setdefault(new, new)
         return old, new
 
-    def _take_run(self, mirror: BlockMirror, run: BlockRun, stored: list[Event], removed: dict[str, list[BlockKey]]) -> None:
+    def _take_run(
+        self, mirror: BlockMirror, run: BlockRun, stored: list[BlockStored], removed: dict[str, list[BlockKey]]
+    ) -> None:
         updates = [self._update(mirror, key) for key in run.keys]
         hashes = [self._hash_of(key) for key in run.keys]
         for tier, medium in MEDIA.items():
@@ -147,12 +143,12 @@ def _parts(items: Sequence[T], most: int) -> Iterator[list[T]]:
         yield list(items[at : at + most])
 
 
-def _batches(events: Iterable[Event]) -> Iterator[list[Event]]:
+def _batches(events: Iterable[BlockStored | BlockRemoved]) -> Iterator[list[Event]]:
     """Group events into batches of a bounded size."""
     batch: list[Event] = []
     hashes = 0
     for event in events:
-        size = 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+        size = len(event.block_hashes)
         if batch and hashes + size > _HASHES_PER_BATCH:
             yield batch
             batch, hashes = [], 0

@@ -6,7 +6,7 @@ that are never set here are omitted, as vLLM omits unset fields; ``tests/engines
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -17,13 +17,16 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Blocks were stored in a medium.
 
     Attributes:
-        block_hashes: the blocks; a chain if they were published together, otherwise in any order.
+        block_hashes: the blocks; a chain if they have tokens or were published together, otherwise in any order.
         parent_block_hash: parent of the first block; None: it is the head of a chain, or its parent is unknown.
-        token_ids: always empty: the store knows keys, not tokens.
+        token_ids: tokens of all blocks; empty without a model, since the store itself knows keys, not tokens.
         block_size: tokens per block; 0: the namespace is unknown.
-        lora_id: never set.
+        lora_id: never set: engines number adapters differently.
         medium: ``GPU``, ``CPU`` or ``STORAGE``.
-        lora_name: never set: an adapter is part of the namespace, and therefore of the hash.
+        lora_name: the adapter.
+        extra_keys: per block, what entered its hash besides tokens; None: nothing.
+        group_idx: never set: a published block is whole, with all KV cache groups.
+        kv_cache_spec_kind: kind of the KV cache group whose tokens these are.
     """
 
     block_hashes: list[BlockHash]
@@ -33,6 +36,9 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):

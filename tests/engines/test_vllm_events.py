@@ -34,6 +34,22 @@ CASES = [
         ours.BlockStored(list(CHAIN.keys[3:5]), CHAIN.keys[2], [], 0, None, "GPU", None),
         theirs.BlockStored(list(CHAIN.keys[3:5]), CHAIN.keys[2], [], 0, None, theirs.MEDIUM_GPU, None),
     ),
+    (
+        ours.BlockStored(
+            NUMBERS[:2],
+            NUMBERS[9],
+            [1, 2],
+            1,
+            None,
+            "CPU",
+            "adapter",
+            extra_keys=[("adapter",), None],
+            kv_cache_spec_kind="full_attention",
+        ),
+        theirs.BlockStored(
+            NUMBERS[:2], NUMBERS[9], [1, 2], 1, None, "CPU", "adapter", [("adapter",), None], kv_cache_spec_kind="full_attention"
+        ),
+    ),
     (ours.BlockRemoved(NUMBERS[:2], "STORAGE"), theirs.BlockRemoved(NUMBERS[:2], theirs.MEDIUM_STORAGE)),
     (ours.AllBlocksCleared(), theirs.AllBlocksCleared()),
 ]
@@ -79,11 +95,10 @@ def free_port() -> int:
 
 def test_both_publishers_say_the_same_on_both_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same events, at the same time by the clock, live and replayed: equal frames."""
-    config = EventsConfig(
-        metadata="127.0.0.1:7400", zmq="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv@pod@model", first=0
-    )
+    config = EventsConfig(metadata="127.0.0.1:7400", zmq="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv@pod@model")
     monkeypatch.setattr(time, "time", lambda: 1234.5)
-    publisher = EventPublisher(config, Translator(last_eight_bytes, {CHAIN.namespace: 64}.__getitem__), Counters())
+    translator = Translator(last_eight_bytes, {CHAIN.namespace: 64}.__getitem__)
+    publisher = EventPublisher(config, translator.everything, Counters())
     replay = f"tcp://127.0.0.1:{free_port()}"
     vllm = theirs.ZmqEventPublisher(
         0, endpoint=f"ipc:///tmp/kv-events-{free_port()}", replay_endpoint=replay, topic="kv@pod@model"
@@ -93,15 +108,21 @@ def test_both_publishers_say_the_same_on_both_sockets(monkeypatch: pytest.Monkey
         mirror.apply(pb.WatchBlocksResponse(resync=pb.Resync(feed_id=b"f" * 16, reason=pb.RESYNC_REASON_ASKED)))
         volume = pb.VolumeOpened(volume=1, volume_id="v", node_id="n", tier=Tier.TIER_DRAM, boot_id=b"b" * 16, served=True)
         mirror.apply(pb.WatchBlocksResponse(events=pb.BlockEvents(events=[pb.BlockEvent(opened=volume)])))
-        publisher.take(mirror, mirror.apply(pb.WatchBlocksResponse(snapshot_end=pb.SnapshotEnd(sequence=1))))
+        mirror.apply(pb.WatchBlocksResponse(snapshot_end=pb.SnapshotEnd(sequence=1)))
+        publisher.publish(lambda: [[]])
+
+        def tell(event: pb.BlockEvent) -> None:
+            change = mirror.apply(pb.WatchBlocksResponse(events=pb.BlockEvents(sequence=2, events=[event])))
+            publisher.publish(lambda: translator.take(mirror, change))
+
         run = BlockRun(namespace_id=CHAIN.namespace, parent=CHAIN.keys[9], depth=10, keys=b"".join(CHAIN.keys[10:30]))
         stored = pb.BlockEvent(stored=pb.BlocksStored(volume=1, runs=[run]))
-        publisher.take(mirror, mirror.apply(pb.WatchBlocksResponse(events=pb.BlockEvents(sequence=2, events=[stored]))))
+        tell(stored)
         gone = pb.BlocksRemoved(volume=1, namespace_id=CHAIN.namespace, keys=b"".join(CHAIN.keys[25:30]))
         removed = pb.BlockEvent(removed=gone)
-        publisher.take(mirror, mirror.apply(pb.WatchBlocksResponse(events=pb.BlockEvents(sequence=3, events=[removed]))))
+        tell(removed)
         for events in (
-            [theirs.AllBlocksCleared()],
+            [],
             [theirs.BlockStored(NUMBERS[10:30], NUMBERS[9], [], 64, None, theirs.MEDIUM_CPU, None)],
             [theirs.BlockRemoved(NUMBERS[25:30], theirs.MEDIUM_CPU)],
         ):

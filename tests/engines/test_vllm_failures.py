@@ -432,7 +432,7 @@ def test_events_salts_and_metrics(make_bed: Callable[..., Bed]) -> None:
     stored = [event for event in seen if type(event).__name__ == "BlockStored"]
     assert sum(len(event.block_hashes) for event in stored) == (500 + 12 - 1) // BLOCK, "the last token lacks KV"
     assert [token for event in stored for token in event.token_ids][: len(PROMPTS[0])] == PROMPTS[0][: 500 // BLOCK * BLOCK]
-    assert {event.medium for event in stored} == {"KVSTORE"}
+    assert {(event.medium, event.kv_cache_spec_kind, event.locality) for event in stored} == {("CPU", "full_attention", None)}
     engine.forget()
     prompts = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("a", "b")]
     from vllm import SamplingParams

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
 import termios
-import urllib.request
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
 import numpy as np
-from events_subscriber import ZmqSubscriber
 
 from kvclient import CacheSpec, KVClient
+from kvclient.events.block_groups import GroupBlockId, xor
+from kvclient.events.label_writer import LabelWriter
+from kvclient.events.labels import BlockLabel, LabelNamespace
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvproto.v1.common_pb2 import Tier
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from support.dynamo_indexer import dynamo_indexer
+from support.events_command import Publisher, publishing
+from support.kv_event_subscriber import ZmqSubscriber
+from support.llmd_rules import LlmdIndex, LlmdSubscriber
 from support.wait import wait_until
 
 BLOCKS = 20
@@ -64,66 +71,6 @@ def engine_of(cluster: LocalCluster) -> Iterator[Engine]:
         yield engine
     finally:
         engine.client.close()
-
-
-class Publisher:
-    """Run the real command."""
-
-    def __init__(self, folder: Path, metadata: str) -> None:
-        self.folder, self.metadata = folder, metadata
-        self.endpoint = self.replay = "tcp://127.0.0.1:*"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start, or restart on the same ports, and wait until everything is published."""
-        ready = self.folder / "ready"
-        ready.unlink(missing_ok=True)
-        settings = {
-            "ready_file": ready,
-            "metrics_listen": "127.0.0.1:0",
-            "topic": "kv@store",
-            "replay_batches": 8,
-            "heartbeat": "200ms",
-        }
-        command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", self.metadata, "--zmq", self.endpoint]
-        command += [
-            "--replay",
-            self.replay,
-            *(part for key, value in settings.items() for part in ("--set", f"events.{key}={value}")),
-        ]
-        with (self.folder / "events.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_until(ready.exists, lambda: (self.folder / "events.log").read_text())
-        said = json.loads(ready.read_text())
-        assert said["pid"] == self.process.pid
-        self.endpoint, self.replay = said["zmq"], said["replay"]
-
-    def metrics(self) -> str:
-        lines = (self.folder / "events.log").read_text().splitlines()
-        line = next(line for line in reversed(lines) if "metrics at http" in line)
-        with urllib.request.urlopen(line.split("metrics at ")[1], timeout=10) as answer:
-            return answer.read().decode()
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait(10)
-
-    def stop(self) -> int:
-        assert self.process is not None
-        self.process.terminate()
-        return self.process.wait(20)
-
-
-@contextmanager
-def publishing(folder: Path, metadata: str) -> Iterator[Publisher]:
-    publisher = Publisher(folder, metadata)
-    publisher.start()
-    try:
-        yield publisher
-    finally:
-        if publisher.process is not None and publisher.process.poll() is None:
-            publisher.kill()
 
 
 def told(keys: Sequence[BlockKey], *media: str) -> set[tuple[object, str | None]]:
@@ -173,6 +120,111 @@ def follow(cluster: LocalCluster, engine: Engine, publisher: Publisher, router: 
     shown = publisher.metrics()
     assert f"kvstore_events_told_blocks {2 * BLOCKS}.0" in shown
     assert "kvstore_client_events_resyncs_total 2.0" in shown
+
+
+class Blocks:
+    """The blocks of one chain, as an engine labels them."""
+
+    def __init__(self, keys: Sequence[BlockKey], seed: int) -> None:
+        self.hashes = [hashlib.sha256(key).digest() for key in keys]
+        self.ids = [GroupBlockId(xor(key, SPEC.namespace)) for key in keys]
+        self.tokens = np.random.default_rng(seed).integers(0, 50_000, BLOCKS * 16, dtype="<u4").reshape(BLOCKS, 16)
+
+    def labels(self) -> Iterator[tuple[GroupBlockId, BlockLabel]]:
+        for at, (block, own) in enumerate(zip(self.ids, self.hashes, strict=True)):
+            yield block, BlockLabel(at, (own,), self.hashes[at - 1] if at else b"", self.tokens[at].tobytes())
+
+    def told(self, *media: str) -> set[tuple[object, str | None]]:
+        return {(int.from_bytes(one[-8:], "big"), medium) for one in self.hashes for medium in media}
+
+
+def test_events_of_a_model_have_tokens_and_engine_hashes(tmp_path: Path) -> None:
+    settings = {"model": SPEC.model, "topic": ""}
+    topic = f"kv@pool:kvstore@{SPEC.model}"
+    with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path / "store") as cluster, engine_of(cluster) as engine:
+        connect = partial(KVClient.connect, cluster.metadata_address, node=cluster.node("a").local_socket)
+        writer = LabelWriter(LabelNamespace.make([SPEC]), lambda space: connect(space.spec))
+        with publishing(tmp_path, cluster.metadata_address, **settings) as publisher:
+            router = ZmqSubscriber(publisher.endpoint, publisher.replay, topic)
+            try:
+                first = Blocks(engine.store(1), 1)
+                engine.store(2)  # without labels
+                writer.put(first)
+                router.until(first.told("CPU", "STORAGE"))
+                assert router.tokens == {
+                    int.from_bytes(one[-8:], "big"): row.tolist() for one, row in zip(first.hashes, first.tokens, strict=True)
+                }
+                wait_until(lambda: f"kvstore_events_unlabelled_blocks {BLOCKS}.0" in publisher.metrics(), publisher.metrics)
+                assert writer.flush(10)
+                engine.evict()
+                router.until(first.told("STORAGE"))
+                publisher.kill()  # labels are read again
+                publisher.start()
+                wait_until(lambda: router.read() and router.begun_again == 1, lambda: "the router sees lower numbers")
+                router.until(first.told("STORAGE"))
+                cluster.kill("a")
+                router.until(set())
+                cluster.start_node("a")
+                router.until(first.told("STORAGE"))
+            finally:
+                router.close()
+                writer.close()
+            assert publisher.stop() == 0
+
+
+@contextmanager
+def labelled_store(folder: Path) -> Iterator[tuple[LocalCluster, Engine, Blocks, Publisher]]:
+    """A store with one labelled chain, and the publisher of its model."""
+    with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], folder / "store") as cluster, engine_of(cluster) as engine:
+        connect = partial(KVClient.connect, cluster.metadata_address, node=cluster.node("a").local_socket)
+        writer = LabelWriter(LabelNamespace.make([SPEC], kind="full_attention"), lambda space: connect(space.spec))
+        try:
+            blocks = Blocks(engine.store(1), 1)
+            writer.put(blocks)
+            with publishing(folder, cluster.metadata_address, model=SPEC.model, topic="") as publisher:
+                yield cluster, engine, blocks, publisher
+        finally:
+            writer.close()
+
+
+def test_llmd_rules_find_prefix_in_the_pool_and_lose_it(tmp_path: Path) -> None:
+    with labelled_store(tmp_path) as (_, engine, blocks, publisher):
+        index = LlmdIndex(block_size=32)  # not the engine's 16
+        router = LlmdSubscriber(index, publisher.endpoint, publisher.replay)
+        prompt = [*blocks.tokens.flatten().tolist()[: 16 * 11], *range(64)]
+
+        def found() -> dict[tuple[str, str], int]:
+            router.read()
+            return index.prefix(SPEC.model, prompt)
+
+        try:
+            pool = "pool:kvstore"
+            wait_until(lambda: found() == {(pool, "cpu"): 160, (pool, "storage"): 160}, lambda: str((found(), index.dropped)))
+            assert index.prefix("another model", prompt) == {}
+            engine.evict()
+            wait_until(lambda: found() == {(pool, "storage"): 160}, lambda: str(found()))
+            wait_until(lambda: found() and (router.last_live or 0) >= 8)  # so that a lower number shows that it began again
+            publisher.kill()
+            publisher.start()
+            wait_until(lambda: found() == {(pool, "storage"): 160} and router.resets, lambda: str(found()))
+            assert not +index.dropped
+        finally:
+            router.close()
+
+
+def test_dynamo_indexer_finds_prefix_and_loses_it(tmp_path: Path) -> None:
+    with dynamo_indexer(tmp_path) as router, labelled_store(tmp_path) as (cluster, engine, blocks, publisher):
+        router.register(7, SPEC.model, SPEC.block_tokens, publisher.endpoint, publisher.replay)
+        prompt = [*blocks.tokens.flatten().tolist()[: 16 * 11], *range(64)]
+
+        def found(tier: str) -> int:
+            return int(router.prefix(SPEC.model, prompt).get("7", {}).get(tier, 0))
+
+        wait_until(lambda: found("cpu") == 176, lambda: str(router.prefix(SPEC.model, prompt)))
+        engine.evict()
+        wait_until(lambda: (found("cpu"), found("disk")) == (0, 176), lambda: str(router.prefix(SPEC.model, prompt)))
+        cluster.kill("a")
+        wait_until(lambda: found("disk") == 0, lambda: str(router.prefix(SPEC.model, prompt)))
 
 
 def test_events_command_prints_a_line_per_change(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import BlockRun, Tier
 from kvstore.events.translation import MEDIA, Translator, last_eight_bytes, whole_key
-from kvstore.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvstore.events.wire import BlockRemoved, BlockStored, Event
 from kvstore.testing.index.model import Chain
 
 NAMESPACE, OTHER = b"n" * 16, b"o" * 16
@@ -35,10 +35,7 @@ class Believer:
         for events in batches:
             assert events
             for event in events:
-                if isinstance(event, AllBlocksCleared):
-                    for those in self.blocks.values():
-                        those.clear()
-                elif isinstance(event, BlockStored):
+                if isinstance(event, BlockStored):
                     assert not self.blocks[event.medium] & set(event.block_hashes), "told twice"
                     self.blocks[event.medium] |= set(event.block_hashes)
                 else:
@@ -127,7 +124,7 @@ def begun() -> tuple[BlockMirror, Translator]:
     mirror.apply(pb.WatchBlocksResponse(resync=pb.Resync(feed_id=b"f" * 16, reason=pb.RESYNC_REASON_ASKED)))
     mirror.apply(message(opened(1), opened(2), opened(3)))
     change = mirror.apply(pb.WatchBlocksResponse(snapshot_end=pb.SnapshotEnd(sequence=1)))
-    assert translator.take(mirror, change) == [[AllBlocksCleared()]]
+    assert translator.take(mirror, change) == []
     return mirror, translator
 
 
@@ -173,4 +170,7 @@ def test_translation_batches_are_bounded() -> None:
         == 9_990
     )
     closed = mirror.apply(message(pb.BlockEvent(closed=pb.VolumeClosed(volume=1))))
-    assert translator.take(mirror, closed) == [[AllBlocksCleared()]]
+    gone = translator.take(mirror, closed)
+    assert {one for batch in gone for event in batch for one in event.block_hashes} == {
+        int.from_bytes(key[8:], "big") for key in long.keys[:10]
+    }

@@ -54,9 +54,26 @@ class Shelf:
         self.closed = True
 
 
-def side(shelf: Shelf, pool: Pool | None = None, **options: Any) -> SchedulerConnector:
+class Observed:
+    """Notes which blocks were stored and found."""
+
+    def __init__(self) -> None:
+        self.stored_blocks: list[tuple[int, int]] = []
+        self.found_blocks: list[int] = []
+
+    def planned(self, _request: Any, first: int, keys: Sequence[BlockKey]) -> tuple[int, int]:
+        return first, first + len(keys)
+
+    def stored(self, plan: tuple[int, int]) -> None:
+        self.stored_blocks.append(plan)
+
+    def found(self, _request: Any, keys: Sequence[BlockKey]) -> None:
+        self.found_blocks.append(len(keys))
+
+
+def side(shelf: Shelf, pool: Pool | None = None, observer: Observed | None = None, **options: Any) -> SchedulerConnector:
     made = SchedulerConnector(
-        ConnectorOptions(**{"lookup_wait_ms": 0.0, **options}), GroupBlocks([BLOCK] * shelf.groups), events=True
+        ConnectorOptions(**{"lookup_wait_ms": 0.0, **options}), GroupBlocks([BLOCK] * shelf.groups), observer=observer
     )
     made.connect(shelf, 0, "")  # type: ignore[arg-type]
     if pool is not None:
@@ -71,10 +88,12 @@ def plan(made: SchedulerConnector, one: Request, tokens: int, ids: list[list[int
 
 
 def test_hit_is_offered_and_planned_once() -> None:
-    made = side(Shelf(hits=3))
+    observed = Observed()
+    made = side(Shelf(hits=3), None, observed)
     one = request(17)
     made.on_new_request(one)
     assert made.get_num_new_matched_tokens(one, 0) == (12, True)
+    assert observed.found_blocks == [3]
     assert made.get_num_new_matched_tokens(one, 0) == (12, True), "asked again, for the pool was full"
     assert made.get_num_new_matched_tokens(one, 4) == (8, True), "the engine has got the first block itself"
     made.update_state_after_alloc(one, [[7, 8, 9, 10, 11]], 8)
@@ -197,8 +216,8 @@ def test_request_preempted_is_looked_up_again() -> None:
 
 
 def test_blocks_are_stored_when_full_and_confirmed() -> None:
-    pool = Pool(20)
-    made = side(Shelf(), pool)
+    pool, observed = Pool(20), Observed()
+    made = side(Shelf(), pool, observed)
     one = request(10)
     made.on_new_request(one)
     made.get_num_new_matched_tokens(one, 0)
@@ -219,7 +238,7 @@ def test_blocks_are_stored_when_full_and_confirmed() -> None:
     made.on_worker_output(WorkerOutput({1: 1, 2: 1, 3: 1}))
     assert pool.pinned == set()
     assert not made.has_pins
-    assert [(stored.first, stored.stop) for stored in made.take_stored_blocks()] == [(0, 1), (1, 2), (2, 3)]
+    assert observed.stored_blocks == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_pages_are_pinned_until_all_workers_answer() -> None:
@@ -276,8 +295,8 @@ def test_store_after_layerwise_load_waits_for_all_workers(then: str) -> None:
 
 
 def test_store_failed_is_retried_once_with_next_blocks() -> None:
-    pool = Pool(20)
-    made = side(Shelf(), pool)
+    pool, observed = Pool(20), Observed()
+    made = side(Shelf(), pool, observed)
     one = request(40)
     made.on_new_request(one)
     ids = [list(range(1, 11))]
@@ -289,7 +308,7 @@ def test_store_failed_is_retried_once_with_next_blocks() -> None:
     assert plan(made, one, 8, ids).stores == []
     assert made.counters.totals()["stores_given_up"] == 1
     assert pool.pinned == set()
-    assert made.take_stored_blocks() == []
+    assert observed.stored_blocks == []
 
 
 def test_pages_waiting_for_store_are_bounded() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvproto.v1 import metadata_pb2 as pb
@@ -52,9 +52,15 @@ class Change:
 
 
 class BlockMirror:
-    """Volumes that hold each block, according to the messages. Pure: no connection, no thread. Not thread-safe."""
+    """Volumes that hold each block, according to the messages. Pure: no connection, no thread. Not thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: returns whether to keep a block, given its namespace and key; None: all are kept. A block that is wanted only
+            after it was stored is unknown until the next snapshot.
+    """
+
+    def __init__(self, wanted: Callable[[NamespaceId, BlockKey], bool] | None = None) -> None:
+        self._wanted = wanted
         self.feed_id = b""
         """Id of the server's event log, which ``sequence`` belongs to. Empty before the first message."""
         self.sequence = 0
@@ -196,6 +202,8 @@ class BlockMirror:
         if mine is None:
             return  # a volume outside the filter
         for key, depth in blocks:
+            if self._wanted is not None and not self._wanted(namespace, key):
+                continue
             found = self._blocks.get(key)
             if found is None:
                 self._blocks[key] = ((namespace, depth), (number,))

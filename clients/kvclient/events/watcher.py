@@ -61,6 +61,8 @@ class BlockWatcher:
         tiers: only volumes of these tiers; empty: all.
         tls: for the connection.
         token: presented to the server (``ClientOptions.shown_token``). A tenant's token requires ``namespaces``, all its own.
+        wanted: which blocks the mirror keeps (see ``BlockMirror``), called in the watcher's thread; None: all.
+        counters: receive the failures and resyncs of the stream; None: new ones.
         on_change: called after each message, in the watcher's thread, with the mirror and the change. The mirror does not
             change during the call. If the function is slower than the changes arrive, the server makes the mirror start again.
 
@@ -77,13 +79,15 @@ class BlockWatcher:
         tiers: Sequence[Tier] = (),
         tls: TlsConfig | None = None,
         token: TokenSource | None = None,
+        wanted: Callable[[NamespaceId, BlockKey], bool] | None = None,
+        counters: Counters | None = None,
         on_change: Callable[[BlockMirror, Change], None] | None = None,
     ) -> None:
-        self.counters = Counters()
+        self.counters = counters if counters is not None else Counters()
         self._filter = pb.WatchBlocksRequest(
             namespace_ids=namespaces, node_ids=nodes, tiers=[tier_to_proto(tier) for tier in tiers]
         )
-        self._mirror = BlockMirror()
+        self._mirror = BlockMirror(wanted)
         self._on_change = on_change
         self._lock = threading.Condition()
         self._life = threading.Lock()  # guards the stream; ``on_change`` may block and hold the other lock

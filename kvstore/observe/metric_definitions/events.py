@@ -11,7 +11,12 @@ TOLD_BLOCKS: Final = group.gauge("events_told_blocks", "blocks that subscribers 
 BATCHES: Final = group.counter("events_batches_total", "batches of block events that were published")
 STORED_BLOCKS: Final = group.counter("events_stored_blocks_total", "blocks published as stored")
 REMOVED_BLOCKS: Final = group.counter("events_removed_blocks_total", "blocks published as removed")
-CLEARED: Final = group.counter("events_cleared_total", "events that told subscribers to drop their state")
+UNLABELLED_BLOCKS: Final = group.gauge(
+    "events_unlabelled_blocks", "blocks of the model that are stored but not published, since their labels are not known"
+)
+LABELS_READ: Final = group.counter("events_labels_read_total", "labels of blocks that were read from the store")
+LABELS_FAILED: Final = group.counter("events_labels_failed_total", "labels of blocks that could not be read")
+CLEARED: Final = group.counter("events_cleared_total", "replays that told a subscriber to drop its state")
 REPLAYS: Final = group.counter("events_replays_total", "replays that subscribers requested")
 REPLAY_SNAPSHOTS: Final = group.counter("events_replay_snapshots_total", "replays that began with a snapshot of all blocks")
 REPLAYS_FAILED: Final = group.counter(

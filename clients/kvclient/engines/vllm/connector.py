@@ -27,14 +27,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Tier
-from kvclient.engines.vllm.events import stored_events
+from kvclient.engines.vllm.announcements.messages import group_kinds
+from kvclient.engines.vllm.announcements.observer import RequestObserver
+from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.engine_facts import (
     check_steps,
     group_facts,
     has_replica_of_lower_rank,
     whole_prompts_only,
 )
-from kvclient.engines.vllm.identity.kv_groups import group_blocks, read_groups
+from kvclient.engines.vllm.identity.kv_groups import GroupBlocks, group_blocks, read_groups
 from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
 from kvclient.engines.vllm.identity.namespaces import group_spec
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
@@ -119,21 +121,40 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._shards: list[list[CacheSpec]] = []
         self._whole_prompts_only = ""
         self._scheduler: SchedulerConnector | None = None
+        self._observer: RequestObserver | None = None
         self._worker: WorkerConnector | None = None
         self._completions = LoadCompletions()
         self._raised_before: BaseException | None = None
         """The exception that the caller of the step is handling, if any."""
         if role == KVConnectorRole.SCHEDULER:
-            blocks, events = group_blocks(self._groups), vllm_config.kv_events_config
-            wanted = events is not None and events.enable_kv_cache_events
-            possible = blocks.has_one_size and kv_cache_config.hash_block_size in {None, blocks.block_tokens}
-            if wanted and not possible:
-                _log.warning("stored blocks are not announced as KV events: their hashes are not those of pages of one size")
+            counters, blocks = ConnectorCounters(), group_blocks(self._groups)
+            self._observer = self._make_observer(vllm_config, kv_cache_config, blocks, counters)
             self._scheduler = SchedulerConnector(
-                self._options, blocks, workers=vllm_config.parallel_config.world_size, events=wanted and possible
+                self._options,
+                blocks,
+                workers=vllm_config.parallel_config.world_size,
+                observer=self._observer,
+                counters=counters,
             )
             if getattr(vllm_config, "lora_config", None) is not None:
                 self._scheduler.adapters.watch()
+
+    def _make_observer(
+        self,
+        vllm_config: Any,  # noqa: ANN401
+        kv_cache_config: Any,  # noqa: ANN401
+        blocks: GroupBlocks,
+        counters: ConnectorCounters,
+    ) -> RequestObserver | None:
+        """Return what announces and labels blocks; None: neither is wanted, or vLLM hashes other blocks."""
+        events, block_tokens = vllm_config.kv_events_config, blocks.block_tokens
+        announce = events is not None and events.enable_kv_cache_events
+        if not (announce or self._options.block_labels):
+            return None
+        if not blocks.has_one_size or kv_cache_config.hash_block_size not in {None, block_tokens}:
+            _log.warning("blocks are neither announced nor labelled: vLLM hashes blocks of another size")
+            return None
+        return RequestObserver(self._options, group_kinds(kv_cache_config), block_tokens, announce=announce, counters=counters)
 
     # ---- start: worker, then scheduler ----
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -210,6 +231,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         running = self.scheduler_side.prefix_lookup is not None
         finder = BackgroundLookup(self._options.hook, shards, self.scheduler_side.counters, running=running)
         self.scheduler_side.connect(finder, self._epochs.number, name)
+        if self._observer is not None:
+            self._observer.connect([spec for group in shards for spec in group], finder.chain.spec)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
         """Receive vLLM's block pool, in which pages are pinned while they are stored. vLLM calls this in the scheduler."""
@@ -224,6 +247,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             done = bool(reset())
             if done:
                 self.scheduler_side.check_weights()  # a reset often follows a change of the weights
+                if self._observer is not None:
+                    self._observer.events.announce_again()  # vLLM tells its subscribers that all blocks are gone
             return done
 
         gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM has no hook before a reset, which fails if pages are pinned
@@ -415,9 +440,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def take_events(self) -> Iterable[Any]:
-        """Return KV events for blocks stored since the last call. vLLM publishes them."""
-        stored = self.scheduler_side.take_stored_blocks()
-        return stored_events(stored, self._groups[0].block_tokens, self._tables) if stored else ()
+        """Return KV events since the last call, for blocks that this engine stored. vLLM publishes them."""
+        return () if self._observer is None else self._observer.take_events()
 
     def shutdown(self) -> None:
         """Close all connections. vLLM calls this when the engine stops."""
@@ -425,6 +449,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+        if self._observer is not None:
+            self._observer.events.close()
 
 
 def _log_as_the_engine() -> None:

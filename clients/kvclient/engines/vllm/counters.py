@@ -61,6 +61,11 @@ COUNTERS = {
     "device_pinned_late": "Starts that did not wait until the whole arena was pinned, per group.",
     "device_batch_refused": "Devices that refused batched copies and use staged ones, per group.",
     "device_without_triton": "Groups whose pages are moved by torch's indexing, since Triton is missing or fails.",
+    "labels_stored": "Labels of blocks that were stored, or stored again.",
+    "labels_failed": "Labels of blocks that were not stored: routers that follow the store do not see these blocks.",
+    "labels_dropped": "Runs of blocks without labels, since too many waited for them.",
+    "events_retracted": "Announced blocks that were retracted although they are stored, since too many were announced.",
+    "events_refused": "Subscriptions to the store's events that it refused: no blocks are announced.",
     "resets": "Resets of the cache: from then on the store is used under another weights epoch.",
     "bugs": "Failures that should be impossible; each is logged.",
 }

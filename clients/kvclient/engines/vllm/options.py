@@ -15,6 +15,7 @@ RESET_GRACE_S = 0.5
 """Time that stores in progress get to complete before they are cancelled, if the engine needs their pages."""
 LOAD_MODES = ("async", "layerwise")
 DEVICE_COPIES = ("auto", "staged", "batched", "direct")
+LOCALITIES = ("", "LOCAL", "REMOTE")
 _MS = 1_000
 
 
@@ -33,6 +34,11 @@ class ConnectorOptions:
         weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
             the engine's cache. Without it, a reset begins an epoch that no other engine shares.
         idle_wait_ms: how long a step without tokens waits for a load or store to end, so that an idle engine does not spin.
+        block_labels: whether tokens and hashes of stored blocks are stored beside them, so that ``kvstore events --model`` can
+            publish these blocks to routers.
+        events_locality: ``locality`` of the KV events of this engine: ``LOCAL``, ``REMOTE`` or empty for unspecified. Dynamo's
+            router ignores ``REMOTE``.
+        events_blocks: stored blocks that this engine announces as KV events, if vLLM publishes them; older ones are retracted.
         device_copies: how pages on a GPU are copied: ``batched``, ``staged`` or ``direct`` (see
             ``kvclient.device.copy_strategies``). ``auto`` is ``batched`` if the driver supports it, else ``staged``.
         device_staging_bytes: device memory of each of four staging buffers of a group, taken when first needed.
@@ -47,6 +53,9 @@ class ConnectorOptions:
     pinned_share: float = 0.5
     weights_epoch_file: str = ""
     idle_wait_ms: float = 5.0
+    block_labels: bool = False
+    events_locality: str = ""
+    events_blocks: int = 262_144
     device_copies: str = "auto"
     device_staging_bytes: int = 32 << 20
     device_pin_wait_s: float = 30.0
@@ -56,6 +65,10 @@ class ConnectorOptions:
             raise InvalidArgument("unknown choice", option="load_mode", value=self.load_mode, choices=LOAD_MODES)
         if self.device_copies not in DEVICE_COPIES:
             raise InvalidArgument("unknown choice", option="device_copies", value=self.device_copies, choices=DEVICE_COPIES)
+        if self.events_locality not in LOCALITIES:
+            raise InvalidArgument("unknown choice", option="events_locality", value=self.events_locality, choices=LOCALITIES)
+        if not isinstance(self.block_labels, bool):
+            raise InvalidArgument("the option must be true or false", option="block_labels", value=self.block_labels)
         for name, most in (
             ("lookup_wait_ms", 100.0),
             ("pinned_share", 1.0),
@@ -67,7 +80,7 @@ class ConnectorOptions:
                 raise InvalidArgument("the option is out of its range", option=name, value=value, least=0, most=most)
         if not isinstance(self.weights_epoch_file, str) or (self.weights_epoch_file and self.hook.weights_epoch):
             raise InvalidArgument("weights_epoch_file must be a path, without weights_epoch beside it")
-        for name, least in (("min_load_tokens", 0), ("device_staging_bytes", 1)):
+        for name, least in (("min_load_tokens", 0), ("device_staging_bytes", 1), ("events_blocks", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidArgument(f"the option must be an integer of at least {least}", option=name, value=value)

@@ -27,6 +27,8 @@ _WATCH_S: Final = 0.2
 @setting_option("--metadata", key="events.metadata", metavar="HOST:PORT[,...]", help="Metadata servers.")
 @setting_option("--zmq", key="events.zmq", metavar="ENDPOINT", help="Publish in vLLM's format at tcp://HOST:PORT or ipc://PATH.")
 @setting_option("--replay", key="events.replay", metavar="ENDPOINT", help="Endpoint for replaying missed batches.")
+@setting_option("--model", key="events.model", metavar="NAME", help="Publish this model's blocks with tokens and engine hashes.")
+@setting_option("--pool", key="events.pool", metavar="NAME", help="Name of the store in the topic of a model.")
 @setting_option("--topic", key="events.topic", metavar="TEXT", help="First frame of each message.")
 @setting_option("--namespace", key="events.namespaces", metavar="HEX,…", help="Only blocks of these namespaces.")
 @setting_option("--node", key="events.nodes", metavar="ID,…", help="Only volumes of these nodes.")
@@ -38,16 +40,19 @@ def events(config: Config, *, output_format: str) -> None:
     """Report stored and removed blocks: first all present blocks, then each change, until SIGTERM or Ctrl-C.
 
     Without --zmq, each change is a line (YAML: a document) with the key, its chain position and its replicas. With --zmq, the
-    command publishes vLLM's KV events, so a router follows the store like an engine. The hash of a block is the last 8 bytes of
-    its key (events.hashes = "bytes": the whole key). Token ids are empty, because the store does not know them.
+    command publishes vLLM's KV events. For a router, name a model, and run one publisher per model: the events then have the
+    engine's block hashes and the tokens. Only blocks that engines label are published (option block_labels of the vLLM hooks).
+
+    Without a model, the hash of a block is the last 8 bytes of the store's key (events.hashes = "bytes": the whole key), and
+    token ids are empty. Routers that hash tokens, such as llm-d's and Dynamo's, cannot use these events.
 
     Examples:
       kvstore events --tier dram
       kvstore events -o json | jq -r 'select(.held_by == []).key'
-      kvstore events --zmq tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558 --topic kv@store@my-model
+      kvstore events --zmq tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558 --model my-model
 
-    Connect to a router that binds its SUB socket, for the volumes of one node:
-      kvstore events --zmq tcp://router:5557 --set events.connect=true --node host-1
+    Connect to a router that binds its SUB socket, for the volumes of one node (topic kv@node:host-1@my-model):
+      kvstore events --zmq tcp://router:5557 --set events.connect=true --model my-model --node host-1
     """
     if config.events.zmq is None:
         _print_events(config, output_format)

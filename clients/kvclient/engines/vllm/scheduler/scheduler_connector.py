@@ -27,7 +27,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvclient import Tier
+from kvclient import BlockKey, Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
 from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, is_hashable, request_extras
@@ -39,8 +39,6 @@ from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLoo
 _log = logging.getLogger(__name__)
 _STORE_FAILURES = 2
 """Stores of a request that may fail before nothing more of it is stored."""
-MOST_EVENTS = 65_536
-"""Runs of stored blocks that wait to be published as events."""
 
 
 class BlockPool(Protocol):
@@ -58,13 +56,17 @@ class BlockPool(Protocol):
         """Remove blocks from the prefix cache; requests that use them keep them."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlocks:
-    """Blocks ``[first, stop)`` of a request, which the store holds now."""
+class StoreObserver(Protocol):
+    """Receives which blocks are stored, to announce them."""
 
-    request: Any
-    first: int
-    stop: int
+    def planned(self, request: Any, first: int, keys: Sequence[BlockKey]) -> object:  # noqa: ANN401
+        """Receive blocks of a request that will be stored, and return what ``stored`` receives."""
+
+    def stored(self, plan: Any) -> None:  # noqa: ANN401
+        """Receive that planned blocks were stored."""
+
+    def found(self, request: Any, keys: Sequence[BlockKey]) -> None:  # noqa: ANN401
+        """Receive the leading blocks of a request that the store holds."""
 
 
 @dataclass(slots=True)
@@ -98,6 +100,8 @@ class Pins:
     stop: int
     blocks: list[Any]
     workers: int
+    observed: object = None
+    """From ``StoreObserver.planned``."""
 
 
 class SchedulerConnector:
@@ -107,7 +111,8 @@ class SchedulerConnector:
         options: choices.
         blocks: how the pages of the groups divide a request.
         workers: how many workers answer each job.
-        events: whether ``take_stored`` will be asked.
+        observer: receives which blocks are stored; None: nobody.
+        counters: receive the counts; None: new ones.
         null_block: id of the null page.
     """
 
@@ -117,16 +122,17 @@ class SchedulerConnector:
         blocks: GroupBlocks,
         *,
         workers: int = 1,
-        events: bool = False,
+        observer: StoreObserver | None = None,
+        counters: ConnectorCounters | None = None,
         null_block: int = 0,
     ) -> None:
-        self.counters = ConnectorCounters()
+        self.counters = counters or ConnectorCounters()
         self.adapters = Adapters(self.counters)
         self._options = options
         self._blocks = blocks
         self._block_tokens = blocks.block_tokens
         self._workers = workers
-        self._events = events
+        self._observer = observer
         self._null_block = null_block
         self._prefix_lookup: BackgroundLookup | None = None
         self._pool: BlockPool | None = None
@@ -134,7 +140,6 @@ class SchedulerConnector:
         self._loads: list[LoadJob] = []
         self._pins: dict[int, Pins] = {}
         self._pinned_blocks = 0
-        self._stored: list[StoredBlocks] = []
         self._next_job = 0
         self._deferred: list[StoreJob] = []
         """Pinned, and not planned before the step's loads are known to be whole."""
@@ -253,6 +258,8 @@ class SchedulerConnector:
             state.found = state.lookup.result()
             state.lookup = None
             state.stored_blocks = max(state.stored_blocks, state.found.hit_blocks)
+            if self._observer is not None and state.found.hit_blocks:
+                self._observer.found(request, state.keys.upto(request.all_token_ids, state.found.hit_blocks))
         tokens = state.found.hit_blocks * self._block_tokens - computed_tokens
         if tokens <= 0 or tokens < self._options.min_load_tokens or computed_tokens % self._block_tokens:
             return 0, False
@@ -402,7 +409,8 @@ class SchedulerConnector:
         blocks = [self._pool.blocks[page] for pages in by_table.values() for page in pages]
         self._pool.touch(blocks)
         self._next_job += 1
-        self._pins[self._next_job] = Pins(state.request, first, full, blocks, self._workers)
+        observed = self._observer.planned(state.request, first, keys[first:full]) if self._observer is not None else None
+        self._pins[self._next_job] = Pins(state.request, first, full, blocks, self._workers, observed)
         self._pinned_blocks += count
         state.stored_blocks = full
         self.counters.add("store_blocks", full - first)
@@ -430,8 +438,8 @@ class SchedulerConnector:
             self._pinned_blocks -= len(pins.blocks)
             assert self._pool is not None
             self._pool.free_blocks(reversed(pins.blocks))
-            if self._events and pins.stop > pins.first and len(self._stored) < MOST_EVENTS:
-                self._stored.append(StoredBlocks(pins.request, pins.first, pins.stop))
+            if self._observer is not None and pins.stop > pins.first:
+                self._observer.stored(pins.observed)
 
     def _store_failed(self, pins: Pins) -> None:
         """Plan failed blocks again, together with the next ones, which need them as parents."""
@@ -487,11 +495,6 @@ class SchedulerConnector:
             state = self._requests.get(request_id)
             if state is not None:
                 state.loading = {}
-
-    def take_stored_blocks(self) -> list[StoredBlocks]:
-        """Return the blocks that were stored since the last call."""
-        taken, self._stored = self._stored, []
-        return taken
 
     # ---- ends ----
     def request_finished(self, request: VllmRequest) -> None:

@@ -1,4 +1,4 @@
-"""A subscriber as in vLLM's documentation: a SUB socket, and a replay if a number is missing."""
+"""A subscriber as in vLLM's documentation: a SUB socket, and a replay if a number is missing; begins again if numbers do."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ class ZmqSubscriber:
         self.dealer = self.context.socket(zmq.DEALER)
         self.dealer.connect(replay)
         self.topic = topic
-        self.last = -1
+        self.last = self.heard = -1
         self.believed: set[tuple[object, str | None]] = set()
         self.sizes: set[int] = set()
+        self.tokens: dict[object, list[int]] = {}
         self.replays = 0
+        self.begun_again = 0
         self.decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
     def close(self) -> None:
@@ -38,8 +40,9 @@ class ZmqSubscriber:
             if isinstance(event, AllBlocksCleared):
                 self.believed.clear()
             elif isinstance(event, BlockStored):
-                assert event.token_ids == []
                 self.sizes.add(event.block_size)
+                for at, one in enumerate(event.block_hashes if event.token_ids else ()):
+                    self.tokens[one] = event.token_ids[at * event.block_size : (at + 1) * event.block_size]
                 self.believed |= {(one, event.medium) for one in event.block_hashes}
             else:
                 assert isinstance(event, BlockRemoved)
@@ -73,6 +76,11 @@ class ZmqSubscriber:
         topic, sequence, payload = self.sub.recv_multipart()
         assert topic == self.topic.encode()
         heard = int.from_bytes(sequence, "big")
+        if heard < self.heard:  # the publisher began again
+            self.believed.clear()
+            self.begun_again += 1
+            self.last = -1
+        self.heard = heard
         if heard > self.last + 1:
             self.catch_up()
         if heard == self.last + 1:

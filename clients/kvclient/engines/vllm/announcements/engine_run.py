@@ -1,0 +1,57 @@
+"""Consecutive blocks of one request, as its engine knows them. No vLLM types."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvclient.events.block_groups import GroupBlockId
+from kvclient.events.labels import BlockLabel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineRun:
+    """Consecutive blocks of one request.
+
+    Attributes:
+        first: position of the first block in its chain.
+        ids: of the blocks.
+        hashes: the engine's hashes, the same number for each block.
+        parent: the engine's hash before the first; empty: none.
+        tokens: token ids of all blocks.
+        lora_id: vLLM's number of the adapter.
+        lora_name: its name; empty: no adapter.
+        extra_keys: per hash, its inputs besides tokens; None: nothing.
+        keys: vLLM's offload keys of the blocks, in the tier.
+        group: KV cache group of the blocks, in the tier.
+    """
+
+    first: int
+    ids: tuple[GroupBlockId, ...]
+    hashes: tuple[bytes, ...] = ()
+    parent: bytes = b""
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    lora_id: int | None = None
+    lora_name: str = ""
+    extra_keys: tuple[Any, ...] | None = None
+    keys: tuple[bytes, ...] = ()
+    group: int = 0
+
+    def labels(self) -> Iterator[tuple[GroupBlockId, BlockLabel]]:
+        """Yield the blocks and their labels."""
+        each, size = len(self.hashes) // len(self.ids), len(self.tokens) // len(self.ids)
+        for at, block in enumerate(self.ids):
+            start, stop = at * each, (at + 1) * each
+            yield (
+                block,
+                BlockLabel(
+                    self.first + at,
+                    self.hashes[start:stop],
+                    self.hashes[start - 1] if at else self.parent,
+                    self.tokens[at * size : (at + 1) * size].tobytes(),
+                    self.lora_name,
+                    None if self.extra_keys is None else self.extra_keys[start:stop],
+                ),
+            )

@@ -1,0 +1,158 @@
+"""Labels of blocks, which add the engine's knowledge for routers that index blocks by tokens.
+
+A label has the engine's block hashes, the tokens, and the other inputs of the hashes. Labels are themselves blocks of the store,
+in a *label namespace*, whose layout names the namespaces of the labelled blocks. So they are stored, replicated, evicted and made
+durable as all blocks are, and a tenant's labels are its own. ``LabelWriter`` writes them; ``kvstore events`` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from kvclient.events.block_groups import GroupBlockId, xor
+from kvstore.core import limits
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.spec import CacheSpec
+from kvstore.core.types import BlockKey, NamespaceId
+
+MAIN_KINDS: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""vLLM's kinds of KV cache groups that hold every block of a prefix. Routers index these."""
+
+_MAGIC: Final = b"KVLB"
+_HEADER: Final = struct.Struct("<4sIHHHIH")
+"""Magic, position, number of hashes, bytes of each hash, bytes of the parent's hash, number of tokens, bytes of the rest."""
+_LAYOUT: Final = "block-labels"
+_VERSION: Final = "1"
+_ID_CHARS: Final = 16
+"""Hexadecimal digits of a namespace in a layout."""
+_MAX_HASH_BYTES: Final = 64
+_EXTRA_BYTES: Final = 512
+"""Space for adapter, images and salt of one block."""
+_ALIGNMENT: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLabel:
+    """One block, as its engine knows it.
+
+    Attributes:
+        position: of the block in its chain.
+        hashes: the engine's block hashes, oldest first; several if a block of the store is several of the engine's.
+        parent: the engine's hash of the block before; empty: head of a chain.
+        tokens: token ids as uint32 little-endian, the same number for each hash.
+        lora_name: the adapter; empty: none.
+        extra_keys: other inputs of each hash, as vLLM's events have it; None: nothing.
+    """
+
+    position: int
+    hashes: tuple[bytes, ...]
+    parent: bytes
+    tokens: bytes
+    lora_name: str = ""
+    extra_keys: tuple[Any, ...] | None = None
+
+    def encode(self, size: int) -> bytes:
+        """Return the label as a block of ``size`` bytes.
+
+        Raises:
+            InvalidArgument: it does not fit.
+        """
+        try:
+            rest = json.dumps([self.lora_name, self.extra_keys], separators=(",", ":")).encode()
+            if self.lora_name == "" and self.extra_keys is None:
+                rest = b""
+            length = len(self.hashes[0])
+            if any(len(one) != length for one in self.hashes) or max(length, len(self.parent)) > _MAX_HASH_BYTES:
+                raise InvalidArgument("hashes of a label must have equal lengths", limit=_MAX_HASH_BYTES)
+            sizes = len(self.hashes), length, len(self.parent), len(self.tokens) // 4, len(rest)
+            packed = _HEADER.pack(_MAGIC, self.position, *sizes) + b"".join((*self.hashes, self.parent, self.tokens, rest))
+        except (IndexError, TypeError, ValueError, struct.error) as error:
+            raise InvalidArgument("a label cannot be encoded", reason=error) from error
+        if len(packed) > size:
+            raise InvalidArgument("a label is too long", bytes=len(packed), limit=size)
+        return packed.ljust(size, b"\0")
+
+    @classmethod
+    def decode(cls, block: bytes) -> BlockLabel:
+        """Return the label in a block.
+
+        Raises:
+            InvalidArgument: the block is not a label.
+        """
+        try:
+            magic, position, count, length, parent_length, tokens, rest_length = _HEADER.unpack_from(block)
+            at = _HEADER.size
+            ends = [at + count * length, parent_length, tokens * 4, rest_length]
+            for index in range(1, 4):
+                ends[index] += ends[index - 1]
+            if magic != _MAGIC or not count or not length or ends[-1] > len(block) or tokens % count:
+                raise InvalidArgument("the block is not a label")
+            hashes = tuple(block[one : one + length] for one in range(at, ends[0], length))
+            lora_name, extra_keys = json.loads(block[ends[2] : ends[3]]) if rest_length else ("", None)
+            if not isinstance(lora_name, str) or not (extra_keys is None or isinstance(extra_keys, list)):
+                raise InvalidArgument("the block is not a label")
+        except (struct.error, ValueError, TypeError) as error:
+            raise InvalidArgument("the block is not a label", reason=error) from error
+        extras = None if extra_keys is None else tuple(extra_keys)
+        return cls(position, hashes, block[ends[0] : ends[1]], block[ends[1] : ends[2]], lora_name, extras)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelNamespace:
+    """A namespace of labels.
+
+    Attributes:
+        spec: the namespace.
+        labelled: the namespaces that hold the parts of a labelled block.
+        kind: vLLM's kind of the KV cache group; empty: not one of those that routers index.
+    """
+
+    spec: CacheSpec
+    labelled: tuple[NamespaceId, ...]
+    kind: str = ""
+
+    def key(self, block: GroupBlockId) -> BlockKey:
+        """Return the key of a block's label."""
+        return BlockKey(xor(block, self.spec.namespace))
+
+    @classmethod
+    def make(cls, specs: Sequence[CacheSpec], *, kind: str = "", hashes: int = 1) -> LabelNamespace:
+        """Return the namespace for labels of blocks whose parts are in the namespaces ``specs``.
+
+        Args:
+            specs: namespaces of all parts, equal in model, tenant and weights.
+            kind: vLLM's kind of the KV cache group.
+            hashes: hashes of the engine per block.
+
+        Raises:
+            InvalidArgument: too many namespaces.
+        """
+        labelled = tuple(dict.fromkeys(spec.namespace for spec in specs))
+        kind = kind if kind in MAIN_KINDS else ""
+        layout = f"{_LAYOUT}={_VERSION};kind={kind};of={','.join(one.hex()[:_ID_CHARS] for one in labelled)}"
+        if len(layout) > limits.MAX_NAME_BYTES:
+            raise InvalidArgument("blocks in too many namespaces cannot be labelled", namespaces=len(labelled))
+        first = specs[0]
+        size = _HEADER.size + (hashes + 1) * _MAX_HASH_BYTES + 4 * first.block_tokens + _EXTRA_BYTES * hashes
+        size += -size % _ALIGNMENT
+        spec = replace(
+            first, layers=1, layer_block_bytes=size, dtype="uint8", layout=layout, layout_version=1, shard_rank=0, shard_count=1
+        )
+        return cls(spec, labelled, kind)
+
+    @classmethod
+    def read(cls, spec: CacheSpec, known: Sequence[CacheSpec]) -> LabelNamespace | None:
+        """Return the label namespace that ``spec`` is; None: it is another, or names namespaces that are not among ``known``."""
+        parts = dict(part.partition("=")[::2] for part in spec.layout.split(";"))
+        if parts.get(_LAYOUT) != _VERSION:
+            return None
+        by_name = {one.namespace.hex()[:_ID_CHARS]: one.namespace for one in known}
+        names = parts.get("of", "").split(",")
+        if not all(name in by_name for name in names):
+            return None
+        kind = parts.get("kind", "")
+        return cls(spec, tuple(by_name[name] for name in names), kind if kind in MAIN_KINDS else "")

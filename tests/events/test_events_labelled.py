@@ -1,0 +1,336 @@
+"""Tests of the events of labelled blocks, without sockets."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvclient import CacheSpec
+from kvclient.events import BlockMirror
+from kvclient.events.block_groups import BlockGroup, GroupBlockId, xor
+from kvclient.events.labels import BlockLabel, LabelNamespace
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1.common_pb2 import Tier
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.types import BlockKey
+from kvstore.events.labelled import LabelledTranslator, engine_hash
+from kvstore.events.wire import BlockRemoved, BlockStored, Event
+
+SHARDS = [
+    CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64, shard_rank=rank, shard_count=2) for rank in range(2)
+]
+SPACE = LabelNamespace.make(SHARDS, kind="full_attention")
+LENGTH = 5
+VOLUMES = {1: Tier.TIER_DRAM, 2: Tier.TIER_NVME, 3: Tier.TIER_DRAM, 4: Tier.TIER_NVME}
+MEDIA = {Tier.TIER_DRAM: "CPU", Tier.TIER_NVME: "STORAGE"}
+
+
+def hash_of(chain: int, at: int) -> bytes:
+    return hashlib.sha256(f"{chain if at >= 2 else 0} {at}".encode()).digest()  # two chains with a common prefix
+
+
+def block_of(chain: int, at: int) -> GroupBlockId:
+    return GroupBlockId(hash_of(chain, at)[:16])
+
+
+def tokens_of(chain: int, at: int) -> list[int]:
+    return [chain if at >= 2 else 0, at, 7, 7]
+
+
+def label_of(chain: int, at: int) -> BlockLabel:
+    parent = hash_of(chain, at - 1) if at else b""
+    return BlockLabel(at, (hash_of(chain, at),), parent, struct.pack("<4I", *tokens_of(chain, at)))
+
+
+BLOCKS = [(chain, at) for chain in range(2) for at in range(LENGTH) if chain == 0 or at >= 2]
+
+
+def opened(number: int) -> pb.BlockEvent:
+    return pb.BlockEvent(
+        opened=pb.VolumeOpened(
+            volume=number, volume_id=f"v{number}", node_id=f"n{number}", tier=VOLUMES[number], boot_id=b"b" * 16, served=True
+        )
+    )
+
+
+class World:
+    """A store of blocks with labels, a translator, and the state of a router."""
+
+    def __init__(self, **how: object) -> None:
+        self.mirror = BlockMirror()
+        self.translator = LabelledTranslator(**how)  # type: ignore[arg-type]
+        self.translator.use([SPACE])
+        self.held: set[tuple[int, int, int, int]] = set()
+        """Volume, shard (2: label), chain, position."""
+        self.believed: set[tuple[int, str]] = set()
+        self.tokens: dict[int, list[int]] = {}
+        self.snapshot()
+
+    def tell(self, message: pb.WatchBlocksResponse) -> None:
+        self.translator.on_change(self.mirror, self.mirror.apply(message))
+
+    def events(self, *events: pb.BlockEvent) -> None:
+        self.tell(pb.WatchBlocksResponse(events=pb.BlockEvents(sequence=1, events=events)))
+
+    def snapshot(self) -> None:
+        self.tell(pb.WatchBlocksResponse(resync=pb.Resync(feed_id=b"f" * 16, reason=pb.RESYNC_REASON_ASKED)))
+        self.events(*map(opened, VOLUMES))
+        for one in sorted(self.held):
+            self._tell_held(*one)
+        self.tell(pb.WatchBlocksResponse(snapshot_end=pb.SnapshotEnd(sequence=1)))
+
+    def _key(self, part: int, chain: int, at: int) -> tuple[bytes, BlockKey]:
+        spec = SPACE.spec if part == 2 else SHARDS[part]
+        return spec.namespace, BlockKey(xor(block_of(chain, at), spec.namespace))
+
+    def _tell_held(self, volume: int, part: int, chain: int, at: int) -> None:
+        namespace, key = self._key(part, chain, at)
+        held = pb.BlocksHeld(volume=volume, namespace_id=namespace, keys=key, depths=[0 if part == 2 else at])
+        self.events(pb.BlockEvent(held=held))
+
+    def store(self, volume: int, part: int, chain: int, at: int) -> None:
+        self.held.add((volume, part, chain, at))
+        self._tell_held(volume, part, chain, at)
+
+    def remove(self, volume: int, part: int, chain: int, at: int) -> None:
+        self.held.discard((volume, part, chain, at))
+        namespace, key = self._key(part, chain, at)
+        self.events(pb.BlockEvent(removed=pb.BlocksRemoved(volume=volume, namespace_id=namespace, keys=key)))
+
+    def update(self) -> None:
+        """Publish until no label is missing that can be read."""
+        while True:
+            batches, wanted = self.translator.update(self.mirror, 2)
+            for events in batches:
+                self.take(events)
+            if not wanted:
+                return
+            for namespace, blocks in wanted.items():
+                known = {block_of(*one): label_of(*one) for one in BLOCKS}
+                self.translator.add_labels(namespace, {block: known[block] for block in blocks})
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            assert event.medium is not None
+            pairs = {(one, event.medium) for one in event.block_hashes}
+            if isinstance(event, BlockStored):
+                assert len(event.token_ids) == event.block_size * len(event.block_hashes) == 4 * len(event.block_hashes)
+                assert event.parent_block_hash is None or event.parent_block_hash in {one for one, _ in self.believed}
+                assert not pairs & self.believed, "stored twice"
+                self.believed |= pairs
+                for at, one in enumerate(event.block_hashes):
+                    self.tokens[one] = event.token_ids[4 * at : 4 * at + 4]
+            else:
+                assert isinstance(event, BlockRemoved)
+                assert pairs <= self.believed, "removed without a store"
+                self.believed -= pairs
+
+    def expected(self) -> set[tuple[int, str]]:
+        found: set[tuple[int, str]] = set()
+        labelled = {(chain, at) for _, part, chain, at in self.held if part == 2}
+        for chain in range(2):
+            for at in range(LENGTH):
+                name = (chain if at >= 2 else 0, at)
+                parts = [
+                    {VOLUMES[v] for v, part, *where in self.held if part == shard and tuple(where) == name} for shard in (0, 1)
+                ]
+                if not all(parts) or not (name in labelled or engine_hash(hash_of(*name)) in self.tokens):
+                    break
+                slowest = {tier for tiers in parts for tier in tiers}
+                found |= {
+                    (engine_hash(hash_of(*name)), MEDIA[tier])
+                    for tier in slowest
+                    if all(any(one <= tier for one in tiers) for tiers in parts)
+                }
+        return found
+
+
+places = st.tuples(st.sampled_from(list(VOLUMES)), st.integers(0, 2), st.sampled_from(BLOCKS))
+steps = st.one_of(
+    st.tuples(st.just("store"), places),
+    st.tuples(st.just("remove"), places),
+    st.tuples(st.just("update"), st.none()),
+    st.tuples(st.just("snapshot"), st.none()),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(places, max_size=30), st.lists(steps, max_size=30))
+def test_published_blocks_are_whole_labelled_prefixes(
+    first: list[tuple[int, int, tuple[int, int]]], happened: list[tuple[str, tuple[int, int, tuple[int, int]] | None]]
+) -> None:
+    world = World()
+    for one in BLOCKS:
+        world.store(1, 2, *one)  # all labels stay; evicted labels are tested below
+    for volume, part, where in first:
+        world.store(volume, part, *where)
+    for what, place in happened:
+        if place is not None and what == "store":
+            world.store(place[0], place[1], *place[2])
+        elif place is not None and place[1] != 2:
+            world.remove(place[0], place[1], *place[2])
+        elif what == "snapshot":
+            world.snapshot()
+        elif what == "update":
+            world.update()
+            assert world.believed == world.expected()
+    world.update()
+    assert world.believed == world.expected()
+    late = World()
+    for events in world.translator.everything(1_000):
+        late.take(events)
+    assert late.believed == world.believed
+    assert len(world.translator) == len({one for one, _ in world.believed})
+    known = {engine_hash(hash_of(*one)): tokens_of(*one) for one in BLOCKS}
+    assert world.tokens.items() <= known.items()
+
+
+def whole(world: World, chain: int, stop: int, volume: int = 1) -> None:
+    for at in range(stop):
+        for part in (0, 1):
+            world.store(volume, part, chain if at >= 2 else 0, at)
+
+
+def test_label_that_comes_late_publishes_its_block_and_later() -> None:
+    world = World()
+    whole(world, 0, 4)
+    for at in (0, 2, 3):
+        world.store(1, 2, 0, at)
+    world.update()
+    assert {one for one, _ in world.believed} == {engine_hash(hash_of(0, 0))}
+    assert world.translator.unlabelled == 1
+    world.store(1, 2, 0, 1)
+    world.update()
+    assert {one for one, _ in world.believed} == {engine_hash(hash_of(0, at)) for at in range(4)}
+    assert world.translator.unlabelled == 0
+
+
+def test_label_evicted_keeps_its_block_published() -> None:
+    world = World()
+    whole(world, 0, 3)
+    for at in range(3):
+        world.store(1, 2, 0, at)
+    world.update()
+    for at in range(3):
+        world.remove(1, 2, 0, at)
+    world.update()
+    assert len(world.believed) == 3
+    world.remove(1, 0, 0, 1)
+    world.update()
+    assert {one for one, _ in world.believed} == {engine_hash(hash_of(0, 0))}
+    world.store(1, 0, 0, 1)  # its label was evicted
+    world.update()
+    assert {one for one, _ in world.believed} == {engine_hash(hash_of(0, 0))}
+
+
+def test_labels_that_cannot_be_read_are_asked_for_after_refresh() -> None:
+    world = World()
+    whole(world, 0, 1)
+    world.store(1, 2, 0, 0)
+    _, wanted = world.translator.update(world.mirror, 10)
+    world.translator.give_up(SPACE.spec.namespace, wanted[SPACE.spec.namespace])
+    assert world.translator.update(world.mirror, 10) == ([], {})
+    world.translator.refresh()
+    assert world.translator.update(world.mirror, 10)[1] == wanted
+
+
+def test_events_are_runs_and_parents_come_first() -> None:
+    world = World()
+    for chain in (1, 0):
+        whole(world, chain, LENGTH)
+    for one in reversed(BLOCKS):
+        world.store(1, 2, *one)
+    published: list[Event] = []
+    take = world.take
+    world.take = lambda events: (published.extend(events), take(events))  # type: ignore[method-assign,assignment,return-value]
+    world.update()
+    world.translator.refresh()
+    events = [event for batch in world.translator.everything(10) for event in batch]
+    assert sorted(len(event.block_hashes) for event in events) == [3, 5]
+    assert all(event.kv_cache_spec_kind == "full_attention" and event.group_idx is None for event in events)
+    assert events[1].parent_block_hash == engine_hash(hash_of(0, 1))
+    assert events[1].token_ids[:4] in (tokens_of(0, 2), tokens_of(1, 2))
+
+
+def test_volumes_outside_the_filter_do_not_count_for_blocks() -> None:
+    world = World(accept=lambda volume: volume.node_id == "n1")
+    whole(world, 0, 2, volume=3)
+    for at in range(2):
+        world.store(3, 2, 0, at)  # labels are read from anywhere
+    world.update()
+    assert world.believed == set()
+    whole(world, 0, 1, volume=1)
+    world.update()
+    assert world.believed == {(engine_hash(hash_of(0, 0)), "CPU")}
+
+
+def test_equal_hash_in_two_namespaces_is_removed_with_the_last() -> None:
+    other = [CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64, weights_epoch="2")]
+    second = LabelNamespace.make(other)
+    world = World()
+    whole(world, 0, 1)
+    world.store(1, 2, 0, 0)
+    world.update()
+    world.translator.use([second])
+    world.snapshot()
+    key = BlockKey(xor(block_of(0, 0), other[0].namespace))
+    stored = pb.BlocksHeld(volume=1, namespace_id=other[0].namespace, keys=key, depths=[0])
+    label = pb.BlocksHeld(volume=1, namespace_id=second.spec.namespace, keys=second.key(block_of(0, 0)), depths=[0])
+    world.events(pb.BlockEvent(held=stored), pb.BlockEvent(held=label))
+    world.update()
+    assert len(world.believed) == 1
+    world.remove(1, 0, 0, 0)
+    world.update()
+    assert len(world.believed) == 1
+    world.events(pb.BlockEvent(removed=pb.BlocksRemoved(volume=1, namespace_id=other[0].namespace, keys=key)))
+    world.update()
+    assert world.believed == set()
+
+
+def test_held_tiers_are_those_that_serve_all_parts() -> None:
+    world, group = World(), BlockGroup([spec.namespace for spec in SHARDS])
+    block, dram, nvme = block_of(0, 0), 1 << 2, 1 << 3
+    for volume, part, expected in ((1, 0, 0), (2, 1, nvme), (1, 1, dram | nvme), (2, 0, dram | nvme)):
+        world.store(volume, part, 0, 0)
+        assert group.held_tiers(world.mirror, block) == expected
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        label_of(0, 0),
+        label_of(0, 3),
+        BlockLabel(9, (b"a" * 32, b"b" * 32), b"p" * 32, bytes(32), "adapter", (["adapter", ["image", -3]], None)),
+    ],
+    ids=["head", "child", "extras"],
+)
+def test_label_survives_encoding(label: BlockLabel) -> None:
+    size = SPACE.spec.layer_block_bytes
+    read = BlockLabel.decode(label.encode(size))
+    assert read == label
+    assert len(label.encode(size)) == size
+    with pytest.raises(InvalidArgument):
+        label.encode(40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200), st.booleans())
+def test_label_of_any_bytes_is_refused_or_read(block: bytes, magic: bool) -> None:
+    try:
+        BlockLabel.decode(b"KVLB" + block if magic else block)
+    except InvalidArgument:
+        return
+
+
+def test_label_namespace_is_read_from_its_spec() -> None:
+    assert LabelNamespace.read(SPACE.spec, [SPACE.spec, *SHARDS]) == SPACE
+    assert LabelNamespace.read(SPACE.spec, SHARDS[:1]) is None
+    assert LabelNamespace.read(SHARDS[0], SHARDS) is None
+    assert LabelNamespace.make(SHARDS, kind="sliding_window").kind == ""
+    many = [CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64, shard_rank=r, shard_count=64) for r in range(64)]
+    with pytest.raises(InvalidArgument, match="too many namespaces"):
+        LabelNamespace.make(many)

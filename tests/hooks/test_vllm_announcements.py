@@ -1,0 +1,223 @@
+"""Tests of the announcements of stored blocks, without vLLM."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvclient import CacheSpec
+from kvclient.engines.vllm.announcements.announcer import Announcement, Announcer
+from kvclient.engines.vllm.announcements.engine_run import EngineRun
+from kvclient.events import BlockMirror
+from kvclient.events.block_groups import BlockGroup, GroupBlockId, xor
+from kvclient.events.labels import BlockLabel
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1.common_pb2 import Tier
+from kvstore.core.types import BlockKey
+
+SPECS = [CacheSpec(model="m", block_tokens=4, layers=1, layer_block_bytes=64, shard_rank=r, shard_count=2) for r in range(2)]
+DRAM, NVME = 1 << 2, 1 << 3
+BLOCKS = 6
+
+
+def run_of(first: int, count: int) -> EngineRun:
+    ids = tuple(GroupBlockId(bytes([7, at]) * 8) for at in range(first, first + count))
+    return EngineRun(first, ids, tuple(bytes([at]) * 32 for at in range(first, first + count)))
+
+
+class Feed:
+    """An announcer, a mirror that keeps only its blocks, and the state of a subscriber."""
+
+    def __init__(self, most: int = 1_000) -> None:
+        self.now_s = 0.0
+        self.retracted = 0
+        self.announcer = Announcer(BlockGroup([spec.namespace for spec in SPECS]), most, self._count, lambda: self.now_s)
+        self.mirror = BlockMirror(self.announcer.wanted)
+        self.believed: dict[bytes, int] = {}
+        self.held: set[tuple[int, int, bytes]] = set()
+        self.snapshot()
+
+    def _count(self, count: int) -> None:
+        self.retracted += count
+
+    def tell(self, message: pb.WatchBlocksResponse) -> None:
+        self.announcer.on_change(self.mirror, self.mirror.apply(message))
+
+    def events(self, *events: pb.BlockEvent) -> None:
+        self.tell(pb.WatchBlocksResponse(events=pb.BlockEvents(sequence=1, events=events)))
+
+    def snapshot(self) -> None:
+        self.tell(pb.WatchBlocksResponse(resync=pb.Resync(feed_id=b"f" * 16, reason=pb.RESYNC_REASON_ASKED)))
+        for number, tier in ((1, Tier.TIER_DRAM), (2, Tier.TIER_NVME)):
+            opened = pb.VolumeOpened(
+                volume=number, volume_id=f"v{number}", node_id="n", tier=tier, boot_id=b"b" * 16, served=True
+            )
+            self.events(pb.BlockEvent(opened=opened))
+        for one in sorted(self.held):
+            self._held(*one)
+        self.tell(pb.WatchBlocksResponse(snapshot_end=pb.SnapshotEnd(sequence=1)))
+
+    def _held(self, volume: int, shard: int, block: bytes) -> None:
+        namespace = SPECS[shard].namespace
+        held = pb.BlocksHeld(volume=volume, namespace_id=namespace, keys=xor(block, namespace), depths=[0])
+        self.events(pb.BlockEvent(held=held))
+
+    def hold(self, volume: int, blocks: Iterable[bytes]) -> None:
+        for block in blocks:
+            for shard in range(2):
+                self.held.add((volume, shard, block))
+                self._held(volume, shard, block)
+
+    def drop(self, volume: int, blocks: Iterable[bytes], shard: int = 0) -> None:
+        namespace = SPECS[shard].namespace
+        for block in blocks:
+            self.held.discard((volume, shard, block))
+            gone = pb.BlocksRemoved(volume=volume, namespace_id=namespace, keys=xor(block, namespace))
+            self.events(pb.BlockEvent(removed=gone))
+
+    def take(self, most: int = 1_000) -> list[Announcement]:
+        taken = self.announcer.take(most)
+        for one in taken:
+            block = one.run.ids[one.at]
+            old = self.believed.get(block, 0)
+            assert not one.stored & old
+            assert one.removed & old == one.removed
+            self.believed[block] = (old | one.stored) & ~one.removed
+        return taken
+
+    def told(self) -> dict[bytes, int]:
+        self.take()
+        return {block: bits for block, bits in self.believed.items() if bits}
+
+
+def test_block_is_announced_at_once_and_moves_between_tiers() -> None:
+    feed, run = Feed(), run_of(0, 3)
+    feed.announcer.expect(run)
+    assert feed.told() == {}
+    feed.announcer.stored(run)
+    assert feed.told() == dict.fromkeys(run.ids, DRAM)
+    feed.hold(1, run.ids)
+    feed.hold(2, run.ids)
+    assert feed.told() == dict.fromkeys(run.ids, DRAM | NVME)
+    feed.drop(1, run.ids)
+    assert feed.told() == dict.fromkeys(run.ids, NVME)
+    feed.drop(2, run.ids[1:])
+    assert feed.told() == {run.ids[0]: NVME}
+    assert len(feed.announcer) == 1
+
+
+def test_block_that_no_event_confirms_is_retracted() -> None:
+    feed, run = Feed(), run_of(0, 2)
+    feed.announcer.expect(run)
+    feed.announcer.stored(run)
+    feed.hold(1, run.ids[:1])
+    assert len(feed.told()) == 2
+    feed.now_s = 60.0
+    assert feed.told() == {run.ids[0]: DRAM}
+
+
+def test_other_blocks_are_not_mirrored() -> None:
+    feed = Feed()
+    feed.announcer.expect(run_of(0, 1))
+    feed.hold(1, run_of(0, 4).ids)
+    assert [key in feed.mirror for key in map(BlockKey, (xor(run_of(0, 2).ids[at], SPECS[0].namespace) for at in (0, 1)))] == [
+        True,
+        False,
+    ]
+
+
+def test_mirror_that_begins_again_changes_only_the_difference() -> None:
+    feed, run = Feed(), run_of(0, 3)
+    feed.announcer.expect(run)
+    feed.announcer.stored(run)
+    feed.hold(1, run.ids)
+    assert len(feed.told()) == 3
+    feed.held = {one for one in feed.held if one[2] != run.ids[1]}  # evicted while the subscription was lost
+    feed.mirror.clear()
+    assert feed.take() == []
+    feed.snapshot()
+    assert [(one.at, one.stored, one.removed) for one in feed.take()] == [(1, 0, DRAM)]
+
+
+def test_announced_blocks_are_bounded() -> None:
+    feed = Feed(most=4)
+    for first in range(0, 10, 2):
+        run = run_of(first, 2)
+        feed.announcer.expect(run)
+        feed.announcer.stored(run)
+        feed.hold(1, run.ids)
+        feed.take(1)
+    while feed.take(1):
+        pass
+    assert set(feed.told()) == {*run_of(6, 4).ids}
+    assert (len(feed.announcer), feed.retracted) == (4, 6)
+
+
+def test_announcements_are_repeated_after_a_clear_event() -> None:
+    feed, run = Feed(), run_of(0, 2)
+    feed.announcer.expect(run)
+    feed.announcer.stored(run)
+    feed.hold(1, run.ids)
+    feed.take()
+    feed.believed.clear()
+    feed.announcer.announce_again()
+    assert feed.told() == dict.fromkeys(run.ids, DRAM)
+    feed.announcer.retract_all()
+    assert feed.told() == {}
+
+
+steps = st.tuples(
+    st.sampled_from(["plan", "hold", "drop", "snapshot", "take"]),
+    st.integers(1, 2),
+    st.integers(0, BLOCKS - 1),
+    st.integers(0, 1),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(steps, max_size=40))
+def test_announced_tiers_equal_those_of_the_store(happened: list[tuple[str, int, int, int]]) -> None:
+    feed = Feed()
+    planned = set()
+    for what, volume, at, shard in happened:
+        run = run_of(at, 1)
+        if what == "plan" and run.ids[0] not in {one[2] for one in feed.held}:
+            feed.announcer.expect(run)
+            planned.add(run.ids[0])
+        elif what == "hold" and run.ids[0] in planned:
+            feed.hold(volume, run.ids)
+        elif what == "drop":
+            feed.drop(volume, run.ids, shard)
+        elif what == "snapshot":
+            feed.snapshot()
+        else:
+            feed.take(2)
+    feed.take()
+    parts = {block: [{v for v, s, b in feed.held if (s, b) == (shard, block)} for shard in (0, 1)] for block in planned}
+    for block, tiers in parts.items():
+        expected = 0
+        if all(tiers):
+            expected = sum(1 << v + 1 for v in set.union(*tiers) if all(any(one <= v for one in some) for some in tiers))
+        if feed.announcer.wanted(SPECS[0].namespace, BlockKey(xor(block, SPECS[0].namespace))):
+            assert feed.believed.get(block, 0) == expected
+
+
+def test_labels_of_a_run_have_parents_and_tokens() -> None:
+    run = EngineRun(
+        4,
+        (GroupBlockId(b"i" * 16), GroupBlockId(b"j" * 16)),
+        (b"a" * 32, b"b" * 32, b"c" * 32, b"d" * 32),
+        b"p" * 32,
+        array("I", range(8)),
+        3,
+        "adapter",
+        (["x"], None, None, ["y"]),
+    )
+    assert list(run.labels()) == [
+        (b"i" * 16, BlockLabel(4, run.hashes[:2], b"p" * 32, struct.pack("<4I", 0, 1, 2, 3), "adapter", (["x"], None))),
+        (b"j" * 16, BlockLabel(5, run.hashes[2:], b"b" * 32, struct.pack("<4I", 4, 5, 6, 7), "adapter", (None, ["y"]))),
+    ]
