@@ -95,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, help="folder of the model (a tiny one is made)")
     parser.add_argument("--other-model", type=Path, help="folder of a model with equal configuration and other weights")
     parser.add_argument("--dtype", default="float32", help="of the model (float32: greedy tokens repeat exactly on CPUs)")
-    parser.add_argument("--log", type=Path, default=Path(os.devnull), metavar="FILE", help="file for what engines print (none)")
+    parser.add_argument(
+        "--log", type=Path, default=Path(os.devnull), metavar="FILE", help="file for the output of engines (none)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write all runs to a file")
     return parser
 

@@ -96,7 +96,7 @@ class ConnectorEngine:
         self._llm.reset_prefix_cache()
 
     def counters(self) -> Mapping[str, int]:
-        """Return nothing: connectors have no common counters."""
+        """Return nothing: each connector has different counters."""
         return {}
 
     def close(self) -> None:
@@ -116,4 +116,12 @@ def _hide_dict_of_llvmlite() -> None:
     vLLM reads ``__dict__`` of everything in all modules. For llvmlite's library this is a function, at which vLLM fails.
     """
     with suppress(ImportError):
-        import_module("llvmlite.binding.ffi").lib._fntab["__dict__"] = {}
+        library = type(import_module("llvmlite.binding.ffi").lib)
+        found = library.__getattr__
+
+        def getattr_of_function(lib: Any, name: str) -> Any:  # noqa: ANN401
+            if name == "__dict__":
+                raise AttributeError(name)
+            return found(lib, name)
+
+        library.__getattr__ = getattr_of_function

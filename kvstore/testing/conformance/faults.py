@@ -15,7 +15,7 @@ _GONE = ".gone"
 
 
 class ConnectorFault(StrEnum):
-    """What goes wrong between storing and loading, or while an engine loads."""
+    """A fault between storing and loading, or while an engine loads."""
 
     NONE = "none"
     BYTES_CHANGED = "bits flipped on disk"

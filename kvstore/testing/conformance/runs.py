@@ -49,7 +49,7 @@ class RunResult:
 
     Attributes:
         target: name of the connector.
-        fault: what went wrong.
+        fault: the fault.
         seed: its seed.
         verdict: how it ended.
         loaded_tokens: tokens that came from the connector for the first prompt of each engine that loads.
@@ -175,14 +175,14 @@ class Runner:
         self._load(storage, talk, dice)
 
     def _load(self, storage: Storage, talk: Conversations, dice: random.Random, strikes: ConnectorFault | None = None) -> None:
-        """Ask a new engine, which has nothing of its own."""
+        """Ask a new engine, whose cache is empty."""
         try:
             engine = self._open(storage)
         except KVStoreError as error:
             self._end()
             raise _NotStartedError(str(error)) from error
         first = dice.choice([prompt for prompt in talk.prompts if len(prompt) > 2 * self._models.driver.block_tokens])
-        [answer] = engine.generate([first], MOST_TOKENS)  # before it has anything of its own
+        [answer] = engine.generate([first], MOST_TOKENS)  # while its own cache is empty
         self._loaded += answer.loaded_tokens
         talk.check([first], [answer])
         if strikes is not None:

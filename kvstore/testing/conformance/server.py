@@ -32,14 +32,14 @@ class ServerProcess:
     """A server; ``start`` and ``end`` any number of times, on the same ports.
 
     Args:
-        command: program and arguments, in which ``{host}`` and the ports are replaced; empty: there is no server.
+        command: program and arguments, in which ``{host}`` and the ports are replaced; empty: no server is needed.
         log: receives what it prints.
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         ports = {name: str(free_port()) for name in (*PORTS, SPARE_PORT)}
         self.values: dict[str, str] = {"host": LOOPBACK, **ports} if command else {}
-        """What replaces names in the command and in the connector's configuration."""
+        """Values of the names in the command and in the connector's configuration."""
         self._command, self._log = command, log
         self._ports = [int(self.values[name]) for name in PORTS if any(f"{{{name}}}" in part for part in command)]
         self._process: subprocess.Popen[bytes] | None = None
@@ -49,7 +49,7 @@ class ServerProcess:
         """Start the server unless it runs, and wait until it listens.
 
         Args:
-            values: more of what is replaced in its command.
+            values: further names in its command.
 
         Raises:
             Unavailable: it did not start.
@@ -90,14 +90,14 @@ class ServerProcess:
             self._stalls.append(stop_for_a_while(self._process.pid))
 
     def end_stalls(self) -> None:
-        """Wait until the server goes on."""
+        """Wait until the server continues."""
         for timer in self._stalls:
             timer.join()
         self._stalls.clear()
 
 
 def stop_for_a_while(pid: int) -> threading.Timer:
-    """Stop a process, and let it go on after ``STALL_S``. Join the timer before the process is ended."""
+    """Stop a process, and let it continue after ``STALL_S``. Join the timer before the process is ended."""
     os.kill(pid, signal.SIGSTOP)
     timer = threading.Timer(STALL_S, os.kill, (pid, signal.SIGCONT))
     timer.start()

@@ -1,4 +1,4 @@
-"""Storages of the connectors under test: a folder, and this store. Both may be behind a server of the connector."""
+"""Storages of the connectors under test: a folder, and this store. A server of the connector may be in front of both."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SERVER_FAULTS: Final = (ConnectorFault.SERVER_KILLED, ConnectorFault.SERVER_STAL
 
 
 class Storage(AbstractContextManager["Storage"], Protocol):
-    """Where a connector keeps KV."""
+    """Storage of a connector."""
 
     def values(self) -> Mapping[str, str]:
-        """Return what replaces ``{name}`` in the connector's configuration."""
+        """Return the values of the names in the connector's configuration."""
 
     def strike(self, fault: ConnectorFault, dice: random.Random) -> None:
         """Let a fault happen now."""
@@ -38,7 +38,7 @@ class Storage(AbstractContextManager["Storage"], Protocol):
         """Start what was killed. Damaged bytes stay."""
 
     def settle(self) -> None:
-        """Wait until what an engine has handed over is on disk, and drop what servers hold in memory: loads should read disks."""
+        """Wait until everything is on disk, and empty the memory of servers, so that loads read disks."""
 
 
 class FolderStorage:
