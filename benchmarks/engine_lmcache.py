@@ -178,6 +178,7 @@ def plugin(cluster: LocalCluster, node: str, verify: str) -> dict[str, Any]:
         "node": cluster.node(node).local_socket,
         "salt": node,  # the nodes do not load from each other
         "verify": verify,
+        "weights_epoch": "1",
     }
     return {
         "type": "plugin",

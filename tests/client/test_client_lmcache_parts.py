@@ -157,6 +157,7 @@ def test_lmcache_candidates_begin_with_the_stated_layout() -> None:
         ({"object_bytes": 4096}, "object_bytes"),
         ({"usage_check_s": 0}, "usage_check_s"),
         ({"metadata": "", "node": "unix:/x"}, "metadata"),
+        ({"metadata": "h:1"}, "weights_epoch"),
         ([], "adapter_params"),
     ],
 )
@@ -166,7 +167,8 @@ def test_lmcache_option_error_names_it(params: object, names: str) -> None:
 
 
 def test_lmcache_options_are_typed() -> None:
-    options = AdapterOptions.from_params({"metadata": "h:1", "workers": 2, "object_bytes": [1, 2], "load_deadline_s": 3})
+    given = {"metadata": "h:1", "weights_epoch": "1", "workers": 2, "object_bytes": [1, 2], "load_deadline_s": 3}
+    options = AdapterOptions.from_params(given)
     assert (options.workers, options.object_bytes, options.hook.load_deadline_s) == (2, (1, 2), 3.0)
 
 

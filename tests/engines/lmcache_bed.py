@@ -85,7 +85,7 @@ class Controller:
         from lmcache.v1.distributed.l2_adapters import create_l2_adapter
         from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 
-        params = {"metadata": store.metadata, "node": store.node, "chunk_tokens": CHUNK_TOKENS, **options}
+        params = {"metadata": store.metadata, "node": store.node, "chunk_tokens": CHUNK_TOKENS, "weights_epoch": "1", **options}
         given = {"module_path": "kvclient.engines.lmcache", "class_name": "KVStoreL2Adapter", "adapter_params": params}
         self.adapter: Any = create_l2_adapter(PluginL2AdapterConfig.from_dict(given))
         self._stored: dict[int, Any] = {}
@@ -152,7 +152,12 @@ def lmcache_server(store: StoreAddress, ports: Sequence[int], log: Path) -> Iter
         "type": "plugin",
         "module_path": "kvclient.engines.lmcache",
         "class_name": "KVStoreL2Adapter",
-        "adapter_params": {"metadata": store.metadata, "node": store.node, "chunk_tokens": CHUNK_TOKENS},
+        "adapter_params": {
+            "metadata": store.metadata,
+            "node": store.node,
+            "chunk_tokens": CHUNK_TOKENS,
+            "weights_epoch": "1",
+        },
     }
     flags = {
         "host": "127.0.0.1",

@@ -33,7 +33,7 @@ def shown(one: Controller, keys: list[Any], **stated: Any) -> None:
 
 def test_lmcache_bench_verifies_all_bytes(store: StoreAddress) -> None:
     """LMCache's own test of adapters, in two processes: one stores, the other loads."""
-    params = {"metadata": store.metadata, "node": store.node, "salt": "bench", "object_bytes": [262_144]}
+    params = {"metadata": store.metadata, "node": store.node, "salt": "bench", "weights_epoch": "1", "object_bytes": [262_144]}
     adapter = {"type": "plugin", "module_path": "kvclient.engines.lmcache", "class_name": "KVStoreL2Adapter"}
     flags = ["--num-keys", "8", "--in-flight", "2", "--data-size-kb", "256", "--lookup-max-hit-rate", "1.0"]
     command = [str(Path(sys.executable).parent / "lmcache"), "bench", "l2", *flags]

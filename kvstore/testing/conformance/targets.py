@@ -132,7 +132,7 @@ KNOWN: Final[Mapping[str, ConnectorTarget]] = {
                     "type": "plugin",
                     "module_path": "kvclient.engines.lmcache",
                     "class_name": "KVStoreL2Adapter",
-                    "adapter_params": {**_STORE, "chunk_tokens": 32},
+                    "adapter_params": {**_STORE, "chunk_tokens": 32, "weights_epoch": "1"},
                 }
             ),
             uses_store=True,

@@ -1,7 +1,7 @@
 """The store as an L2 adapter of LMCache.
 
 Loaded by LMCache's own plug-in: ``{"type": "plugin", "module_path": "kvclient.engines.lmcache", "class_name": "KVStoreL2Adapter",
-"adapter_params": {"metadata": "127.0.0.1:7400"}}``. See README.md.
+"adapter_params": {"metadata": "127.0.0.1:7400", "weights_epoch": "1"}}``. See README.md.
 """
 
 from __future__ import annotations
