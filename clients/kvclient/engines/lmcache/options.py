@@ -73,11 +73,12 @@ class AdapterOptions:
         hook = HookOptions.from_mapping(given, known_elsewhere=_OWN)
         if not hook.metadata:
             raise InvalidArgument("lookups require a metadata server", option="metadata")
+        own = {name: given[name] for name in _OWN if name in given}
+        if isinstance(own.get("object_bytes"), list):
+            own["object_bytes"] = tuple(own["object_bytes"])
+        made = cls(hook=hook, **own)
         if not hook.weights_epoch:
             raise InvalidArgument(
                 "LMCache's keys do not identify weights: name them, with another name after each update", option="weights_epoch"
             )
-        own = {name: given[name] for name in _OWN if name in given}
-        if isinstance(own.get("object_bytes"), list):
-            own["object_bytes"] = tuple(own["object_bytes"])
-        return cls(hook=hook, **own)
+        return made
