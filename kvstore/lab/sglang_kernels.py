@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Sequence
 
-STAND_INS = ("triton", "torchvision", "IPython", "gguf", "datasets", "sgl_kernel")
+STAND_INS = ("triton", "torchvision", "IPython", "gguf", "datasets", "soundfile", "sgl_kernel")
 """Top-level packages that are replaced by stubs if they are not installed."""
 
 
