@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -324,6 +325,17 @@ def test_label_of_any_bytes_is_refused_or_read(block: bytes, magic: bool) -> Non
         BlockLabel.decode(b"KVLB" + block if magic else block)
     except InvalidArgument:
         return
+
+
+def test_label_with_deep_extra_keys_is_refused() -> None:
+    header = struct.pack("<4sIHHHIH", b"KVLB", 0, 1, 8, 0, 1, 60_000)
+    with pytest.raises(InvalidArgument):
+        BlockLabel.decode(header + bytes(8 + 4) + b"[" * 60_000)
+
+
+def test_label_namespace_of_huge_blocks_is_not_read() -> None:
+    huge = replace(SPACE.spec, layer_block_bytes=2 << 20)
+    assert LabelNamespace.read(huge, [huge, *SHARDS]) is None
 
 
 def test_label_namespace_is_read_from_its_spec() -> None:

@@ -33,6 +33,8 @@ _MAX_HASH_BYTES: Final = 64
 _EXTRA_BYTES: Final = 512
 """Space for adapter, images and salt of one block."""
 _ALIGNMENT: Final = 512
+_MAX_LABEL_BYTES: Final = 1 << 20
+"""Anybody may register a namespace that looks like one of labels. Larger labels are not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class BlockLabel:
             lora_name, extra_keys = json.loads(block[ends[2] : ends[3]]) if rest_length else ("", None)
             if not isinstance(lora_name, str) or not (extra_keys is None or isinstance(extra_keys, list)):
                 raise InvalidArgument("the block is not a label")
-        except (struct.error, ValueError, TypeError) as error:
+        except (struct.error, ValueError, TypeError, RecursionError) as error:
             raise InvalidArgument("the block is not a label", reason=error) from error
         extras = None if extra_keys is None else tuple(extra_keys)
         return cls(position, hashes, block[ends[0] : ends[1]], block[ends[1] : ends[2]], lora_name, extras)
@@ -139,6 +141,8 @@ class LabelNamespace:
         first = specs[0]
         size = _HEADER.size + (hashes + 1) * _MAX_HASH_BYTES + 4 * first.block_tokens + _EXTRA_BYTES * hashes
         size += -size % _ALIGNMENT
+        if size > _MAX_LABEL_BYTES:
+            raise InvalidArgument("blocks of so many tokens cannot be labelled", block_tokens=first.block_tokens)
         spec = replace(
             first, layers=1, layer_block_bytes=size, dtype="uint8", layout=layout, layout_version=1, shard_rank=0, shard_count=1
         )
@@ -147,6 +151,8 @@ class LabelNamespace:
     @classmethod
     def read(cls, spec: CacheSpec, known: Sequence[CacheSpec]) -> LabelNamespace | None:
         """Return the label namespace that ``spec`` is; None: it is another, or names namespaces that are not among ``known``."""
+        if spec.block_bytes > _MAX_LABEL_BYTES:
+            return None
         parts = dict(part.partition("=")[::2] for part in spec.layout.split(";"))
         if parts.get(_LAYOUT) != _VERSION:
             return None
