@@ -65,8 +65,8 @@ def test_chunks_of_a_chain_are_loaded_from_any_position(opened: list[ChunkStore]
     assert store.store(written[4:][::-1] + written[:4], chain, end_s())[1] == 12 * BYTES
     wait_until(lambda: store.find_chain(chain).hit_blocks == 12, "the index shows the chain")
     read = chunks(chain[3:9], range(3, 9))
-    arrived, size = store.load(read, chain[:9], None, end_s())
-    assert (arrived, size) == ([chunk.key for chunk in read], 6 * BYTES)
+    arrived, sizes = store.load(read, chain[:9], None, end_s())
+    assert (arrived, sizes.total()) == ([chunk.key for chunk in read], 6 * BYTES)
     assert all(np.array_equal(chunk.row, other.row) for chunk, other in zip(read, written[3:9], strict=True))
     assert opened[1].find_chain(chain).hit_blocks == 0, "groups do not share"
 
@@ -76,8 +76,8 @@ def test_chunks_missing_are_not_reported_as_loaded(opened: list[ChunkStore]) -> 
     store.store(chunks(chain[:4], range(4), seed=6), chain, end_s())
     wait_until(lambda: store.find_chain(chain).hit_blocks == 4, "the index shows the chain")
     read = chunks(chain[2:], range(2, 6))
-    arrived, size = store.load(read, chain, None, end_s())
-    assert (arrived, size) == ([chunk.key for chunk in read[:2]], 2 * BYTES)
+    arrived, sizes = store.load(read, chain, None, end_s())
+    assert (arrived, sizes.total()) == ([chunk.key for chunk in read[:2]], 2 * BYTES)
     assert not any(chunk.row.any() for chunk in read[2:])
 
 
@@ -91,13 +91,13 @@ def test_chunks_lookup_of_another_chain_is_not_used(opened: list[ChunkStore]) ->
     arrived, _ = store.load(read, chain, store.find_chain(other), end_s())
     assert arrived == [chunk.key for chunk in read]
     assert all(np.array_equal(one.row, right.row) for one, right in zip(read, chunks(chain, range(3), seed=8), strict=True))
-    assert store.load(read, other, None, end_s()) == ([], 0), "the request has other hashes than the job"
+    assert store.load(read, other, None, end_s()) == ([], {}), "the request has other hashes than the job"
 
 
 def test_chunks_after_the_deadline_are_not_touched(opened: list[ChunkStore]) -> None:
     store, chain = opened[0], hashes(6, 2)
     assert store.store(chunks(chain, range(2), seed=3), chain, time.monotonic() - 1) == ([], 0)
-    assert store.load(chunks(chain, range(2)), chain, None, time.monotonic() - 1) == ([], 0)
+    assert store.load(chunks(chain, range(2)), chain, None, time.monotonic() - 1) == ([], {})
 
 
 def test_heads_with_holes_are_found_and_loaded(opened: list[ChunkStore]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -45,12 +46,12 @@ class FakeStore:
         self._call()
         return {key: key in self.held for key in positions}, None, None
 
-    def load(self, chunks: Sequence[bytes], *_: Any) -> tuple[list[bytes], int]:
+    def load(self, chunks: Sequence[bytes], *_: Any) -> tuple[list[bytes], Counter[str]]:
         self._call()
-        return [key for key in chunks if key in self.held], 7
+        return [key for key in chunks if key in self.held], Counter(local=4, decode=3)
 
     def store(self, chunks: Sequence[bytes], *_: Any) -> tuple[list[bytes], int]:
-        return self.load(chunks)
+        return self.load(chunks)[0], 7
 
 
 @pytest.fixture
@@ -169,6 +170,7 @@ def test_job_ends_once_with_what_arrived(jobs: ChunkJobs, counters: TierCounters
     assert not list(jobs.ended())
     assert not jobs.busy
     assert counters.totals()["load_missing_chunks"] == 1
+    assert (counters.totals()["load_local_path_bytes"], counters.totals()["load_decode_path_bytes"]) == (4, 3)
 
 
 @pytest.mark.parametrize("error", [Unavailable("away"), ValueError("a bug"), MemoryError()])
@@ -213,8 +215,8 @@ def test_job_deadline_counts_from_its_submission(jobs: ChunkJobs) -> None:
     ends: list[float] = []
 
     class Timed(FakeStore):
-        def load(self, chunks: Sequence[bytes], *how: Any) -> tuple[list[bytes], int]:
-            ends.append(how[-1])
+        def load(self, chunks: Sequence[bytes], *how: Any) -> tuple[list[bytes], Counter[str]]:
+            ends.append(how[2])
             return super().load(chunks)
 
     slow = Timed(KEYS)

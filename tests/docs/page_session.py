@@ -40,7 +40,7 @@ REFUSED: Final = "This is refused"
 PRINTS: Final = "It prints"
 NOT_RUN: Final = "Not run by the tests: "
 WAIT_S: Final = 60.0
-_FILE: Final = re.compile(r"[\w-]+\.(py|toml)")
+_FILE: Final = re.compile(r"[\w-]+\.(py|toml|json|yaml)")
 _STOP: Final = re.compile(r"<!-- test: Ctrl-C ?(.*) -->")
 _DEFAULTS: Final = {
     "KVSTORE_METADATA__LISTEN": 7400,
@@ -98,7 +98,7 @@ def kind(fence: Fence) -> str:
             return "unrun"
         case "text", title if title == PRINTS:
             return "prints"
-        case (("python" | "toml"), title) if _FILE.fullmatch(title):
+        case (("python" | "toml" | "json" | "yaml"), title) if _FILE.fullmatch(title):
             return "file"
     raise ValueError(f"line {fence.line}: unknown kind of block: {fence.language} {fence.title!r}")
 

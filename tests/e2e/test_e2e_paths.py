@@ -65,7 +65,7 @@ def only_stored(store: Store, engine: Engine, chain: str, blocks: int) -> Lookup
 
     def told() -> bool:
         for node in store.cluster.running & {"s", "p", "d", "r"}:
-            store.evict(node)
+            store.empty_dram(node)  # also of blocks that the last load cached, and the index does not show yet
         found[:] = [engine.client.lookup(engine.keys(chain, blocks))]
         return found[0].hit_blocks == blocks and {run.tier for run in found[0].runs} == {Tier.NVME}
 
