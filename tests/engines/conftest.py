@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvstore.testing.conformance.engine import hide_dict_of_llvmlite
+
 if TYPE_CHECKING:
     from generate_bed import Connect
 
@@ -28,6 +30,7 @@ os.environ.update(
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+hide_dict_of_llvmlite()  # test modules import LMCache, and other tests of the same process start vLLM
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import numpy as np
 
 from kvstore.embedded.children import die_with_parent
+from kvstore.testing.conformance.engine import hide_dict_of_llvmlite
 from kvstore.testing.connector.driver import StoreAddress
 
 WAIT_S = 30.0
@@ -223,24 +224,6 @@ def ask(model: Path, port: int | None, prompts: Path) -> list[tuple[list[int], i
     done = subprocess.run(command, capture_output=True, text=True, timeout=STARTED_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [(tokens, cached) for tokens, cached in json.loads(done.stdout.splitlines()[-1])]
-
-
-def hide_dict_of_llvmlite() -> None:
-    """Let vLLM on a CPU start after LMCache has loaded numba.
-
-    vLLM reads ``__dict__`` of everything in all modules. For llvmlite's library this is a function, at which vLLM fails.
-    """
-    from llvmlite.binding import ffi
-
-    library: Any = type(ffi.lib)
-    inner = library.__getattr__
-
-    def get(lib: Any, name: str) -> Any:
-        if name == "__dict__":
-            raise AttributeError(name)
-        return inner(lib, name)
-
-    library.__getattr__ = get
 
 
 def main(model: str, port: int, prompts: str) -> None:

@@ -48,7 +48,7 @@ class ConnectorDriver:
         more: dict[str, Any] = {}
         if transfer := options.get(TRANSFER):
             if "lmcache" in str(transfer):
-                _hide_dict_of_llvmlite()
+                hide_dict_of_llvmlite()
             more[TRANSFER] = KVTransferConfig(**transfer)  # type: ignore[arg-type]
         llm = LLM(
             model=str(self.model),
@@ -110,7 +110,7 @@ class ConnectorEngine:
         cleanup_dist_env_and_memory()
 
 
-def _hide_dict_of_llvmlite() -> None:
+def hide_dict_of_llvmlite() -> None:
     """Let vLLM start on a CPU after LMCache has loaded numba.
 
     vLLM reads ``__dict__`` of everything in all modules. For llvmlite's library this is a function, at which vLLM fails.
