@@ -262,7 +262,7 @@ def test_tier_chunk_enters_a_medium_before_it_leaves() -> None:
 
 
 def test_tier_observer_follows_only_chunks_that_are_held(cluster: LocalCluster) -> None:
-    """Chunks of a chain and of a window; two of a job are not stored. A new epoch retracts the others."""
+    """Chunks of a chain and of a window; two of a job are not stored. Those of the chain get labels. A new epoch retracts all."""
     from kvclient.engines.vllm.announcements.chunk_observer import ChunkObserver
 
     hashes = [sha256(bytes([at])).digest() for at in range(8)]
@@ -278,8 +278,8 @@ def test_tier_observer_follows_only_chunks_that_are_held(cluster: LocalCluster) 
         ]
         for group, one in groups.items()
     }
-    options = TierOptions(HookOptions(metadata=cluster.metadata_address))
-    observer = ChunkObserver(options, announce=True, counters=TierCounters())
+    options, counters = TierOptions(HookOptions(metadata=cluster.metadata_address), block_labels=True), TierCounters()
+    observer = ChunkObserver(options, announce=True, counters=counters)
     specs = {group: CacheSpec("observed", 32, 1, 4096, layout=f"group={group}") for group in groups}
     observer.connect(specs, groups)
     told: dict[tuple[bytes, str], bool] = {}
@@ -302,6 +302,9 @@ def test_tier_observer_follows_only_chunks_that_are_held(cluster: LocalCluster) 
         assert len(arrived) == 4
         observer.ended(7, arrived)
         assert held("CPU") == set(arrived)
+        wait_until(lambda: counters.totals()["labels_stored"] == 2, lambda: str(counters.totals()))
+        observer.found(request, chunks)
+        wait_until(lambda: counters.totals()["labels_stored"] == 4, lambda: str(counters.totals()))
         wait_until(lambda: held("STORAGE") == set(arrived), lambda: str(told))
         evict(cluster, Tier.TIER_DRAM)
         wait_until(lambda: not held("CPU"), lambda: str(told))
