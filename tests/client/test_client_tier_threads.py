@@ -234,3 +234,9 @@ def test_job_deadline_counts_from_its_submission(jobs: ChunkJobs) -> None:
 def test_tier_without_metadata_server_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="metadata server"):
         TierOptions.from_extra_config({"kvstore": {"metadata": "", "node": "unix:/n.sock"}})
+
+
+@pytest.mark.parametrize("option", [{"block_labels": 1}, {"events_blocks": 0}, {"events_blocks": True}])
+def test_tier_options_for_routers_are_checked(option: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument, match=next(iter(option))):
+        TierOptions.from_extra_config({"kvstore": option})

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import msgspec
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
+import tier_bed
 from vllm_bed import BLOCK, SingleEngine, VllmDriver, text, tiny
 
+from kvclient import CacheSpec, KVClient
+from kvclient.engines.options import HookOptions
+from kvclient.engines.vllm.announcements.announcer import Announcement
+from kvclient.engines.vllm.announcements.engine_run import EngineRun
+from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore
+from kvclient.engines.vllm.tier.counters import TierCounters
+from kvclient.engines.vllm.tier.facts import TierGroup
+from kvclient.engines.vllm.tier.options import TierOptions
+from kvclient.events.block_groups import GroupBlockId
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvproto.v1.common_pb2 import Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
@@ -50,7 +64,7 @@ def events_on() -> Any:
 
 
 class Listener:
-    """Takes the events of an engine as its publisher would, and applies them by llm-d's rules."""
+    """Takes the events of an engine as its publisher would, and applies those of the store by llm-d's rules."""
 
     def __init__(self, connector: Any, model: str) -> None:
         from vllm.distributed.kv_events import KVEventBatch
@@ -63,11 +77,12 @@ class Listener:
         connector.take_events = self.take
 
     def take(self) -> list[Any]:
-        events = list(self._take())
+        every = list(self._take())
+        events = [one for one in every if one.ownership == "kvstore"]  # the others tell of vLLM's own host memory
         self.seen += events
         if events:
             self.index.take(self._topic, msgspec.msgpack.encode(self._batch(ts=time.time(), events=events)))
-        return events
+        return every
 
     def prefix(self, prompt: list[int], model: str) -> dict[str, int]:
         self.take()
@@ -169,3 +184,134 @@ def test_store_publishes_blocks_of_two_engines_with_tokens(
         finally:
             router.close()
             single.close()
+
+
+# ---- the tier
+CHUNK = 2 * BLOCK
+
+
+def test_tier_announces_and_labels_chunks(cluster: LocalCluster, folder: Path, tmp_path: Path) -> None:
+    """Chunks of two pages, in a model with windows: tiers, evictions, a reset, and prefixes by token ids."""
+    store, model = StoreAddress(cluster.metadata_address, cluster.node("n").local_socket), "tier-model"
+    options = {"salt": "tier", "block_labels": True, "model": model}
+    how = {"kv_events_config": events_on(), "extra": {"self_describing_kv_events": True, "blocks_per_chunk": 2}}
+    whole, other = len(PROMPT) // CHUNK * CHUNK, text(3, 200)
+    with (
+        publishing(tmp_path, cluster.metadata_address, model=model, topic="") as publisher,
+        tier_bed.engine(tiny("gemma3", folder), store, options, **how) as served,
+    ):
+        index, listener = LlmdIndex(BLOCK), Listener(served.connector, "m")
+        router = LlmdSubscriber(index, publisher.endpoint, publisher.replay)
+
+        def found(prompt: list[int]) -> dict[str, int]:
+            router.read()
+            return {medium: tokens for (_, medium), tokens in index.prefix(model, prompt).items()}
+
+        def announced(prompt: list[int], **tiers: int) -> None:
+            wait_until(lambda: listener.prefix(prompt, "m") == tiers, lambda: str(listener.seen[-2:]))
+
+        try:
+            served.answers([PROMPT])
+            served.settle()
+            announced(PROMPT, cpu=whole, storage=whole)
+            wait_until(lambda: found(PROMPT) == {"cpu": whole, "storage": whole}, lambda: publisher.metrics())
+            assert served.llm.reset_prefix_cache()
+            listener.index.clear(POD)  # as vLLM's own event says
+            announced(PROMPT, cpu=whole, storage=whole)
+            evict(cluster, Tier.TIER_DRAM)
+            announced(PROMPT, storage=whole)
+            evict(cluster, Tier.TIER_NVME)
+            announced(PROMPT)
+            wait_until(lambda: found(PROMPT) == {}, lambda: publisher.metrics())
+            served.answers([other])
+            served.settle()
+            announced(other, cpu=192, storage=192)
+            served.tier.close_stores()  # as at a reset of the connector
+            announced(other)
+            assert not +index.dropped
+            counts = served.tier.counters.totals()
+            assert counts["labels_stored"]
+            assert not any(counts[name] for name in ("bugs", "labels_failed", "labels_dropped", "events_refused"))
+        finally:
+            router.close()
+
+
+def test_tier_chunk_enters_a_medium_before_it_leaves() -> None:
+    """Otherwise vLLM drops the tokens of a chunk that moves."""
+    from kvclient.engines.vllm.announcements.chunk_observer import offloading_events
+
+    dram, nvme = 1 << 2, 1 << 3
+    run = EngineRun(0, tuple(GroupBlockId(bytes([at]) * 16) for at in range(4)), keys=(b"0", b"1", b"2", b"3"))
+    changes = [
+        Announcement(run, 0, dram, 0),
+        Announcement(run, 1, dram, 0),
+        Announcement(run, 2, nvme, dram),
+        Announcement(run, 3, 0, dram | nvme),
+        Announcement(run, 0, 0, dram),
+    ]
+    told = [(one.keys, one.medium.value, one.removed) for one in offloading_events(changes, None)]
+    assert told == [
+        ([b"0", b"1"], "CPU", False),
+        ([b"2"], "STORAGE", False),
+        ([b"2"], "CPU", True),
+        ([b"3"], "CPU", True),
+        ([b"3"], "STORAGE", True),
+        ([b"0"], "CPU", True),
+    ]
+    assert all(one.removal_expected != one.removed and one.ownership == "kvstore" for one in offloading_events(changes, None))
+
+
+def test_tier_observer_follows_only_chunks_that_are_held(cluster: LocalCluster) -> None:
+    """Chunks of a chain and of a window; two of a job are not stored. Those of the chain get labels. A new epoch retracts all."""
+    from kvclient.engines.vllm.announcements.chunk_observer import ChunkObserver
+
+    hashes = [sha256(bytes([at])).digest() for at in range(8)]
+    request: Any = SimpleNamespace(
+        block_hashes=hashes, all_token_ids=array("I", range(8 * 16)), lora_request=None, mm_features=[], cache_salt=None
+    )
+    groups = {0: TierGroup(0, 32, 2, True, 1, "full_attention"), 2: TierGroup(2, 32, 2, False, 1, "sliding_window")}
+    rows = np.ones((4, 4096), np.uint8)
+    chunks = {
+        group: [
+            Chunk(hashes[2 * at + 1] + group.to_bytes(4, "big"), hashes[2 * at + 1], at if one.chained else None, rows[at])
+            for at in range(4)
+        ]
+        for group, one in groups.items()
+    }
+    options, counters = TierOptions(HookOptions(metadata=cluster.metadata_address), block_labels=True), TierCounters()
+    observer = ChunkObserver(options, announce=True, counters=counters)
+    specs = {group: CacheSpec("observed", 32, 1, 4096, layout=f"group={group}") for group in groups}
+    observer.connect(specs, groups)
+    told: dict[tuple[bytes, str], bool] = {}
+
+    def held(medium: str) -> set[bytes]:
+        for event in observer.take_events(None):
+            told.update({(key, event.medium.value): not event.removed for key in event.keys})
+        return {key for (key, where), is_held in told.items() if where == medium and is_held}
+
+    stores = {
+        group: ChunkStore(KVClient.connect(cluster.metadata_address, spec, node=cluster.node("n").local_socket))
+        for group, spec in specs.items()
+    }
+    try:
+        observer.planned(7, request, chunks)
+        kept = {group: [of[0], of[1]] for group, of in chunks.items()}
+        arrived = [
+            key for group, store in stores.items() for key in store.store(kept[group], hashes[1::2], time.monotonic() + WAIT_S)[0]
+        ]
+        assert len(arrived) == 4
+        observer.ended(7, arrived)
+        assert held("CPU") == set(arrived)
+        wait_until(lambda: counters.totals()["labels_stored"] == 2, lambda: str(counters.totals()))
+        observer.found(request, chunks)
+        wait_until(lambda: counters.totals()["labels_stored"] == 4, lambda: str(counters.totals()))
+        wait_until(lambda: held("STORAGE") == set(arrived), lambda: str(told))
+        evict(cluster, Tier.TIER_DRAM)
+        wait_until(lambda: not held("CPU"), lambda: str(told))
+        assert held("STORAGE") == set(arrived)
+        observer.connect(specs, groups)
+        assert not held("STORAGE")
+    finally:
+        observer.close()
+        for store in stores.values():
+            store.close()

@@ -113,7 +113,8 @@ def test_tier_events_and_metrics_tell_what_was_stored(folder: Path, store: Store
         served.answers(PROMPTS[:1])
         served.settle()
         take_events()
-        stored = [one for one in taken if isinstance(one, BlockStored) and one.medium == "STORAGE"]
+        stored = [one for one in taken if isinstance(one, BlockStored) and one.ownership == "kvstore"]
+        assert {one.medium for one in stored} == {"CPU"}, "the node has only DRAM"
         told = {tuple(one.token_ids) for one in stored}
         assert {tuple(PROMPTS[0][at : at + BLOCK]) for at in range(0, 299 // BLOCK * BLOCK, BLOCK)} <= told
         stats = served.connector.get_kv_connector_stats()

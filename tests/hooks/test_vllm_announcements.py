@@ -29,6 +29,24 @@ def run_of(first: int, count: int) -> EngineRun:
     return EngineRun(first, ids, tuple(bytes([at]) * 32 for at in range(first, first + count)))
 
 
+@given(st.integers(1, 5), st.integers(1, 3), st.booleans(), st.data())
+def test_parts_of_a_run_have_the_labels_of_the_run(blocks: int, hashes: int, extras: bool, data: st.DataObject) -> None:
+    run = EngineRun(
+        3,
+        tuple(GroupBlockId(bytes([at]) * 16) for at in range(blocks)),
+        tuple(bytes([at]) * 32 for at in range(blocks * hashes)),
+        b"before",
+        array("I", range(blocks * hashes * 4)),
+        extra_keys=tuple(range(blocks * hashes)) if extras else None,
+        keys=tuple(bytes([at]) for at in range(blocks)),
+    )
+    start = data.draw(st.integers(0, blocks - 1))
+    stop = data.draw(st.integers(start + 1, blocks))
+    part = run.part(start, stop)
+    assert list(part.labels()) == list(run.labels())[start:stop]
+    assert part.keys == run.keys[start:stop]
+
+
 class Feed:
     """An announcer, a mirror that keeps only its blocks, and the state of a subscriber."""
 

@@ -137,7 +137,7 @@ class EngineEvents:
 
     def announce_again(self) -> None:
         """Announce all held blocks again: vLLM has told its subscribers to drop their state."""
-        for announcer in self._announcers:
+        for announcer in (*self._retired, *self._announcers):
             announcer.announce_again()
 
     def take(self) -> list[Announcement]:
@@ -156,8 +156,12 @@ class EngineEvents:
             self._retired.clear()
         return found
 
+    def disconnect(self) -> None:
+        """Retract all announcements, and follow nothing until the next ``connect``."""
+        self._retire()
+
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnect, and wait a little for the end of the threads."""
         self._retire().join(_CLOSE_S)
 
     def _retire(self) -> threading.Thread:

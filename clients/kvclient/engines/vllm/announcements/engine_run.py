@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvclient.events.block_groups import GroupBlockId
@@ -38,6 +38,21 @@ class EngineRun:
     extra_keys: tuple[Any, ...] | None = None
     keys: tuple[bytes, ...] = ()
     group: int = 0
+
+    def part(self, start: int, stop: int) -> EngineRun:
+        """Return the blocks from ``start`` to ``stop``."""
+        count = len(self.ids)
+        each, size = len(self.hashes) // count, len(self.tokens) // count
+        return replace(
+            self,
+            first=self.first + start,
+            ids=self.ids[start:stop],
+            hashes=self.hashes[start * each : stop * each],
+            parent=self.hashes[start * each - 1] if start and each else self.parent,
+            tokens=self.tokens[start * size : stop * size],
+            extra_keys=None if self.extra_keys is None else self.extra_keys[start * each : stop * each],
+            keys=self.keys[start:stop],
+        )
 
     def labels(self) -> Iterator[tuple[GroupBlockId, BlockLabel]]:
         """Yield the blocks and their labels."""

@@ -11,7 +11,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from kvclient import KVClient, KVStoreError, Lookup, Outcome, Paths
+from kvclient import CacheSpec, KVClient, KVStoreError, Lookup, Outcome, Paths
 from kvclient.results import HELD
 from kvstore.core.types import KEY_BYTES, BlockKey
 
@@ -54,6 +54,11 @@ class ChunkStore:
         ends = np.frombuffer(b"".join(block_hash[-KEY_BYTES:] for block_hash in hashes), np.uint64).reshape(-1, 2)
         packed = (ends ^ self._mask).tobytes()
         return [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The namespace."""
+        return self._client.spec
 
     @property
     def is_connected(self) -> bool:

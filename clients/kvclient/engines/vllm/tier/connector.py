@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -171,6 +172,19 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         if not (scheduler_output.total_num_scheduled_tokens or plan.load_jobs or plan.store_jobs or plan.jobs_to_flush):
             self._open_tier.wait_ended(self._options.idle_wait_ms / 1_000, _COPYING_S)
         return plan
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
+        """Receive vLLM's block pool. After its reset, chunks are announced again: vLLM publishes that all blocks were cleared."""
+        reset = gpu_block_pool.reset_prefix_cache
+
+        @wraps(reset)
+        def reset_prefix_cache() -> bool:
+            done = bool(reset())
+            if done and self._open_tier.observer is not None:
+                self._open_tier.observer.announce_again()
+            return done
+
+        gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM lacks a hook for a reset of the pool
 
     def reset_cache(self) -> bool | None:
         """Begin a weights epoch, so that earlier KV is not found. vLLM calls this when its cache is reset.

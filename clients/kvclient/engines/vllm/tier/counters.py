@@ -20,6 +20,11 @@ COUNTERS = {
     "load_decode_path_bytes": "Bytes read over the storage link of the decode host by a load plan.",
     "load_relay_path_bytes": "Bytes read over the storage links of other hosts by a load plan.",
     "requests_skipped": "Requests that were neither loaded nor stored, because they use an adapter.",
+    "labels_stored": "Labels of chunks that were stored, or stored again.",
+    "labels_failed": "Labels of chunks that were not stored: routers that follow the store do not see these chunks.",
+    "labels_dropped": "Runs of chunks without labels, since too many waited for them.",
+    "events_retracted": "Announced chunks that were retracted although they are stored, since too many were announced.",
+    "events_refused": "Subscriptions to the store's events that it refused: no chunks are announced.",
     "resets": "Resets of the cache: a new weights epoch began.",
     "bugs": "Failures that should be impossible; each is logged.",
 }

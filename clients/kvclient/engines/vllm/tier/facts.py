@@ -62,12 +62,16 @@ class TierGroup:
         chunk_tokens: tokens of a chunk.
         hashes: vLLM's block hashes per chunk.
         chained: whether every chunk of a prefix is needed. The chunks of other groups (windows, states) are heads of chains.
+        pages: vLLM's pages per chunk. The last hash of each page is in vLLM's events.
+        kind: vLLM's kind of the group.
     """
 
     group_id: int
     chunk_tokens: int
     hashes: int
     chained: bool
+    pages: int = 1
+    kind: str = ""
 
 
 def worker_facts(
@@ -135,14 +139,15 @@ def tier_groups(config: Any, kv_cache_config: Any) -> list[TierGroup]:  # noqa: 
         config: vLLM's ``OffloadingConfig``.
         kv_cache_config: vLLM's configuration of the KV cache.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_cache_spec_kind
 
     groups = []
     for group in config.groups:
         spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
         plain = type(spec) in {FullAttentionSpec, MLAAttentionSpec} and not (spec.sliding_window or spec.attention_chunk_size)
         chunk_tokens = group.tokens_per_block * config.cache.blocks_per_chunk
-        groups.append(TierGroup(group.group_id, chunk_tokens, chunk_tokens // config.cache.tokens_per_hash, plain))
+        hashes, pages = chunk_tokens // config.cache.tokens_per_hash, config.cache.blocks_per_chunk
+        groups.append(TierGroup(group.group_id, chunk_tokens, hashes, plain, pages, str(get_kv_cache_spec_kind(spec).value)))
     return groups
 
 

@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvclient import InvalidArgument
+from kvclient.engines.vllm.announcements.chunk_observer import ChunkObserver
 from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore
 from kvclient.engines.vllm.tier.counters import CONNECTED, COUNTERS, GAUGES, TierCounters, metric_name
 from kvclient.engines.vllm.tier.facts import TierGroup
@@ -35,8 +36,6 @@ from kvclient.engines.vllm.tier.jobs import ChunkJobs, EndedJob, JobPart
 from kvclient.engines.vllm.tier.lookups import ChunkLookups
 from kvclient.engines.vllm.tier.options import TierOptions
 from kvclient.engines.vllm.tier.requests import TierRequests
-
-_OWNER = "kvstore"
 
 
 class KVStoreTier(SecondaryTierManager):
@@ -69,7 +68,11 @@ class KVStoreTier(SecondaryTierManager):
         """By group; empty: not open."""
         self._requests = TierRequests()
         self.counters = TierCounters()
-        self._events: list[OffloadingEvent] | None = [] if offloading_spec.config.enable_kv_cache_events else None
+        announce = bool(offloading_spec.config.enable_kv_cache_events)
+        self.observer: ChunkObserver | None = None
+        """None: chunks are neither announced nor labelled."""
+        if announce or self._options.block_labels:
+            self.observer = ChunkObserver(self._options, announce=announce, counters=self.counters)
         self._ended = threading.Event()
         self._jobs = ChunkJobs(self._options.workers, self.counters, self._ended.set)
         self._lookups = ChunkLookups(self._options.hook.lookup_deadline_s, self.counters, self._ended.set)
@@ -79,12 +82,16 @@ class KVStoreTier(SecondaryTierManager):
         self.close_stores()
         self._groups = {group.group_id: group for group in groups}
         self.stores = dict(stores)
+        if self.observer is not None:
+            self.observer.connect({group_id: store.spec for group_id, store in stores.items()}, self._groups)
         self.counters.set_connected(all(store.is_connected for store in stores.values()))
 
     def close_stores(self) -> None:
-        """Disconnect, and forget all answers: everything is a miss."""
+        """Disconnect, retract what was announced, and forget all answers: everything is a miss."""
         stores, self.stores = self.stores, {}
         self._requests.renew()
+        if self.observer is not None:
+            self.observer.disconnect()
         self.counters.set_connected(False)
         for store in stores.values():
             store.close()
@@ -135,6 +142,10 @@ class KVStoreTier(SecondaryTierManager):
                 last = max((chunk.position for chunk in chunks if chunk.position is not None), default=-1)
                 chain = request.chain(self._groups[group_id], last + 1)
                 parts.append(JobPart(store, chunks, chain, request.found.get(group_id), paths))
+        if self.observer is not None and job.is_promotion:
+            self.observer.found(request.request, by_group)
+        elif self.observer is not None:
+            self.observer.planned(job.job_id, request.request, by_group)
         self._jobs.submit(ended, parts, deadline_s)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -145,8 +156,8 @@ class KVStoreTier(SecondaryTierManager):
             if job.loads:
                 if missing:  # otherwise vLLM would ask for the same chunks again and again
                     self._requests.record_failed(missing)
-            elif job.arrived and self._events is not None:
-                self._events.append(OffloadingEvent(list(job.arrived), self.medium, False, self.locality, _OWNER))
+            elif self.observer is not None:
+                self.observer.ended(job.job_id, job.arrived)
             results.append(JobResult(job.job_id, not missing, job.arrived, job.seconds, job.nbytes))
         return results
 
@@ -162,11 +173,8 @@ class KVStoreTier(SecondaryTierManager):
 
     # ---- vLLM's other hooks ----
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the chunks that were stored since the last call."""
-        events = self._events or []
-        if events:
-            self._events = []
-        return events
+        """Return which chunks of this engine the store has gained and lost since the last call, by medium."""
+        return () if self.observer is None else self.observer.take_events(self.locality)
 
     def on_new_request(self, _req_context: Any) -> RequestOffloadingContext:  # noqa: ANN401
         """Return the policy: chunks are stored when they are new."""
@@ -194,6 +202,8 @@ class KVStoreTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """End all work and disconnect."""
         self._jobs.shutdown()
+        if self.observer is not None:
+            self.observer.close()
         self.close_stores()
         self._lookups.shutdown()
         self._rows = np.empty((0, 0), np.uint8)  # vLLM unmaps its memory

@@ -10,7 +10,7 @@ from kvclient import InvalidArgument, Paths
 from kvclient.engines.options import HookOptions
 
 OPTIONS_KEY = "kvstore"
-_OWN = ("weights_epoch_file", "workers", "idle_wait_ms", "path_policy")
+_OWN = ("weights_epoch_file", "workers", "idle_wait_ms", "path_policy", "block_labels", "events_blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,10 @@ class TierOptions:
             spin.
         path_policy: over which hosts' storage links chunks in storage are read, by name: ``split``, ``shorter_queue``,
             ``round_robin``, ``prefill_only``; empty: the metadata server's choice.
+        block_labels: whether tokens and hashes of stored chunks are stored beside them, so that ``kvstore events --model`` can
+            publish these chunks to routers.
+        events_blocks: stored chunks per KV cache group that this engine announces as KV events, if vLLM publishes them; older
+            ones are retracted.
     """
 
     hook: HookOptions = field(default_factory=HookOptions)
@@ -33,6 +37,8 @@ class TierOptions:
     workers: int = 4
     idle_wait_ms: float = 5.0
     path_policy: str = ""
+    block_labels: bool = False
+    events_blocks: int = 262_144
 
     def __post_init__(self) -> None:
         if not isinstance(self.workers, int) or isinstance(self.workers, bool) or not 1 <= self.workers <= 64:
@@ -40,6 +46,10 @@ class TierOptions:
         wait_ms = self.idle_wait_ms
         if isinstance(wait_ms, bool) or not isinstance(wait_ms, int | float) or not 0 <= wait_ms <= 100:
             raise InvalidArgument("the option is out of its range", option="idle_wait_ms", value=wait_ms, least=0, most=100)
+        if not isinstance(self.block_labels, bool):
+            raise InvalidArgument("the option must be true or false", option="block_labels", value=self.block_labels)
+        if not isinstance(self.events_blocks, int) or isinstance(self.events_blocks, bool) or self.events_blocks < 1:
+            raise InvalidArgument("the option must be an integer of at least 1", option="events_blocks", value=self.events_blocks)
         self.paths("")
 
     def paths(self, decode_node: str, policy: str = "") -> Paths:
