@@ -22,10 +22,12 @@ from kvstore.events.publisher import EventPublisher
 from kvstore.events.wire import Event
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import events as events_metrics
 from kvstore.rpc.auth.tokens import TokenSource
 
 logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)
 
 _LIST_S: Final = 2.0
 """How often new namespaces are looked for."""
@@ -127,6 +129,11 @@ class ModelStream:
             return
         self._answered = True
         found = self._labelled(specs)
+        if not found:
+            known = sorted({spec.model for spec in specs if LabelNamespace.read(spec, specs) is not None})
+            limited.warning(
+                "no labelled blocks of model %s (models with labels: %s)", self._config.model, ", ".join(known) or "none"
+            )
         self._spaces |= {one.spec.namespace: one for one in found}
         if self._translator.use(found):
             self._watch()

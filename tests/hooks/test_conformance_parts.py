@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import InvalidArgument
+from kvstore.testing.conformance.__main__ import main
 from kvstore.testing.conformance.faults import FOLDER_FAULTS, SECTOR, ConnectorFault, heal_folder, strike_folder
 from kvstore.testing.conformance.report import table
 from kvstore.testing.conformance.runs import RunResult, RunVerdict
@@ -80,19 +81,36 @@ def test_targets_fill_in_their_storage(tmp_path: Path) -> None:
 
 def test_target_of_file_has_its_server(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"kv_transfer_config": {"port": "{port}", "at": "{folder}/x"}, "server": ["run", "{port}"]}))
+    file.write_text(json.dumps({"kv_transfer_config": {"port": "{port}", "at": "{folder}/x"}, "server": ["true", "{port}"]}))
     target = target_of(str(file))
-    assert target == ConnectorTarget("mine", {"port": "{port}", "at": "{folder}/x"}, ("run", "{port}"))
+    assert target == ConnectorTarget("mine", {"port": "{port}", "at": "{folder}/x"}, ("true", "{port}"))
     assert ConnectorFault.SERVER_KILLED in target.faults
     assert target.transfer_with({"port": "81", "folder": "/f"}) == {"port": 81, "at": "/f/x"}
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"kv_transfer_config": 3}'])
-def test_target_of_malformed_file_is_refused(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("", "not JSON"),
+        ("[]", "kv_transfer_config"),
+        ("{}", "kv_transfer_config"),
+        ('{"kv_transfer_config": 3}', "kv_transfer_config"),
+        ('{"kv_transfer_config": {}, "server": "x"}', "list of texts"),
+        ('{"kv_transfer_config": {}, "server": ["no-such-program"]}', "no such program"),
+    ],
+)
+def test_target_of_malformed_file_is_refused(tmp_path: Path, content: str, names: str) -> None:
     file = tmp_path / "mine.json"
     file.write_text(content)
-    with pytest.raises(InvalidArgument, match="kv_transfer_config"):
+    with pytest.raises(InvalidArgument, match=names):
         target_of(str(file))
+
+
+@pytest.mark.parametrize("arguments", [["--seeds", "5:2"], ["--seeds", "x"], ["--model", "/missing"], ["--fault", "rain"]])
+def test_conformance_arguments_are_checked_first(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize("text", ["nobody", "missing.json"])

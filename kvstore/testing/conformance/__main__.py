@@ -45,14 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    first, _, end = given.seeds.partition(":")
-    seeds = range(int(first), int(end or int(first) + 1))
     with tempfile.TemporaryDirectory(prefix="kvstore-conformance-") as scratch:
         folder = Path(scratch)
         model, other = given.model or _tiny(folder / "model", 0), given.other_model or _tiny(folder / "other", 1)
         print("engine alone: computing the right answers", file=sys.stderr, flush=True)
         models = Models.make(ConnectorDriver(model, dtype=given.dtype, log=given.log), other)
-        results = [result for target in targets for result in _runs(target, models, given.fault, seeds, folder)]
+        results = [result for target in targets for result in _runs(target, models, given.fault, given.seeds, folder)]
     print(table(results))
     if given.output is not None:
         given.output.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
@@ -84,6 +82,19 @@ def _tiny(folder: Path, seed: int) -> Path:
     return make_model(folder, TinyModel(hidden=128, head_dim=32, max_tokens=4096, seed=seed))
 
 
+def _seeds(text: str) -> range:
+    first, _, end = text.partition(":")
+    if not first.isdecimal() or not (end or "0").isdecimal() or not (seeds := range(int(first), int(end or int(first) + 1))):
+        raise argparse.ArgumentTypeError(f"{text}: two numbers FIRST:END, with FIRST below END")
+    return seeds
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: no such folder")
+    return Path(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("kvstore-conformance", description=__doc__, formatter_class=layout)
@@ -91,9 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", action="append", metavar="NAME|FILE.json", help=targets)
     faults = [fault.name.lower() for fault in ConnectorFault]
     parser.add_argument("--fault", action="append", choices=faults, metavar="FAULT", help=f"of {', '.join(faults)} (all)")
-    parser.add_argument("--seeds", default="0:1", metavar="FIRST:END", help="seeds of each fault (0:1)")
-    parser.add_argument("--model", type=Path, help="folder of the model (a tiny one is made)")
-    parser.add_argument("--other-model", type=Path, help="folder of a model with equal configuration and other weights")
+    parser.add_argument("--seeds", type=_seeds, default=range(1), metavar="FIRST:END", help="seeds of each fault (0:1)")
+    parser.add_argument("--model", type=_folder, help="folder of the model (a tiny one is made)")
+    parser.add_argument("--other-model", type=_folder, help="folder of a model with equal configuration and other weights")
     parser.add_argument("--dtype", default="float32", help="of the model (float32: greedy tokens repeat exactly on CPUs)")
     parser.add_argument(
         "--log", type=Path, default=Path(os.devnull), metavar="FILE", help="file for the output of engines (none)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,13 +154,22 @@ def target_of(text: str) -> ConnectorTarget:
     if text in KNOWN:
         return KNOWN[text]
     path = Path(text)
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix != ".json":
         raise InvalidArgument("unknown target: use one of the names, or a .json file", target=text, names=", ".join(KNOWN))
+    if not path.is_file():
+        raise InvalidArgument("no such file; names of targets are also possible", file=path, names=", ".join(KNOWN))
     try:
         given = json.loads(path.read_text())
-        return ConnectorTarget(str(given.get("name", path.stem)), dict(given[_TRANSFER]), tuple(given.get("server", ())))
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise InvalidArgument(f"the file must have {_TRANSFER}, and may have name and server", file=path, reason=error) from error
+    except ValueError as error:
+        raise InvalidArgument("the target's file is not JSON", file=path, reason=error) from error
+    transfer, server = (given.get(_TRANSFER), given.get("server", [])) if isinstance(given, dict) else (None, [])
+    if not isinstance(transfer, dict):
+        raise InvalidArgument(f"the target's file must be an object with an object {_TRANSFER}", file=path)
+    if not isinstance(server, list) or not all(isinstance(part, str) for part in server):
+        raise InvalidArgument("server must be a list of texts: program and arguments", file=path)
+    if server and shutil.which(server[0]) is None:
+        raise InvalidArgument("no such program", server=server[0], file=path)
+    return ConnectorTarget(str(given.get("name", path.stem)), transfer, tuple(server))
 
 
 _TRANSFER = "kv_transfer_config"

@@ -55,6 +55,8 @@ def events(config: Config, *, output_format: str) -> None:
       kvstore events --zmq tcp://router:5557 --set events.connect=true --model my-model --node host-1
     """
     if config.events.zmq is None:
+        if config.events.model:
+            raise click.UsageError("--model needs --zmq: it selects what is published for routers")
         _print_events(config, output_format)
         return
     try:
