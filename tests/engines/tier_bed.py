@@ -72,7 +72,11 @@ class TierEngine:
             "kv_cache_memory_bytes": 48 * MIB,
             **engine,
         }
-        self.llm = LLM(model=str(model), enforce_eager=True, enable_prefix_caching=True, seed=0, **more, **given)
+        try:
+            self.llm = LLM(model=str(model), enforce_eager=True, enable_prefix_caching=True, seed=0, **more, **given)
+        except BaseException:
+            forget_engine()
+            raise
 
     @property
     def scheduler(self) -> Any:
@@ -125,13 +129,18 @@ class TierEngine:
 
     def close(self) -> None:
         """End the engine, so that another one may begin."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
         self.llm.llm_engine.engine_core.shutdown()
-        ensure_kv_transfer_shutdown()
         del self.llm
-        cleanup_dist_env_and_memory()
+        forget_engine()
+
+
+def forget_engine() -> None:
+    """Clear vLLM's globals. An engine that failed to start leaves its connector there, which the next engine would use."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
 
 
 @contextmanager
