@@ -63,7 +63,7 @@ class Heartbeats:
         return info.SerializeToString(deterministic=True)
 
     def run(self, seconds: float, servers: int) -> None:
-        """Write heartbeats as so many servers would. Late ones end the benchmark, because they would look like few commands."""
+        """Write heartbeats as the servers would. Late ones end the benchmark, because they would look like few commands."""
         end_s = time.monotonic() + seconds
         due_s = time.monotonic()
         nodes, ticks = list(self._boots), 0

@@ -59,7 +59,7 @@ class EventPublisher:
     """Publishes batches of events. One thread calls ``publish``, any thread ``heartbeat``; replays run in their own thread.
 
     Args:
-        config: endpoints, topic, numbers, and what is kept for replays.
+        config: endpoints, topic, numbers, and memory for replays.
         everything: returns the whole published state, in at most the given number of batches.
         counters: counts what is published.
 

@@ -24,7 +24,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
         lora_id: never set: engines number adapters differently.
         medium: ``GPU``, ``CPU`` or ``STORAGE``.
         lora_name: the adapter.
-        extra_keys: per block, what entered its hash besides tokens; None: nothing.
+        extra_keys: per block, inputs of its hash besides tokens; None: nothing.
         group_idx: never set: a published block is whole, with all KV cache groups.
         kv_cache_spec_kind: kind of the KV cache group whose tokens these are.
     """

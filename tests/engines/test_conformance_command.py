@@ -1,4 +1,4 @@
-"""The conformance command over real engines: it finds wrong tokens where bytes are not checked, and none where they are."""
+"""The conformance command over real engines: it finds wrong tokens of a connector without checksums, and none of the tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What routers learn of the blocks that real engines stored: from the engine's own events and from those of the store."""
+"""Routers find blocks that real engines stored: by the engine's own events, and by those of the store."""
 
 from __future__ import annotations
 

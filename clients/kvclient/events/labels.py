@@ -142,7 +142,7 @@ class LabelNamespace:
         size = _HEADER.size + (hashes + 1) * _MAX_HASH_BYTES + 4 * first.block_tokens + _EXTRA_BYTES * hashes
         size += -size % _ALIGNMENT
         if size > _MAX_LABEL_BYTES:
-            raise InvalidArgument("blocks of so many tokens cannot be labelled", block_tokens=first.block_tokens)
+            raise InvalidArgument("blocks with this number of tokens cannot be labelled", block_tokens=first.block_tokens)
         spec = replace(
             first, layers=1, layer_block_bytes=size, dtype="uint8", layout=layout, layout_version=1, shard_rank=0, shard_count=1
         )

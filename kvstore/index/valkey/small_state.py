@@ -41,7 +41,7 @@ POLL_S: Final = 0.1
 CALL_S: Final = 5.0
 """Deadline of one change."""
 REPLICATION_MS: Final = 100
-"""Time that a change waits for a replica. What the replicas lack then can be lost with the primary."""
+"""Time that a change waits for a replica. After that, it can be lost with the primary."""
 _META_FIELDS: Final = ("format", "epoch", "revision", "lives", "namespaces", "notes")
 _READ_META: Final = pack("HMGET", names.META, *_META_FIELDS)
 _READ_VALUES: Final = pack("MGET", *names.LEASES.values(), names.FEED)
@@ -54,7 +54,7 @@ _EPOCH_CHANGED: Final = "EPOCHCHANGED"
 _JUMP: Final = 4_096
 """More numbers than a primary can have handed out without its replicas knowing."""
 _FLAGS: Final = "#!lua flags=allow-oom\n"
-"""The small state stays small, and without it no node would be alive. So it may change if Valkey has no memory left."""
+"""The small state stays small, and without it no node would be alive. So it may change although Valkey is full."""
 _EPOCH_GUARD: Final = f"""
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return redis.error_reply('{_EPOCH_CHANGED} the index epoch changed') end
 """
@@ -85,7 +85,7 @@ if redis.call('HSETNX', KEYS[1], 'epoch', ARGV[1]) == 1 then
 end
 return 0
 """
-"""A new epoch sweeps once, because shards that were not lost may have records of volume epochs that nobody knows."""
+"""A new epoch sweeps once, because shards that were not lost may have records of unknown volume epochs."""
 _OPEN_LIFE: Final = (
     _GUARD
     + """
@@ -168,7 +168,7 @@ if moved > 0 then redis.call('HINCRBY', KEYS[1], 'notes', {_JUMP}) end
 return 0
 """
 )
-"""Most are reports of nodes, several per second: such a note takes two commands the first time, and then one."""
+"""Most are reports of nodes, several per second: such a note needs two commands the first time, and then one."""
 _PUT_BEATS: Final = (
     _EPOCH_GUARD
     + """
@@ -237,7 +237,7 @@ class SmallState:
     dead: int = 0
     """Closed volume epochs that may still have records."""
     feed: Reply = None
-    """Id of the feed of block events; None: there are no watchers."""
+    """Id of the feed of block events; None: nothing watches."""
 
     def named(self, ordinal: int) -> NamespaceId | None:
         """The namespace with a number. For diagnosis: it searches."""

@@ -60,7 +60,7 @@ class PublishOutcome:
 
 # ---- order of batches ----
 class NotedSequence:
-    """How far a node has published, as a note in the index: what the index loses in a crash, it loses together with the note.
+    """How far a node has published, as a note in the index, which is lost together with the changes that it covers.
 
     Args:
         index: the index.
@@ -83,7 +83,7 @@ class NotedSequence:
 
 
 class StreamSequence:
-    """How far one publish stream has come, in memory. A stream begins where the node's acknowledgements ended.
+    """Progress of one publish stream, in memory. A stream begins where the node's acknowledgements ended.
 
     For an index that several servers share: a server that still applies the last batches of a stream that is lost would set a
     note back, and a shard that loses blocks loses no note. Such blocks are found by their range.

@@ -1,13 +1,13 @@
 """Shares of cluster-wide quotas: how much of each tenant's quota each node may hold.
 
 Every heartbeat answer contains the node's *shares*, and the node enforces them (``kvstore.node.eviction.quotas``).
-``divide_quota`` makes the shares of one quota from what each live node holds now. Each node gets what it holds plus some
+``divide_quota`` makes the shares of one quota from the bytes that each live node holds now. Each node gets as much plus some
 headroom, and the rest of the quota is divided by capacity. If that exceeds the quota, nodes that hold little for their capacity
 keep what they have, and the others are cut to one level (max-min fairness, weighted by capacity). Therefore:
 
-* shares that were made together never exceed the quota. What nodes hold may exceed it for some heartbeats, while one node grows
+* shares that were made together never exceed the quota. The bytes held may exceed it for some heartbeats, while one node grows
   into what another must evict, or as long as blocks in use cannot be evicted;
-* a tenant whose engines all run on one host has at least seven eighths of its quota there, whatever the number of nodes;
+* a tenant whose engines all run on one host has at least seven eighths of its quota there, for any number of nodes;
 * a node that begins to hold blocks of the tenant gets its fair share within some heartbeats.
 
 A draining node gets no share, and its blocks do not count: they move to the other nodes, which share the whole quota
@@ -19,8 +19,8 @@ in between, one run serves all heartbeats that wait for it, and the next run wai
 share names the node's report that it was made from, so that the node knows which of its changes are included.
 
 Of several servers that share an index, the holder of the role ``quota`` makes the shares for all and writes them to the index
-(``share_table``). It uses them itself only after they are written. The others read them. A server that has no shares, or cannot
-read the newest for two heartbeats, answers without shares, and nodes keep their last ones.
+(``share_table``). It uses them itself only after they are written. The others read them. A server answers without shares if it
+lacks them or cannot read the newest for two heartbeats, and nodes keep their last ones.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def divide_quota(quota: int, held: Sequence[int], capacities: Sequence[int], *, 
     Args:
         quota: bytes, for all nodes together.
         held: bytes that each node holds now.
-        capacities: capacity of each node in the tier, in bytes; 0: it has no volume of the tier.
+        capacities: capacity of each node in the tier, in bytes; 0: no volume of the tier.
         grows: whether nodes get headroom at the expense of others. Otherwise no node gets less than it holds, unless the nodes
             hold more than the quota.
 
@@ -223,7 +223,7 @@ class QuotaShares:
             generation = max(0 if one is None else one.generation for one in (known, self._shared_table())) + 1
             made = replace(made, table=replace(made.table, generation=generation, epoch=self._index.epoch))
             if not self._roles.holds(ServerRole.QUOTA):
-                return  # this server was stopped meanwhile: another one makes shares
+                return  # this server was stopped in between: another one makes shares
             await self._thread.run(lambda: self._index.put_notes(made.table.notes(), announce=False))
         self._answers = made
 

@@ -344,14 +344,16 @@ class VolumeAdopter:
         """Take the blocks of a volume out of the table, and close it. Waits until no load uses them.
 
         Returns:
-            False: the node stops meanwhile, and closes the volume itself.
+            False: the node is stopping, and closes the volume itself.
         """
         parts = self._parts
         parts.replica_log.forget_volume(node_volume.volume_id)
         while left := drop_blocks(parts.table, node_volume):
             _limited.warning("volume waits for loads that use its blocks: %s (blocks=%d)", node_volume.volume_id, left)
             if parts.stopping.wait(DROP_POLL_S):
-                return False
+                break
+        if parts.stopping.is_set():
+            return False
         with parts.table.residency.lock:
             parts.table.residency.remove_volume(node_volume)
         node_volume.guard.close()

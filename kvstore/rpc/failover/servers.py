@@ -187,13 +187,13 @@ class MetadataServers:
                 self.timed_out.add(address)
             opened = self._selection.failed(address, failure) and not self._closed
             changes = self._choose() if opened else []
-            away = [address] if self._routes else self._selection.addresses  # without a server, none waits for its next probe
+            probed = [address] if self._routes else self._selection.addresses  # the last usable server was lost: try all at once
             if self.setting.names:
                 self._resolve_due_s = min(self._resolve_due_s, self._resolved_s + RESOLVE_AGAIN_S)
         if opened:
             self.counters.add(common_metrics.FAILOVER_SERVERS_LOST)
             self._tell(changes)
-            for each in away:
+            for each in probed:
                 self._send_probe(each)
 
     def answered(self, address: str) -> None:

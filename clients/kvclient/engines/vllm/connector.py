@@ -248,10 +248,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             if done:
                 self.scheduler_side.check_weights()  # a reset often follows a change of the weights
                 if self._observer is not None:
-                    self._observer.events.announce_again()  # vLLM tells its subscribers that all blocks are gone
+                    self._observer.events.announce_again()  # vLLM publishes that all blocks were cleared
             return done
 
-        gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM has no hook before a reset, which fails if pages are pinned
+        gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM lacks a hook before a reset, and pinned pages make it fail
 
     def _page_release(self) -> Callable[[], WorkerOutput] | None:
         """Return a function that cancels all stores of this engine at once; None: its workers are in other processes."""

@@ -32,14 +32,14 @@ def checkpoint_digest(vllm_config: Any) -> str:  # noqa: ANN401
 
 
 def weights_name(held: Sequence[str], checkpoints: Sequence[str]) -> str:
-    """Return the name of the weights that all workers hold together.
+    """Return the name of the weights of all workers.
 
     Args:
         held: by rank: digest of the tensors in its memory.
         checkpoints: by rank: from ``checkpoint_digest``; nothing: tensor parallelism is in the namespace anyway.
 
     Returns:
-        The name of the checkpoint if all workers loaded the same one. Otherwise a digest of what the ranks hold.
+        The name of the checkpoint if all workers loaded the same one. Otherwise a digest of the tensors of all ranks.
     """
     if len(set(checkpoints)) == 1 and checkpoints[0]:
         return f"{_PREFIX}{checkpoints[0]}"

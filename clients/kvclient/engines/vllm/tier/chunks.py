@@ -106,7 +106,7 @@ class ChunkStore:
             chunks: what to load, in any order.
             chain: hashes of the request's chain, for chunks with a position.
             found: an earlier lookup of this chain, if there was one.
-            end_s: monotonic time at which the load ends, with what has arrived by then.
+            end_s: monotonic time at which the load ends, even if chunks are missing.
             paths: hosts whose storage links may be used; None: this host's.
 
         Returns:

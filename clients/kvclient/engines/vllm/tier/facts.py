@@ -90,7 +90,7 @@ def worker_facts(
         kv_cache_config: vLLM's configuration of the KV cache.
         kv_caches: by layer: its tensor, or the tensors of its state.
         weights: digest of the weights.
-        canonical: what a chunk contains; None: ranks have separate places in a chunk.
+        canonical: contents of a chunk; None: ranks have separate places in a chunk.
         named: the user names the weights.
 
     Raises:

@@ -80,7 +80,7 @@ class HostWorker(OffloadingWorker):
         self._copies = [[PageCopy.of(ref, canonical=canonical) for ref in refs] for refs in kv_caches.group_data_refs]
         """By group."""
         self._jobs: queue.SimpleQueue[tuple[int, bool, Any, Any] | None] = queue.SimpleQueue()
-        """Not bounded here: each job has chunks of its own, which bounds their number."""
+        """Not bounded here: jobs do not share chunks, which bounds their number."""
         self._changed = threading.Condition()
         self._done: list[TransferResult] = []
         self._pending: set[int] = set()
