@@ -112,7 +112,7 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """Digest of all that decides what a run of this recipe shows."""
+        """Digest of the model's class, configuration, adjustments, dtype and connector."""
         adjusts = [inspect.getsource(one) for one in self.adjust]
         said = repr((self.architecture, self.config, sorted(self.fields.items()), self.served_by, self.dtype, adjusts))
         return hashlib.sha256(said.encode()).hexdigest()[:12]

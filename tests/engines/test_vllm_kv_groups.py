@@ -100,7 +100,7 @@ def test_indexer_pages_are_a_part_of_the_group(layout: str, make: Callable[..., 
         ("mla", 0, 64, "uint8"),
     ]
     assert [part.layers for part in parts] == [tuple(f"{at}.{name}" for at in range(3)) for name in ("attn", "indexer")]
-    assert group_blocks(parts).has_one_size
+    assert group_blocks(parts).has_equal_pages
     caches = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[layout])
     for tensor in caches.values():
         tensor.view(torch.uint8).random_(0, 256)
@@ -247,7 +247,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str, str]] = {
     "layers of groups": (layerwise(2, 2), "layerwise loads of several KV cache groups", "use load_mode async"),
     "layers of parts": (
         layerwise(1, 2),
-        "layerwise loads of a KV cache group with pages of several sizes",
+        "layerwise loads of a KV cache group with pages of several formats",
         "use load_mode async",
     ),
     "handoff of sizes": (refuse_handoffs(full(), replace(full(), block_size=64)), "handoffs", "use KVStoreConnector"),

@@ -36,7 +36,7 @@ CHANGES: dict[str, Callable[[Described], Described]] = {
     "chunk": lambda one: replace(one, offloading=(("blocks_per_chunk", 2),)),
     "layout": lambda one: replace(one, canonical=not one.canonical),
     "tensor parallelism": lambda one: replace(one, ranks=2 if one.ranks == 1 else 1, canonical=False),
-    "unknown checkpoint": lambda one: replace(one, ranks=2 if one.ranks == 1 else 1, files=False),
+    "unnamed weights": lambda one: replace(one, ranks=2 if one.ranks == 1 else 1, named=False),
     "tenant": lambda one: replace(one, hook=(("tenant", "t"),)),
     "salt": lambda one: replace(one, hook=(("salt", "s"),)),
 }
@@ -113,7 +113,7 @@ def test_tier_direct_namespaces_depend_on_ranks(model: Path) -> None:
     assert len(set(spaces)) == len(spaces)
 
 
-def test_tier_canonical_weights_are_known_by_files_only(model: Path) -> None:
-    known, unknown = (Described(canonical=True, files=files) for files in (True, False))
+def test_tier_canonical_weights_without_name_depend_on_ranks(model: Path) -> None:
+    known, unknown = (Described(canonical=True, named=named) for named in (True, False))
     epochs = {specs_of(replace(engine, ranks=ranks), model)[0].weights_epoch for engine in (known, unknown) for ranks in (1, 2)}
-    assert len(epochs) == 3, "one name for the checkpoint, and one for what each number of ranks holds"
+    assert len(epochs) == 3, "one name, and one digest for each number of ranks"

@@ -16,7 +16,7 @@ import torch
 
 from kvclient import CacheSpec
 from kvclient.engines.options import HookOptions
-from kvclient.engines.vllm.identity.checkpoint import weights_name
+from kvclient.engines.vllm.identity.model_weights import combined_digest
 from kvclient.engines.vllm.tier.canonical import canonical_chunk
 from kvclient.engines.vllm.tier.facts import check_block_hash, chunk_specs, row_bytes, tier_groups, worker_facts
 
@@ -32,7 +32,7 @@ class Described:
 
     Attributes:
         weights: which weights it loaded; shards have digests of their own.
-        files: whether its checkpoint is identified by files.
+        named: whether ``weights_epoch`` names the weights.
         ranks: tensor-parallel ranks.
         canonical: whether chunks have the canonical layout.
         heads_first: order of heads and tokens in a page.
@@ -44,7 +44,7 @@ class Described:
     """
 
     weights: str = "w0"
-    files: bool = True
+    named: bool = True
     ranks: int = 1
     canonical: bool = False
     heads_first: bool = True
@@ -61,8 +61,7 @@ class Described:
     @property
     def like(self) -> Described:
         """The same for all engines that may share KV."""
-        same = self.canonical and self.files
-        return replace(self, ranks=1, files=True) if same else self
+        return replace(self, ranks=1) if self.canonical and self.named else self
 
     def specs(self, model: Path) -> dict[int, CacheSpec]:
         """The namespaces of its groups, made as the connector makes them."""
@@ -79,16 +78,17 @@ class Described:
                 offloading = build_offloading_config(config, kv_cache_config)
                 assert not self.canonical or offloading.parallel.is_parallelism_agnostic
                 chunk = canonical_chunk(config, kv_cache_config, caches, offloading) if self.canonical else None
-                workers.append(worker_facts(config, kv_cache_config, caches, self._weights(), chunk, named=False))
+                workers.append(worker_facts(config, kv_cache_config, caches, self._weights(), chunk, named=self.named))
                 sizes += offloading.worker_kv_bytes_per_block * offloading.cache.blocks_per_chunk
             hook = HookOptions(metadata="127.0.0.1:1", **dict(self.hook))
             groups, size = tier_groups(offloading, kv_cache_config), row_bytes(workers[0], sizes)
             specs = chunk_specs(hook, workers, groups, offloading, size, check_block_hash(config))
-            return {number: replace(spec, weights_epoch=workers[0].weights) for number, spec in specs.items()}
+            epoch = self.weights if self.named else workers[0].weights
+            return {number: replace(spec, weights_epoch=epoch) for number, spec in specs.items()}
 
     def _weights(self) -> str:
         held = [f"{self.weights} {rank} of {self.ranks}" for rank in range(self.ranks)]
-        return weights_name(held, [self.weights if self.files else ""] * self.ranks if self.canonical else [])
+        return combined_digest(held)
 
     def _pages(self, config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         """Pages of one rank, as vLLM allocates them."""

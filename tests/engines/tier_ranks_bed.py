@@ -27,6 +27,7 @@ def main() -> None:
         parser.add_argument(name)
     parser.add_argument("--prompts", nargs="+", type=int, default=[1])
     parser.add_argument("--canonical", action="store_true")
+    parser.add_argument("--epoch", default="")
     parser.add_argument("--dtype", default="float32")
     given = parser.parse_args()
     fork_children()
@@ -34,6 +35,8 @@ def main() -> None:
         "cpu_bytes_to_use": PRIMARY_BYTES,
         "kvstore": {"metadata": given.metadata, "node": given.node, "model": "one-name", **PATIENT},
     }
+    if given.epoch:
+        extra["kvstore"]["weights_epoch"] = given.epoch
     extra |= {"canonical_layout": True} if given.canonical else {}
     llm = LLM(
         model=given.model,

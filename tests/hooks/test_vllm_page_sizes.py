@@ -1,4 +1,4 @@
-"""Pages of several sizes with a real store, without vLLM: groups of different block size, and parts of one group."""
+"""Different pages with a real store, without vLLM: groups whose pages differ in tokens, and parts that differ in bytes."""
 
 from __future__ import annotations
 

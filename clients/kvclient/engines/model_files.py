@@ -16,12 +16,9 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
-
-import xxhash
 
 from kvclient.engines.file_stamps import process_start_s, replaced_since
 
@@ -31,9 +28,6 @@ _WHOLE_BYTES = 64 << 20
 _HEAD_BYTES = 1 << 20
 _SAMPLE_BYTES = 4096
 _SAMPLES = 256
-_PIECE_BYTES = 8 << 20
-_READ_THREADS = 4
-_WHOLE_CHARS = 32
 _MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format."""
 _PLAIN_FORMATS = {"auto", "safetensors"}
@@ -121,20 +115,6 @@ class ModelFiles:
         _log.warning("weights not identified: no KV is shared unless weights_epoch names them (model=%s, %s)", self.model, reason)
         return f"{make_unique()}:{self.load_options}"
 
-    def checkpoint_digest(self) -> str:
-        """Identify the weights like ``weights_digest``, from files that are read whole; empty: they cannot be identified.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
-        reason = f"load format {self.load_format}"
-        if self.load_format.lower() in _FILE_FORMATS and not self.elsewhere:
-            found, reason = self._identify(whole_digest)
-            if found:
-                return f"{found}:{self.load_options}"
-        _log.warning("checkpoint not identified (model=%s, %s)", self.model, reason)
-        return ""
-
     def lists_digest(self, make_unique: Callable[[], str]) -> str:
         """Identify the lists and the code beside the weights; arguments and errors as of ``weights_digest``."""
         found, reason = self._identify(_lists_digest)
@@ -207,7 +187,7 @@ def sampled_digest(folder: Path) -> str:
     Raises:
         OSError: a file cannot be read.
     """
-    files = _weight_files(folder)
+    files = [folder] if folder.is_file() else sorted(path for path in folder.glob("*") if path.suffix in _SUFFIXES)
     whole = sum(path.stat().st_size for path in files) <= _WHOLE_BYTES
     digest = hashlib.sha256()
     for path in files:
@@ -228,35 +208,6 @@ def sampled_digest(folder: Path) -> str:
     if files:
         digest.update(_lists_digest(folder).encode())
     return digest.hexdigest()[:16] if files else ""
-
-
-def whole_digest(folder: Path) -> str:
-    """Digest all bytes of the weights in a folder and of the lists beside them, or of one file; empty if none exist.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    files = _weight_files(folder)
-    with ThreadPoolExecutor(_READ_THREADS) as pool:
-        sums = list(pool.map(_file_sum, files))
-    digest = hashlib.sha256("".join(f"{path.name}:{sum_};" for path, sum_ in zip(files, sums, strict=True)).encode())
-    digest.update(_lists_digest(folder).encode())
-    return digest.hexdigest()[:_WHOLE_CHARS] if files else ""
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    return [folder] if folder.is_file() else sorted(path for path in folder.glob("*") if path.suffix in _SUFFIXES)
-
-
-def _file_sum(path: Path) -> str:
-    """Return size and checksum of a file."""
-    checksum, piece = xxhash.xxh3_128(), bytearray(_PIECE_BYTES)
-    size = 0
-    with path.open("rb", buffering=0) as file:
-        while got := file.readinto(piece):
-            checksum.update(memoryview(piece)[:got])
-            size += got
-    return f"{size}:{checksum.hexdigest()}"
 
 
 def _lists_digest(folder: Path) -> str:

@@ -151,7 +151,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         announce = events is not None and events.enable_kv_cache_events
         if not (announce or self._options.block_labels):
             return None
-        if not blocks.has_one_size or kv_cache_config.hash_block_size not in {None, block_tokens}:
+        if not blocks.has_equal_pages or kv_cache_config.hash_block_size not in {None, block_tokens}:
             _log.warning("blocks are neither announced nor labelled: vLLM hashes blocks of another size")
             return None
         return RequestObserver(self._options, group_kinds(kv_cache_config), block_tokens, announce=announce, counters=counters)

@@ -101,7 +101,7 @@ class ConnectorOptions:
 
         Args:
             groups: number of vLLM's KV cache groups.
-            parts: number of their parts: a group with pages of several sizes has several.
+            parts: number of their parts: a group with pages of several formats has several.
 
         Raises:
             InvalidArgument: layer-wise loads of several groups, or parts. vLLM cannot learn that a load of several groups failed,
@@ -113,8 +113,8 @@ class ConnectorOptions:
             )
         if self.load_mode == "layerwise" and parts > groups:
             raise InvalidArgument(
-                "layerwise loads of a KV cache group with pages of several sizes are not supported: use load_mode async",
-                sizes=parts,
+                "layerwise loads of a KV cache group with pages of several formats are not supported: use load_mode async",
+                parts=parts,
             )
 
     @property

@@ -31,7 +31,7 @@ class Announcement:
     """A change of one block.
 
     Attributes:
-        run: the block is in.
+        run: the run that contains it.
         at: its position in the run.
         stored: tiers that hold it now, as bits.
         removed: tiers that no longer hold it, as bits.
@@ -59,7 +59,7 @@ class Announcer:
     Args:
         group: the namespaces that hold the parts of a block.
         most: blocks that are followed. The oldest are retracted.
-        retracted: receives how many.
+        retracted: called with the number of blocks that were retracted.
         clock: monotonic seconds.
     """
 

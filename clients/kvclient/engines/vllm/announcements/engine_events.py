@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from kvclient import CacheSpec, InvalidArgument, KVClient, KVStoreError
@@ -86,7 +87,7 @@ class EngineEvents:
                 self._writers[group] = LabelWriter(namespace, self._connect_labels, self._count)
         if not self._announce or not self._options.metadata:
             return
-        self._announcers = [
+        announcers = [
             Announcer(
                 BlockGroup([spec.namespace for spec in one.specs]),
                 self._most_blocks,
@@ -94,14 +95,20 @@ class EngineEvents:
             )
             for one in groups
         ]
-        self._watcher = BlockWatcher(
-            self._options.metadata,
-            namespaces=[spec.namespace for one in groups for spec in one.specs],
-            tls=self._options.tls(),
-            token=TokenSource.of(file=self._options.client_options().token_file),
-            wanted=self._wanted,
-            on_change=self._on_change,
-        )
+        try:
+            self._watcher = BlockWatcher(
+                self._options.metadata,
+                namespaces=[spec.namespace for one in groups for spec in one.specs],
+                tls=self._options.tls(),
+                token=TokenSource.of(file=self._options.client_options().token_file),
+                wanted=partial(_wanted, announcers),  # not those of a later call: this watcher may outlive it for a moment
+                on_change=partial(_on_change, announcers),
+            )
+        except KVStoreError as error:
+            _log.warning("blocks are not announced: the store's events cannot be followed (error=%s)", error)
+            self._count("events_refused", 1)
+            return
+        self._announcers = announcers
 
     def _connect_labels(self, namespace: LabelNamespace) -> KVClient:
         options = replace(
@@ -111,13 +118,6 @@ class EngineEvents:
             connect_deadline_s=_LABEL_CONNECT_S,
         )
         return self._options.connect(namespace.spec, options)
-
-    def _wanted(self, namespace: NamespaceId, key: BlockKey) -> bool:
-        return any(announcer.wanted(namespace, key) for announcer in self._announcers)
-
-    def _on_change(self, mirror: BlockMirror, change: Change) -> None:
-        for announcer in self._announcers:
-            announcer.on_change(mirror, change)
 
     def planned(self, run: EngineRun) -> None:
         """Receive blocks that will be stored."""
@@ -178,6 +178,15 @@ class EngineEvents:
             announcer.retract_all()
         self._retired += self._announcers
         self._announcers = []
+
+
+def _wanted(announcers: Sequence[Announcer], namespace: NamespaceId, key: BlockKey) -> bool:
+    return any(announcer.wanted(namespace, key) for announcer in announcers)
+
+
+def _on_change(announcers: Sequence[Announcer], mirror: BlockMirror, change: Change) -> None:
+    for announcer in announcers:
+        announcer.on_change(mirror, change)
 
 
 def _in_background(calls: Iterable[Callable[[], object]]) -> threading.Thread:

@@ -94,20 +94,6 @@ def group_facts(
     return facts
 
 
-def model_files(vllm_config: Any) -> ModelFiles:  # noqa: ANN401
-    """The files from which vLLM loads the model."""
-    model, load = vllm_config.model_config, vllm_config.load_config
-    return ModelFiles(
-        str(model.model),
-        str(load.load_format),
-        str(load.model_loader_extra_config or ""),
-        revision="" if Path(model.model).exists() else getattr(model.hf_config, "_commit_hash", None) or "",
-        requested_revision=model.revision or "",
-        elsewhere=str(getattr(model, "model_weights", "") or ""),
-        cache=str(load.download_dir or ""),
-    )
-
-
 def files_text(vllm_config: Any, *, named: bool) -> str:  # noqa: ANN401
     """Text of everything that KV depends on besides the configuration and the weights that the engine holds.
 
@@ -117,7 +103,16 @@ def files_text(vllm_config: Any, *, named: bool) -> str:  # noqa: ANN401
     Raises:
         OSError: the files cannot be read.
     """
-    model, files = vllm_config.model_config, model_files(vllm_config)
+    model, load = vllm_config.model_config, vllm_config.load_config
+    files = ModelFiles(
+        str(model.model),
+        str(load.load_format),
+        str(load.model_loader_extra_config or ""),
+        revision="" if Path(model.model).exists() else getattr(model.hf_config, "_commit_hash", None) or "",
+        requested_revision=model.revision or "",
+        elsewhere=str(getattr(model, "model_weights", "") or ""),
+        cache=str(load.download_dir or ""),
+    )
     if named:
         return f"{files.load_options}:{getattr(model.hf_config, '_commit_hash', None) or model.revision}"
     if model.trust_remote_code or model.is_multimodal_model:
@@ -153,7 +148,7 @@ def model_digest(model: Any, cache: Any, files: str) -> str:  # noqa: ANN401
         {
             "config": config,
             "files": files,
-            "quantization": model.quantization,
+            "quantization": [model.quantization, repr(getattr(model, "quantization_config", None))],
             "dtype": str(model.dtype),
             "cache": cache.cache_dtype,
             # some models turn all positions by other factors where longer contexts are allowed

@@ -1,8 +1,9 @@
-"""KV cache groups of a vLLM engine: which layers share a block table, and how pages of different sizes divide a request.
+"""KV cache groups of a vLLM engine: which layers share a block table, and how a request is divided into pages.
 
-vLLM allocates pages per group. All layers of a group have the same block table, and usually pages of one size. If a group has
-pages of several sizes (sparse attention with an indexer), each size is a *part* with the group's block table. Every other group
-is one part. Lookups, loads and stores work on parts.
+vLLM allocates pages per group. All layers of a group have the same block table, and usually pages of one format (bytes and
+dtype). If a group has pages of several formats (sparse attention with an indexer), each format is a *part* with the group's block
+table. Every other group is one part. Lookups, loads and stores work on parts. The parts of one group have pages of equally many
+tokens; those of different groups may differ.
 
 A model whose state is not all in pages that are addressed by tokens (recurrent state, encoder attention) is refused: a hook that
 restored a part of it would be wrong.
@@ -39,24 +40,25 @@ class GroupView:
     dtype: str
     table: int = 0
 
-    def first_needed(self, tokens: int) -> int:
-        """Return the first token that the attention of token number ``tokens`` (from 0) sees."""
-        return min(_first_needed(one, tokens) for one in self.kind.split("+"))
+    def first_needed(self, position: int) -> int:
+        """Return the position of the first token that the attention of the token at ``position`` sees."""
+        return min(_first_needed(one, position) for one in self.kind.split("+"))
 
 
-def _first_needed(kind: str, tokens: int) -> int:
+def _first_needed(kind: str, position: int) -> int:
+    """See ``GroupView.first_needed``. For ``full:96``, a window is assumed, which begins no later than a chunk."""
     name, _, size = kind.partition(":")
     if not size:
         return 0
-    return tokens // int(size) * int(size) if name == "chunked" else max(0, tokens + 1 - int(size))
+    return position // int(size) * int(size) if name == "chunked" else max(0, position + 1 - int(size))
 
 
 class GroupBlocks:
-    """How pages of one or several sizes divide a request.
+    """Divides a request into pages, if the pages of different parts may have different numbers of tokens.
 
-    A request has one chain of keys, one key per ``key_tokens``: the size of the smallest page. The key of a page is that of its
+    A request has one chain of keys, one key per ``key_tokens``: the tokens of the smallest page. The key of a page is that of its
     last tokens, so a larger page needs no hash of its own. The connector counts in *blocks* of ``block_tokens``: at the end of a
-    block, every part has a whole page. If all pages have one size, key, page and block are the same.
+    block, every part has a whole page. If all pages have equally many tokens, key, page and block are the same.
 
     Args:
         page_tokens: tokens of a page, per part.
@@ -78,7 +80,7 @@ class GroupBlocks:
             )
 
     @property
-    def has_one_size(self) -> bool:
+    def has_equal_pages(self) -> bool:
         """Whether all pages have the same number of tokens."""
         return self.key_tokens == self.block_tokens
 
@@ -142,12 +144,18 @@ def check_handoffs(groups: Sequence[GroupView]) -> None:
     """Check that a prefill engine can hand prompts of this model over.
 
     Raises:
-        InvalidArgument: pages of several sizes.
+        InvalidArgument: pages with different numbers of tokens, or of several formats in one group.
     """
     sizes = sorted({group.block_tokens for group in groups})
-    if len(sizes) > 1 or len({group.table for group in groups}) < len(groups):
+    if len(sizes) > 1:
         raise InvalidArgument(
-            "handoffs of models with pages of several sizes are not supported: use KVStoreConnector instead", block_sizes=sizes
+            "handoffs of models whose pages have different numbers of tokens are not supported: use KVStoreConnector instead",
+            block_sizes=sizes,
+        )
+    if len({group.table for group in groups}) < len(groups):
+        raise InvalidArgument(
+            "handoffs of KV cache groups with pages of several formats are not supported: use KVStoreConnector instead",
+            parts=len(groups),
         )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvclient import InvalidArgument
+
 _Offsets = npt.NDArray[np.uint64]
 
 
@@ -69,6 +71,9 @@ def canonical_chunk(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[s
         kv_cache_config: vLLM's configuration of the KV cache.
         kv_caches: by layer: its tensor.
         config: vLLM's ``OffloadingConfig``.
+
+    Raises:
+        InvalidArgument: vLLM cannot map the pages of a layer.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import derive_canonical_mappings
 
@@ -80,7 +85,12 @@ def canonical_chunk(vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[s
         spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
         for name in group.layer_names:
             own, cache = getattr(spec, "kv_cache_specs", {}).get(name, spec), kv_caches[name]
-            size = mappings[name].canonical_page_size_bytes if name in mappings else 0  # vLLM refuses it afterwards
+            if name not in mappings:
+                raise InvalidArgument(
+                    "pages of this layout cannot be canonical: remove canonical_layout, or set VLLM_KV_CACHE_LAYOUT to LBNHC",
+                    layer=name,
+                )
+            size = mappings[name].canonical_page_size_bytes
             sizes[cache.data_ptr()] = max(size, sizes.get(cache.data_ptr(), 0))
             shared = str(list(sizes).index(cache.data_ptr()))
             layers.append((name, shared, repr(_whole(own, heads)), _order(cache), str(cache.dtype), str(size)))

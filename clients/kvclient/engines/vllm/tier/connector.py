@@ -24,8 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 
 from kvclient import CacheSpec, InvalidArgument, KVStoreError
-from kvclient.engines.vllm.identity.checkpoint import checkpoint_digest, weights_name
-from kvclient.engines.vllm.identity.model_weights import ModelWeights, gather_digests
+from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.options import RECONNECT_S
 from kvclient.engines.vllm.tier.canonical import canonical_chunk
@@ -91,7 +90,10 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         canonical = None
         if self._config.canonical_layout:
             canonical = canonical_chunk(config, self._kv_cache_config, kv_caches, self._config)
-        weights = self._weights(ModelWeights.of_caller(config.model_config.dtype).digest())
+            if not self._epochs.named:
+                _log.warning("canonical_layout without weights_epoch: KV is shared at equal tensor parallelism only")
+        digest = ModelWeights.of_caller(config.model_config.dtype).digest()
+        weights = combined_digest(gather_digests(digest, config.parallel_config))
         self._facts = worker_facts(config, self._kv_cache_config, kv_caches, weights, canonical, named=self._epochs.named)
         if self._facts.whole_prompts_only:
             raise InvalidArgument(
@@ -99,21 +101,6 @@ class KVStoreOffloadingConnector(OffloadingConnector):
                 " kv_transfer_config"
             )
         super().register_kv_caches(kv_caches)
-
-    def _weights(self, held: str) -> str:
-        """Return the name of the weights. Every worker calls this at the start.
-
-        Args:
-            held: digest of the tensors that this worker holds.
-        """
-        config = self._vllm_config
-        by_rank = gather_digests(held, config.parallel_config)
-        checkpoints = []
-        if self._config.canonical_layout and not self._epochs.named:
-            checkpoints = gather_digests(checkpoint_digest(config), config.parallel_config)
-            if not checkpoints[0]:
-                _log.warning("KV is shared at equal tensor parallelism only, unless weights_epoch names the weights")
-        return weights_name(by_rank, checkpoints)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what identifies this worker. vLLM sends it to the scheduler at start."""

@@ -38,7 +38,7 @@ class WorkerFacts:
         model: the engine's name of the model.
         model_digest: of the model's configuration.
         engine: vLLM's line, e.g. ``0.32``.
-        weights: digest of the weights that all workers hold.
+        weights: digest of the tensors of all workers.
         pages: digest of shape, order and dtype of all layers' pages, and of the kernels that read them.
         whole_prompts_only: the backend or model that cannot continue after a prefix, if any.
         canonical_bytes: bytes of a chunk in vLLM's canonical layout; 0: ranks have separate places in a chunk.
@@ -124,7 +124,7 @@ def worker_facts(
 
 
 def _kind(spec: Any, canonical: CanonicalChunk | None) -> str:  # noqa: ANN401
-    """Return what identifies a group. In the canonical layout its layers do, because a group names the heads of one rank."""
+    """Return what identifies a group. In the canonical layout, ``CanonicalChunk.layers`` has the rest, for all ranks together."""
     return type(spec).__name__ if canonical is not None else digest([repr(spec)])
 
 
@@ -170,7 +170,13 @@ def check_block_hash(vllm_config: Any) -> str:  # noqa: ANN401
 
 
 def row_bytes(worker: WorkerFacts, most: int) -> int:
-    """Return the bytes of a row of host memory that are stored; ``most``: its size, which depends on the ranks."""
+    """Return the bytes of a row of host memory that are stored; ``most``: its size, which depends on the ranks.
+
+    Raises:
+        InvalidArgument: a canonical chunk is larger than a row.
+    """
+    if worker.canonical_bytes > most:
+        raise InvalidArgument("a canonical chunk does not fit a row of host memory", bytes=worker.canonical_bytes, row=most)
     used = -(-worker.canonical_bytes // _ALIGNMENT) * _ALIGNMENT
     return min(used, most) if used else most
 
