@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
@@ -47,8 +47,8 @@ class _Labelled:
     held: dict[GroupBlockId, int] = field(default_factory=dict)
     """Tiers of each block whose parts are all held, as bits."""
     published: dict[GroupBlockId, int] = field(default_factory=dict)
-    by_hash: dict[bytes, GroupBlockId] = field(default_factory=dict)
-    """By the last hash of a label: its block."""
+    by_hash: dict[bytes, set[GroupBlockId]] = field(default_factory=dict)
+    """By the last hash of a label: its blocks; several, if engines compute equal hashes for different KV."""
     children: dict[bytes, set[GroupBlockId]] = field(default_factory=dict)
     """By parent's hash."""
     unlabelled: set[GroupBlockId] = field(default_factory=set)
@@ -62,11 +62,14 @@ class _Labelled:
         if label is None or block in self.held or block in self.published:
             return
         del self.labels[block]
-        del self.by_hash[label.hashes[-1]]
-        siblings = self.children[label.parent]
-        siblings.discard(block)
-        if not siblings:
-            del self.children[label.parent]
+        for table, name in ((self.by_hash, label.hashes[-1]), (self.children, label.parent)):
+            table[name].discard(block)
+            if not table[name]:
+                del table[name]
+
+    def is_published(self, block_hash: bytes) -> bool:
+        """Whether a block with this last hash is published."""
+        return not self.published.keys().isdisjoint(self.by_hash.get(block_hash, ()))
 
 
 class LabelledTranslator:
@@ -104,12 +107,12 @@ class LabelledTranslator:
         return list(self._of)
 
     def use(self, namespaces: Iterable[LabelNamespace]) -> bool:
-        """Publish the blocks of these label namespaces; False: they were known. None is ever dropped."""
+        """Publish the blocks of these label namespaces too. Returns whether any was new. They are kept for ever."""
         new = [one for one in namespaces if one.spec.namespace not in self._spaces]
         with self._lock:
             for one in new:
                 mine = one.spec.namespace
-                self._spaces[mine] = _Labelled(one, BlockGroup(one.labelled))
+                self._spaces = {**self._spaces, mine: _Labelled(one, BlockGroup(one.labelled))}  # other threads iterate over it
                 for namespace in (mine, *one.labelled):
                     self._of.setdefault(namespace, []).append(mine)
             self._whole |= bool(new)
@@ -158,7 +161,7 @@ class LabelledTranslator:
 
         Args:
             mirror: does not change during the call.
-            most: of blocks in the second result, per label namespace.
+            most: maximum number of blocks in the second result, per label namespace.
 
         Returns:
             Batches of events, and by label namespace, blocks whose labels must be read: see ``add_labels``.
@@ -185,10 +188,10 @@ class LabelledTranslator:
         for block, label in labels.items():
             space.unlabelled.discard(block)
             space.wanted.discard(block)
-            if block in space.labels or label.hashes[-1] in space.by_hash:
+            if block in space.labels:
                 continue
             space.labels[block] = label
-            space.by_hash[label.hashes[-1]] = block
+            space.by_hash.setdefault(label.hashes[-1], set()).add(block)
             space.children.setdefault(label.parent, set()).add(block)
         with self._lock:
             self._dirty.update((mine, block) for block in labels)
@@ -249,7 +252,7 @@ class LabelledTranslator:
             if label is None:
                 continue
             bits = space.held.get(block, 0)
-            if label.parent and space.by_hash.get(label.parent) not in space.published:
+            if label.parent and not space.is_published(label.parent):
                 bits = 0
             old = space.published.get(block, 0)
             if bits == old:
@@ -310,17 +313,39 @@ def _stored(
     open_runs: dict[tuple[bytes, str, str], _Run] = {}
     for label, bits in sorted(blocks, key=lambda pair: pair[0].position):
         for tier, medium in MEDIA.items():
-            pairs = [(engine_hash(one), medium) for one in label.hashes]
-            if not bits & 1 << tier or untold.isdisjoint(pairs):
+            if not bits & 1 << tier:
                 continue
-            untold.difference_update(pairs)
-            run = open_runs.pop((label.parent, medium, label.lora_name), None)
-            if run is None or not label.parent or not run.continues(label):
-                run = _Run(medium)
-                runs.append(run)
-            run.add(label)
-            open_runs[label.hashes[-1], medium, label.lora_name] = run
+            for part in _untold_parts(label, medium, untold):
+                run = open_runs.pop((part.parent, medium, part.lora_name), None)
+                if run is None or not part.parent or not run.continues(part):
+                    run = _Run(medium)
+                    runs.append(run)
+                run.add(part)
+                open_runs[part.hashes[-1], medium, part.lora_name] = run
     return [run.event(namespace.kind) for run in runs]
+
+
+def _untold_parts(label: BlockLabel, medium: str, untold: set[tuple[BlockHash, str]]) -> Iterator[BlockLabel]:
+    """Yield the hashes of a block that are to be published, one by one or all in one, and take them out of ``untold``.
+
+    Some may be published already: other engines may have blocks of another number of hashes.
+    """
+    pairs = [(engine_hash(one), medium) for one in label.hashes]
+    if untold.issuperset(pairs):
+        untold.difference_update(pairs)
+        yield label
+        return
+    each = len(label.tokens) // len(pairs)
+    for at, pair in enumerate(pairs):
+        if pair in untold:
+            untold.discard(pair)
+            yield replace(
+                label,
+                hashes=(label.hashes[at],),
+                parent=label.hashes[at - 1] if at else label.parent,
+                tokens=label.tokens[at * each : (at + 1) * each],
+                extra_keys=None if label.extra_keys is None else (label.extra_keys[at],),
+            )
 
 
 @dataclass(slots=True)

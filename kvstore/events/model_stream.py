@@ -125,7 +125,7 @@ class ModelStream:
                 self._config.metadata, timeout_s=_TIMEOUT_S, tls=self._config.client.tls.resolve(), token=self._token
             )
         except KVStoreError as error:
-            logger.warning("namespaces unknown: new ones are published later (%s)", error)
+            limited.warning("namespaces unknown: new ones are published later (%s)", error)
             return
         self._answered = True
         found = self._labelled(specs)
@@ -134,6 +134,8 @@ class ModelStream:
             limited.warning(
                 "no labelled blocks of model %s (models with labels: %s)", self._config.model, ", ".join(known) or "none"
             )
+        if len({(one.spec.tenant, one.spec.salt, one.spec.weights_epoch) for one in found}) > 1:
+            limited.warning("several tenants or weights epochs are published in one stream: select some with --namespace")
         self._spaces |= {one.spec.namespace: one for one in found}
         if self._translator.use(found):
             self._watch()
@@ -141,7 +143,7 @@ class ModelStream:
     def _labelled(self, specs: Sequence[CacheSpec]) -> list[LabelNamespace]:
         only = set(self._config.namespace_ids)
         found = [LabelNamespace.read(spec, specs) for spec in specs if spec.model == self._config.model]
-        return [one for one in found if one is not None and (not only or only.intersection(one.labelled))]
+        return [one for one in found if one is not None and (not only or only.issuperset(one.labelled))]
 
     def _watch(self) -> None:
         """Subscribe to all namespaces. The new mirror begins with a snapshot, of which only the difference is published."""

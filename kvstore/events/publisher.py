@@ -181,6 +181,9 @@ class EventPublisher:
                 # the peer disconnected or reads too slowly; it may request another replay
                 self._counters.add(events_metrics.REPLAYS_FAILED)
                 limited.warning("replay cancelled: %s", error)
+            except Exception:  # the edge of the thread: other subscribers must still get replays
+                self._counters.add(events_metrics.REPLAYS_FAILED)
+                logger.exception("replay failed")
         router.close(linger=0)
 
     def _serve(self, router: zmq.Socket[bytes]) -> None:

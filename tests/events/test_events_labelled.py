@@ -67,6 +67,7 @@ class World:
         self.translator.use([SPACE])
         self.held: set[tuple[int, int, int, int]] = set()
         """Volume, shard (2: label), chain, position."""
+        self.labels = {block_of(*one): label_of(*one) for one in BLOCKS}
         self.believed: set[tuple[int, str]] = set()
         self.tokens: dict[int, list[int]] = {}
         self.snapshot()
@@ -111,8 +112,7 @@ class World:
             if not wanted:
                 return
             for namespace, blocks in wanted.items():
-                known = {block_of(*one): label_of(*one) for one in BLOCKS}
-                self.translator.add_labels(namespace, {block: known[block] for block in blocks})
+                self.translator.add_labels(namespace, {block: self.labels[block] for block in blocks})
 
     def take(self, events: list[Event]) -> None:
         for event in events:
@@ -325,6 +325,54 @@ def test_label_of_any_bytes_is_refused_or_read(block: bytes, magic: bool) -> Non
         BlockLabel.decode(b"KVLB" + block if magic else block)
     except InvalidArgument:
         return
+
+
+def test_blocks_of_one_hash_are_published_once() -> None:
+    """Engines may compute equal hashes for different KV: adapters of one name."""
+    world = World()
+    world.labels[block_of(1, 2)] = label_of(0, 2)
+    for at in ((0, 0), (0, 1), (0, 2), (1, 2)):
+        for part in range(3):
+            world.store(1, part, *at)
+    world.update()
+    last = engine_hash(hash_of(0, 2)), MEDIA[VOLUMES[1]]
+    assert len(world.believed) == 3
+    assert world.translator.unlabelled == 0
+    for gone, kept in (((0, 2), True), ((1, 2), False)):
+        world.remove(1, 0, *gone)
+        world.update()
+        assert (last in world.believed) is kept
+
+
+def test_longer_blocks_publish_only_new_hashes() -> None:
+    """Engines may store several hashes in one block, beside engines that store one."""
+    world = World()
+    two = BlockLabel(1, (hash_of(0, 0), hash_of(0, 1)), b"", struct.pack("<8I", *tokens_of(0, 0), *tokens_of(0, 1)))
+    world.labels[block_of(1, 2)] = two
+    for at in ((0, 0), (1, 2)):
+        for part in range(3):
+            world.store(1, part, *at)
+        world.update()
+    assert {one for one, _ in world.believed} == {engine_hash(hash_of(0, 0)), engine_hash(hash_of(0, 1))}
+    world.remove(1, 0, 0, 0)
+    world.update()
+    assert len(world.believed) == 2
+    world.remove(1, 0, 1, 2)
+    world.update()
+    assert not world.believed
+
+
+def test_label_that_cannot_be_published_is_refused() -> None:
+    for rest in ('["\\ud800",null]', '["",[18446744073709551616]]', '["",[[[[[[1]]]]]]]', '["",[null,null]]'):
+        header = struct.pack("<4sIHHHIH", b"KVLB", 0, 1, 8, 0, 1, len(rest))
+        with pytest.raises(InvalidArgument):
+            BlockLabel.decode(header + bytes(8 + 4) + rest.encode())
+
+
+def test_labels_of_another_tenant_are_not_read() -> None:
+    for change in ({"tenant": "t"}, {"weights_epoch": "2"}, {"salt": b"s"}):
+        foreign = replace(SPACE.spec, **change)
+        assert LabelNamespace.read(foreign, [foreign, *SHARDS]) is None
 
 
 def test_label_with_deep_extra_keys_is_refused() -> None:

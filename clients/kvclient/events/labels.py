@@ -33,6 +33,8 @@ _MAX_HASH_BYTES: Final = 64
 _EXTRA_BYTES: Final = 512
 """Space for adapter, images and salt of one block."""
 _ALIGNMENT: Final = 512
+_MAX_DEPTH: Final = 4
+"""Nesting of extra keys."""
 _MAX_LABEL_BYTES: Final = 1 << 20
 """Anybody may register a namespace that looks like one of labels. Larger labels are not read."""
 
@@ -91,11 +93,16 @@ class BlockLabel:
             ends = [at + count * length, parent_length, tokens * 4, rest_length]
             for index in range(1, 4):
                 ends[index] += ends[index - 1]
-            if magic != _MAGIC or not count or not length or ends[-1] > len(block) or tokens % count:
+            sizes_fit = 0 < length <= _MAX_HASH_BYTES and parent_length in (0, length) and ends[-1] <= len(block)
+            if magic != _MAGIC or not count or not tokens or tokens % count or not sizes_fit:
                 raise InvalidArgument("the block is not a label")
             hashes = tuple(block[one : one + length] for one in range(at, ends[0], length))
             lora_name, extra_keys = json.loads(block[ends[2] : ends[3]]) if rest_length else ("", None)
-            if not isinstance(lora_name, str) or not (extra_keys is None or isinstance(extra_keys, list)):
+            if not isinstance(lora_name, str) or len(lora_name.encode()) > limits.MAX_NAME_BYTES:
+                raise InvalidArgument("the block is not a label")
+            if extra_keys is not None and not (
+                isinstance(extra_keys, list) and len(extra_keys) == count and all(map(_is_publishable, extra_keys))
+            ):
                 raise InvalidArgument("the block is not a label")
         except (struct.error, ValueError, TypeError, RecursionError) as error:
             raise InvalidArgument("the block is not a label", reason=error) from error
@@ -150,15 +157,38 @@ class LabelNamespace:
 
     @classmethod
     def read(cls, spec: CacheSpec, known: Sequence[CacheSpec]) -> LabelNamespace | None:
-        """Return the label namespace that ``spec`` is; None: it is another, or names namespaces that are not among ``known``."""
+        """Read a label namespace.
+
+        Args:
+            spec: the namespace.
+            known: all namespaces.
+
+        Returns:
+            None: it is not one of labels, it names unknown namespaces, or these differ in tenant, weights or hashes of blocks.
+        """
         if spec.block_bytes > _MAX_LABEL_BYTES:
             return None
         parts = dict(part.partition("=")[::2] for part in spec.layout.split(";"))
         if parts.get(_LAYOUT) != _VERSION:
             return None
-        by_name = {one.namespace.hex()[:_ID_CHARS]: one.namespace for one in known}
         names = parts.get("of", "").split(",")
-        if not all(name in by_name for name in names):
+        labelled = [one for one in known if one.namespace.hex()[:_ID_CHARS] in names and _owner(one) == _owner(spec)]
+        if sorted(names) != sorted(one.namespace.hex()[:_ID_CHARS] for one in labelled):
             return None
+        by_name = {one.namespace.hex()[:_ID_CHARS]: one.namespace for one in labelled}
         kind = parts.get("kind", "")
         return cls(spec, tuple(by_name[name] for name in names), kind if kind in MAIN_KINDS else "")
+
+
+def _owner(spec: CacheSpec) -> tuple[object, ...]:
+    """Return the fields that labels and labelled blocks have in common."""
+    return spec.model, spec.tenant, spec.salt, spec.weights_epoch, spec.hash_algorithm, spec.block_tokens
+
+
+def _is_publishable(value: object, depth: int = 0) -> bool:
+    """Whether a value of a label can be encoded in an event."""
+    if isinstance(value, str):
+        return value.isascii() or value.encode(errors="replace").decode() == value
+    if isinstance(value, list):
+        return depth < _MAX_DEPTH and all(_is_publishable(one, depth + 1) for one in value)
+    return value is None or isinstance(value, bool | float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 64)

@@ -56,7 +56,7 @@ def events(config: Config, *, output_format: str) -> None:
     """
     if config.events.zmq is None:
         if config.events.model:
-            raise click.UsageError("--model needs --zmq: it selects what is published for routers")
+            raise click.UsageError("--model requires --zmq; without --zmq, select blocks with --namespace")
         _print_events(config, output_format)
         return
     try:
