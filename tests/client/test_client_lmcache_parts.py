@@ -136,7 +136,7 @@ def test_lmcache_candidates_begin_with_the_stated_layout() -> None:
     assert seen.candidates("m", 0, None) == [assumed]
     seen.record("m", 0, one)
     assert seen.candidates("m", 0, one) == [one, assumed]
-    assert seen.candidates("m", 0, two) == [two, one, assumed]
+    assert seen.candidates("m", 0, two) == [two, assumed], "a load would use the stated one"
     assert seen.candidates("m", 1, two) == [two, assumed]
     for size in range(10, 20):
         seen.record("m", 0, ObjectLayout.of_bytes(size))

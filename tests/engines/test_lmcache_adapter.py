@@ -126,7 +126,17 @@ def test_lmcache_lookup_without_layout_uses_seen_sizes(store: StoreAddress) -> N
         assert one.find(keys, {}) == []
         assert one.store(keys, memory_objects(2, seed=1)).is_successful()
         shown(one, keys, stated={})
-        assert one.find(keys, {0: layout("float16")}) == [0, 1], "a serde stores another layout than the stated one"
+        assert one.find(keys, {0: layout("float16")}) == [], "a load would use the stated layout"
+
+
+def test_lmcache_objects_without_structure_are_skipped(store: StoreAddress) -> None:
+    """LMCache's serde makes them: two servers with different encodings must not exchange them."""
+    keys, size = object_keys(1, seed=12), 8192
+    with controller(store) as one, controller(store, {"object_bytes": [size], "salt": "raw"}) as other:
+        assert not one.store(keys, memory_objects(1, seed=1, dtype="uint8", shape=(size,))).is_successful()
+        assert one.load(keys, memory_objects(1, dtype="uint8", shape=(size,))) == []
+        assert one.counts()["unknown_objects"] == 2
+        assert other.store(keys, memory_objects(1, seed=1, dtype="uint8", shape=(size,))).is_successful()
 
 
 def test_lmcache_short_hashes_are_skipped(store: StoreAddress) -> None:

@@ -17,6 +17,8 @@ COUNTERS = {
     "store_missing_objects": "objects that were not stored",
     "tasks_refused": "tasks beyond max_pending, or after the end: they failed at once",
     "results_dropped": "results that LMCache did not fetch",
+    "unknown_objects": "objects skipped because their encoding is unknown",
+    "tasks_expired": "tasks whose deadline passed before they began",
     "weak_hashes": "objects skipped because their hash is too short",
     "keys_forgotten": "keys beyond max_known_keys: no longer counted or listed",
     "keys_gone": "keys that the store has evicted",

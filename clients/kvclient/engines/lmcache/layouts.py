@@ -56,6 +56,11 @@ class ObjectLayout:
         """Return the layout of bytes without structure."""
         return cls(size, "uint8", f"uint8[{size}]")
 
+    @property
+    def is_unstructured(self) -> bool:
+        """Whether the bytes have no dtype and shape: LMCache's ``serde`` makes such objects, and its encoding is unknown."""
+        return self == self.of_bytes(self.size)
+
     def spec(self, hook: HookOptions, model: str, chunk_tokens: int) -> CacheSpec:
         """Return the namespace of such objects.
 
@@ -90,7 +95,12 @@ def parts_of(size: int) -> int:
     for parts in range(max(1, -(-size // MAX_LAYER_BLOCK_BYTES)), _MOST_PARTS + 1):
         if size % parts == 0:
             return parts
-    raise InvalidArgument("an object of this size cannot be stored; use a smaller --chunk-size", object_bytes=size)
+    raise InvalidArgument(
+        "an object of this size cannot be divided into parts; use another --chunk-size",
+        object_bytes=size,
+        most_parts=_MOST_PARTS,
+        part_bytes=MAX_LAYER_BLOCK_BYTES,
+    )
 
 
 class SeenLayouts:
@@ -127,8 +137,8 @@ class SeenLayouts:
         Args:
             model: LMCache's name of the model.
             group: the object group.
-            stated: the layout that LMCache states.
+            stated: the layout that LMCache states. Its load will use this one, so those that were seen do not count.
         """
         with self._lock:
             seen = list(self._groups.get((model, group), ()))
-        return list(dict.fromkeys([*([stated] if stated else []), *seen, *self._assumed]))
+        return list(dict.fromkeys([*([stated] if stated else seen), *self._assumed]))

@@ -102,7 +102,7 @@ class ObjectStore:
                 error = failure
             self._answers = error is None
             if error is not None:
-                self._counters.failed("lookup_failures", 1, "lookup failed: objects are computed", error)
+                self._counters.failed("lookup_failures", 1, "lookup failed: reported as misses", error)
         return held
 
     def _remember(self, found: HeadLookup) -> None:
@@ -169,7 +169,7 @@ class ObjectStore:
         good = sum(arrived)
         self._counters.add("loaded_objects", good)
         if good < len(keys):
-            self._counters.failed("load_missing_objects", len(keys) - good, "objects not loaded: computed", cause)
+            self._counters.failed("load_missing_objects", len(keys) - good, "objects not loaded: reported as misses", cause)
         return arrived
 
     # ---- stores ----
@@ -221,15 +221,19 @@ class ObjectStore:
     def _by_layout(self, keys: Sequence[KeyParts], objects: Sequence[Any]) -> Iterator[tuple[str, ObjectLayout, list[int]]]:
         """Yield the positions of objects by model and layout, and remember these layouts."""
         by_layout: dict[tuple[str, ObjectLayout], list[int]] = {}
-        weak = 0
+        weak = unknown = 0
         for at, (key, one) in enumerate(zip(keys, objects, strict=True)):
             layout = layout_of(one)
             if not is_strong(key):
                 weak += 1
-            elif layout is not None:
+            elif layout is None or (layout.is_unstructured and layout.size not in self._options.object_bytes):
+                unknown += 1
+            else:
                 by_layout.setdefault((key.model_name, layout), []).append(at)
         if weak:
             self._counters.failed("weak_hashes", weak, "objects skipped: start LMCache with --hash-algorithm blake3")
+        if unknown:
+            self._counters.failed("unknown_objects", unknown, "objects skipped: nothing says how their bytes are encoded")
         for (model, layout), every in by_layout.items():
             for group in {keys[one].object_group_id for one in every}:
                 self._seen.record(model, group, layout)
@@ -246,18 +250,16 @@ class ObjectStore:
 
 
 def layout_of(memory: Any) -> ObjectLayout | None:  # noqa: ANN401
-    """Return the layout of one of LMCache's memory objects; None: it is empty."""
+    """Return the layout of one of LMCache's memory objects; None: it is empty, or its size is not that of its tensors."""
     meta = memory.metadata
     size = int(memory.get_size())
     shapes, dtypes = (meta.shapes, meta.dtypes) if meta.shapes is not None else ([meta.shape], [meta.dtype])
     layout = ObjectLayout.of_tensors(shapes, dtypes)
-    if layout is not None and layout.size == size:
-        return layout
-    return ObjectLayout.of_bytes(size) if size else None
+    return layout if layout is not None and layout.size == size else None
 
 
 def _left_s(end_s: float) -> float:
     left_s = end_s - time.monotonic()
     if left_s <= 0:
-        raise DeadlineExceeded("no time is left")
+        raise DeadlineExceeded("the deadline of the task passed before the store was called")
     return left_s

@@ -29,8 +29,8 @@ class AdapterOptions:
         workers: threads for loads, as many for stores, and as many for lookups.
         max_pending: tasks of one kind that may wait or run; one more fails at once.
         chunk_tokens: LMCache's ``--chunk-size``, for the store's statistics. Part of the namespace.
-        object_bytes: sizes of objects that lookups assume if LMCache states no layout, or another one than that of the objects
-            (its ``serde``). Not needed for objects that this process stored or loaded before.
+        object_bytes: sizes of objects without dtype and shape, such as those of LMCache's own benchmark. Others of this kind are
+            skipped: LMCache's ``serde`` makes them, and does not say how it encodes.
         max_known_keys: keys that are counted and listed; the oldest are forgotten.
         usage_check_s: time between two checks whether known keys are still stored.
     """
@@ -69,7 +69,7 @@ class AdapterOptions:
         given: dict[str, Any] = dict(params)
         for name, why in _ELSEWHERE.items():
             if name in given:
-                raise InvalidArgument(f"the adapter has no such option: {why}", option=name)
+                raise InvalidArgument(f"remove this option: {why}", option=name)
         hook = HookOptions.from_mapping(given, known_elsewhere=_OWN)
         if not hook.metadata:
             raise InvalidArgument("lookups require a metadata server", option="metadata")
@@ -79,6 +79,6 @@ class AdapterOptions:
         made = cls(hook=hook, **own)
         if not hook.weights_epoch:
             raise InvalidArgument(
-                "LMCache's keys do not identify weights: name them, with another name after each update", option="weights_epoch"
+                "LMCache's keys do not identify weights: set a name, and another one after each update", option="weights_epoch"
             )
         return made

@@ -80,18 +80,21 @@ class TaskQueue(Generic[R]):
     def _run(self, number: int, work: Callable[[float], R], failed: R, end_s: float) -> None:
         result = failed
         try:
-            if not self._closed and time.monotonic() < end_s:
+            if self._closed:
+                return
+            if time.monotonic() < end_s:
                 result = work(end_s)
+            else:
+                self._counters.failed("tasks_expired", 1, f"{self._name} task failed: its deadline passed before it began")
         except Exception as error:  # noqa: BLE001  # the edge of the thread: the task must end
             self._counters.bug(f"{self._name} task", error)
         finally:
-            with self._lock:
-                self._pending -= 1
-            self._end(number, result)
+            self._end(number, result, ran=1)
 
-    def _end(self, number: int, result: R) -> None:
+    def _end(self, number: int, result: R, *, ran: int = 0) -> None:
         dropped = 0
         with self._lock:
+            self._pending -= ran
             self._results[number] = result
             while len(self._results) > _MOST_RESULTS:
                 del self._results[next(iter(self._results))]
