@@ -10,10 +10,12 @@ import pytest
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.testing.conformance.__main__ import main
+from kvstore.testing.conformance.engine import ConnectorDriver
 from kvstore.testing.conformance.faults import FOLDER_FAULTS, SECTOR, ConnectorFault, heal_folder, strike_folder
 from kvstore.testing.conformance.report import table
-from kvstore.testing.conformance.runs import RunResult, RunVerdict
+from kvstore.testing.conformance.runs import Models, RunResult, RunVerdict
 from kvstore.testing.conformance.targets import KNOWN, ConnectorTarget, target_of
+from kvstore.testing.connector.conversations import Conversations
 
 SKIPPED = SECTOR
 CONTENT = random.Random(0).randbytes(SKIPPED + 4 * SECTOR)
@@ -96,6 +98,7 @@ def test_target_of_file_has_its_server(tmp_path: Path) -> None:
         ("{}", "kv_transfer_config"),
         ('{"kv_transfer_config": 3}', "kv_transfer_config"),
         ('{"kv_transfer_config": {}, "server": "x"}', "list of texts"),
+        ('{"kv_transfer_config": {}, "sever": []}', "sever"),
         ('{"kv_transfer_config": {}, "server": ["no-such-program"]}', "no such program"),
     ],
 )
@@ -104,6 +107,23 @@ def test_target_of_malformed_file_is_refused(tmp_path: Path, content: str, names
     file.write_text(content)
     with pytest.raises(InvalidArgument, match=names):
         target_of(str(file))
+
+
+def test_conformance_needs_both_models(tmp_path: Path) -> None:
+    assert main(["--model", str(tmp_path)]) == 2
+
+
+def test_models_are_exchanged_by_a_link(tmp_path: Path) -> None:
+    """The folders of the user stay as they are."""
+    first, other, link = tmp_path / "first", tmp_path / "second", tmp_path / "model"
+    for folder in (first, other):
+        folder.mkdir()
+    link.symlink_to(first)
+    nothing = Conversations([])
+    models = Models(ConnectorDriver(link), first, nothing, other, nothing)
+    with models.exchanged():
+        assert link.resolve() == other
+    assert link.resolve() == first
 
 
 @pytest.mark.parametrize("arguments", [["--seeds", "5:2"], ["--seeds", "x"], ["--model", "/missing"], ["--fault", "rain"]])

@@ -1,7 +1,7 @@
 """Run faults against KV connectors of vLLM, and print which of them gave wrong tokens, hung or crashed.
 
-Each run has three engines with one storage: the first stores prompts, then a fault strikes, the second one loads, and after the
-damage to processes is repaired, the third one does too. All tokens are compared with those of vLLM alone.
+Each run has three engines with one storage. The first one stores prompts. Then a fault strikes, and the second one loads. Killed
+processes are started again, and the third one loads, except after a change of weights. All tokens are compared with vLLM alone.
 
     kvstore-conformance                                        the connectors of this store and vLLM's fs tier, one run per fault
     kvstore-conformance --target kvstore-tier --seeds 0:20     20 runs per fault
@@ -9,7 +9,8 @@ damage to processes is repaired, the third one does too. All tokens are compared
     kvstore-conformance --output conformance.json
 
 A file describes another connector: {"name": "mine", "kv_transfer_config": {...}, "server": ["program", "--port", "{port}"]}.
-{folder}, {host}, {port}, {port2} and {spare_port} in its texts are replaced. The exit status is 1 if a run ended badly.
+{folder}, {host}, {port}, {port2} and {spare_port} in its texts are replaced. The exit status is 1 if a run gave wrong tokens,
+hung, crashed or failed, and if a connector never loaded anything.
 
 Requires vLLM, and transformers unless --model and --other-model are given. Engines run in this environment, on its device.
 """
@@ -39,22 +40,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     given = _parser().parse_args(arguments)
     try:
-        targets = [target_of(one) for one in given.target or DEFAULT]
+        targets = [target_of(one) for one in dict.fromkeys(given.target or DEFAULT)]
     except KVStoreError as error:
         print(f"kvstore-conformance: {error}", file=sys.stderr)
+        return 2
+    if (given.model is None) != (given.other_model is None):
+        print("kvstore-conformance: --model and --other-model must be given together", file=sys.stderr)
         return 2
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory(prefix="kvstore-conformance-") as scratch:
         folder = Path(scratch)
-        model, other = given.model or _tiny(folder / "model", 0), given.other_model or _tiny(folder / "other", 1)
+        model, other = given.model or _tiny(folder / "first", 0), given.other_model or _tiny(folder / "other", 1)
         print("engine alone: computing the right answers", file=sys.stderr, flush=True)
-        models = Models.make(ConnectorDriver(model, dtype=given.dtype, log=given.log), other)
+        models = Models.make(ConnectorDriver(model, dtype=given.dtype, log=given.log), other, folder)
         results = [result for target in targets for result in _runs(target, models, given.fault, given.seeds, folder)]
     print(table(results))
     if given.output is not None:
         given.output.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
-    return int(any(one.verdict in BAD for one in results))
+    tested = {one.target for one in results if one.loaded_tokens}
+    return int(any(one.verdict in BAD or one.target not in tested for one in results))
 
 
 def _runs(target: ConnectorTarget, models: Models, wanted: Sequence[str] | None, seeds: range, folder: Path) -> list[RunResult]:

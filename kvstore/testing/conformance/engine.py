@@ -26,7 +26,7 @@ class ConnectorDriver:
     """Opens engines; see ``HookDriver``.
 
     Attributes:
-        model: its folder, or its name at a hub.
+        model: its folder.
         block_tokens: tokens per block.
         dtype: of weights and KV.
         log: receives what engines print.
@@ -118,10 +118,13 @@ def hide_dict_of_llvmlite() -> None:
     with suppress(ImportError):
         library = type(import_module("llvmlite.binding.ffi").lib)
         found = library.__getattr__
+        if getattr(found, "hides_dict", False):
+            return
 
-        def getattr_of_function(lib: Any, name: str) -> Any:  # noqa: ANN401
+        def hide_dict(lib: Any, name: str) -> Any:  # noqa: ANN401
             if name == "__dict__":
                 raise AttributeError(name)
             return found(lib, name)
 
-        library.__getattr__ = getattr_of_function
+        hide_dict.hides_dict = True  # type: ignore[attr-defined]
+        library.__getattr__ = hide_dict

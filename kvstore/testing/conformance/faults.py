@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -32,8 +33,9 @@ class ConnectorFault(StrEnum):
 def files_of(folder: Path, *, skip_bytes: int) -> Iterator[Path]:
     """Yield the files below a folder that have more than ``skip_bytes``."""
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.is_symlink() and path.stat().st_size > skip_bytes:
-            yield path
+        with suppress(FileNotFoundError):
+            if path.is_file() and not path.is_symlink() and path.stat().st_size > skip_bytes:
+                yield path
 
 
 def flip_bits(path: Path, dice: random.Random, skip_bytes: int) -> None:
@@ -95,12 +97,16 @@ def strike_folder(folder: Path, fault: ConnectorFault, dice: random.Random, *, s
         folder.write_text("not a folder")
         return
     for path in files_of(folder, skip_bytes=skip_bytes):
-        _FILE_FAULTS[fault](path, dice, skip_bytes)
+        with suppress(FileNotFoundError):  # removed or renamed by the connector
+            _FILE_FAULTS[fault](path, dice, skip_bytes)
 
 
 def heal_folder(folder: Path) -> None:
     """Put a lost folder back. Damaged files stay damaged."""
     gone = folder.with_name(folder.name + _GONE)
     if gone.exists():
-        folder.unlink()
+        if folder.is_dir():  # the connector made a new one
+            shutil.rmtree(folder)
+        else:
+            folder.unlink(missing_ok=True)
         shutil.move(gone, folder)

@@ -23,9 +23,9 @@ from kvstore.testing.connector.engine_process import EngineProcess
 _WORK_S: Final = 0.1
 """A fault during a load occurs within this time."""
 _DURING: Final = (ConnectorFault.SERVER_KILLED, ConnectorFault.SERVER_STALLED, ConnectorFault.FILES_REMOVED)
-"""Faults that occur while an engine loads, with odd seeds. With even seeds, and all others, they occur before."""
+"""Faults that occur while an engine loads, in about half of the seeds. All others occur before."""
 _BATCH: Final = 4
-_SWAPPED: Final = ".other"
+_NEW_LINK: Final = "model.new"
 
 
 class RunVerdict(StrEnum):
@@ -37,10 +37,12 @@ class RunVerdict(StrEnum):
     HUNG = "hung"
     CRASHED = "crashed"
     REFUSED = "did not start"
-    """The engine did not start after the fault."""
+    """The engine ended with an error at its start, while the fault lasted."""
+    FAILED = "run failed"
+    """This command could not do the run."""
 
 
-BAD: Final = (RunVerdict.WRONG, RunVerdict.HUNG, RunVerdict.CRASHED)
+BAD: Final = (RunVerdict.WRONG, RunVerdict.HUNG, RunVerdict.CRASHED, RunVerdict.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,37 +73,40 @@ class Models:
     """Two models with equal configuration and different weights, and the answers of each.
 
     Attributes:
-        driver: opens engines of the first.
+        driver: opens engines. Its model is a link to the folder of the first one.
+        first: folder of the first model.
         talk: its answers.
         other: folder of the second.
         other_talk: its answers.
     """
 
     driver: ConnectorDriver
+    first: Path
     talk: Conversations
     other: Path
     other_talk: Conversations
 
     @classmethod
-    def make(cls, driver: ConnectorDriver, other: Path) -> Models:
-        """Let both models answer without a connector."""
-        theirs = replace(driver, model=other)
-        return cls(driver, _alone(driver), other, _alone(theirs))
+    def make(cls, driver: ConnectorDriver, other: Path, scratch: Path) -> Models:
+        """Let both models answer without a connector. ``scratch``: a folder for the link."""
+        link = scratch / "model"
+        link.symlink_to(driver.model.resolve())
+        linked = replace(driver, model=link)
+        return cls(linked, driver.model.resolve(), _alone(linked), other.resolve(), _alone(replace(driver, model=other)))
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
-        """Exchange the folders of the two models."""
-        self._exchange()
+        """Let the link name the second model."""
+        self._link(self.other)
         try:
             yield
         finally:
-            self._exchange()
+            self._link(self.first)
 
-    def _exchange(self) -> None:
-        spare = self.other.with_name(self.other.name + _SWAPPED)
-        self.driver.model.rename(spare)
-        self.other.rename(self.driver.model)
-        spare.rename(self.other)
+    def _link(self, folder: Path) -> None:
+        new = self.driver.model.with_name(_NEW_LINK)
+        new.symlink_to(folder)
+        new.replace(self.driver.model)
 
 
 def _alone(driver: ConnectorDriver) -> Conversations:
@@ -143,6 +148,8 @@ class Runner:
             verdict, detail = RunVerdict.HUNG, str(error)
         except (Internal, Unavailable) as error:
             verdict, detail = RunVerdict.CRASHED, str(error)
+        except (KVStoreError, OSError) as error:
+            verdict, detail = RunVerdict.FAILED, repr(error)
         return RunResult(self._target.name, fault, seed, verdict, self._loaded, time.monotonic() - began_s, detail)
 
     def close(self) -> None:
@@ -170,17 +177,29 @@ class Runner:
             return
         if fault not in (ConnectorFault.NONE, ConnectorFault.ENGINE_KILLED) and not during:
             storage.strike(fault, dice)
-        self._load(storage, talk, dice, fault if during else None)
+        self._load(storage, talk, dice, fault if during else None, may_refuse=fault is not ConnectorFault.NONE)
+        if fault is not ConnectorFault.SERVER_KILLED:
+            storage.check()
         storage.heal()
         self._load(storage, talk, dice)
 
-    def _load(self, storage: Storage, talk: Conversations, dice: random.Random, strikes: ConnectorFault | None = None) -> None:
-        """Ask a new engine, whose cache is empty."""
+    def _load(
+        self,
+        storage: Storage,
+        talk: Conversations,
+        dice: random.Random,
+        strikes: ConnectorFault | None = None,
+        *,
+        may_refuse: bool = False,
+    ) -> None:
+        """Ask a new engine, whose cache is empty. It may refuse to start with an error while a fault lasts."""
         try:
             engine = self._open(storage)
-        except KVStoreError as error:
+        except Internal as error:
             self._end()
-            raise _NotStartedError(str(error)) from error
+            if may_refuse:
+                raise _NotStartedError(str(error)) from error
+            raise
         first = dice.choice([prompt for prompt in talk.prompts if len(prompt) > 2 * self._models.driver.block_tokens])
         [answer] = engine.generate([first], MOST_TOKENS)  # while its own cache is empty
         self._loaded += answer.loaded_tokens

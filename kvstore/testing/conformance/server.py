@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -55,6 +56,8 @@ class ServerProcess:
             Unavailable: it did not start.
         """
         self.end_stalls()
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
         if self._process is not None or not self._command:
             return
         command = [fill(part, {**values, **self.values}) for part in self._command]
@@ -63,14 +66,25 @@ class ServerProcess:
         end_s = time.monotonic() + START_S
         while not all(map(_listens, self._ports)):
             if self._process.poll() is not None or time.monotonic() > end_s:
+                self.kill()
                 raise Unavailable("the server of this connector did not start", command=shlex.join(command), log=self._log)
             time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        """Check that the server runs.
+
+        Raises:
+            Unavailable: it has ended by itself.
+        """
+        if self._process is not None and (status := self._process.poll()) is not None:
+            raise Unavailable("the server of this connector ended by itself", status=status, log=self._log)
 
     def end(self) -> None:
         """End the server in order. One that does not end in time is killed."""
         self.end_stalls()
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGINT)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGINT)
             try:
                 self._process.wait(_END_S)
             except subprocess.TimeoutExpired:
@@ -80,7 +94,9 @@ class ServerProcess:
     def kill(self) -> None:
         """Kill the server."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self.end_stalls()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 

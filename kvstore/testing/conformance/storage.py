@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol, Self
@@ -36,6 +36,13 @@ class Storage(AbstractContextManager["Storage"], Protocol):
 
     def heal(self) -> None:
         """Start what was killed. Damaged bytes stay."""
+
+    def check(self) -> None:
+        """Check that servers still run.
+
+        Raises:
+            Unavailable: one has ended by itself.
+        """
 
     def settle(self) -> None:
         """Wait until everything is on disk, and empty the memory of servers, so that loads read disks."""
@@ -81,6 +88,10 @@ class FolderStorage:
         heal_folder(self._files)
         self._server.start(self.values())
 
+    def check(self) -> None:
+        """See ``Storage``."""
+        self._server.check()
+
     def settle(self) -> None:
         """See ``Storage``."""
         if not self._server.values:
@@ -93,7 +104,11 @@ class FolderStorage:
         self._server.start(self.values())
 
     def _sizes(self) -> list[int]:
-        return [path.stat().st_size for path in self._files.rglob("*") if path.is_file()]
+        sizes = []
+        for path in self._files.rglob("*"):
+            with suppress(FileNotFoundError):  # a temporary file was renamed
+                sizes.append(path.stat().st_size)
+        return sizes
 
 
 class StoreStorage:
@@ -112,9 +127,11 @@ class StoreStorage:
         self._stalls: list[threading.Timer] = []
 
     def __enter__(self) -> Self:
-        self._store.__enter__()
-        self._addresses = {"metadata": self._store.address.metadata, "node": self._store.address.node}
-        self._server.start(self._addresses)
+        with ExitStack() as started:
+            started.enter_context(self._store)
+            self._addresses = {"metadata": self._store.address.metadata, "node": self._store.address.node}
+            self._server.start(self._addresses)
+            started.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -141,6 +158,10 @@ class StoreStorage:
         """See ``Storage``."""
         self._heal_store()
         self._server.start(self._addresses)
+
+    def check(self) -> None:
+        """See ``Storage``."""
+        self._server.check()
 
     def _heal_store(self) -> None:
         for timer in self._stalls:

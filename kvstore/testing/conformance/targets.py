@@ -162,6 +162,8 @@ def target_of(text: str) -> ConnectorTarget:
         given = json.loads(path.read_text())
     except ValueError as error:
         raise InvalidArgument("the target's file is not JSON", file=path, reason=error) from error
+    if isinstance(given, dict) and (unknown := sorted(given.keys() - {"name", _TRANSFER, "server"})):
+        raise InvalidArgument("unknown key in the target's file", key=unknown[0], known=f"name, {_TRANSFER}, server", file=path)
     transfer, server = (given.get(_TRANSFER), given.get("server", [])) if isinstance(given, dict) else (None, [])
     if not isinstance(transfer, dict):
         raise InvalidArgument(f"the target's file must be an object with an object {_TRANSFER}", file=path)
@@ -169,7 +171,7 @@ def target_of(text: str) -> ConnectorTarget:
         raise InvalidArgument("server must be a list of texts: program and arguments", file=path)
     if server and shutil.which(server[0]) is None:
         raise InvalidArgument("no such program", server=server[0], file=path)
-    return ConnectorTarget(str(given.get("name", path.stem)), transfer, tuple(server))
+    return ConnectorTarget(str(given.get("name", path.stem)).replace("/", "_"), transfer, tuple(server))
 
 
 _TRANSFER = "kv_transfer_config"
