@@ -193,7 +193,8 @@ def test_paths_decode_volume_feeds_prefill_buffer(make_store: MakeStore, layer_g
     for _ in range(2):  # the turns of round_robin begin with either side
         found = only_stored(store, engine, "c", 120)
         assert {run.node_id for run in found.runs} == {"d"}
-        result = load_by_layers(engine, found, paths("round_robin", layer_group))
+        # a path that stalls gets competition, which finds the blocks in the DRAM of "d": not within this deadline
+        result = load_by_layers(engine, found, paths("round_robin", layer_group, stall_s=8.0), deadline_s=8.0)
         assert result.hit_blocks == 120
         assert result.bytes_by_node == {"d": 120 * engine.spec.block_bytes}
         assert result.bytes_by_tier == {Tier.NVME: 120 * engine.spec.block_bytes}
