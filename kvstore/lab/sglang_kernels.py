@@ -10,7 +10,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 STAND_INS = ("triton", "torchvision", "IPython", "gguf", "datasets", "soundfile", "sgl_kernel")
 """Top-level packages that are replaced by stubs if they are not installed."""
@@ -31,6 +31,9 @@ class _Anything:
 
     def __getitem__(self, key: object) -> object:
         return _Anything()
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(())  # otherwise __getitem__ would never end it
 
     def __or__(self, other: object) -> object:
         return self

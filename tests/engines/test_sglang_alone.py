@@ -21,3 +21,8 @@ def test_alone(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     print(done.stdout[-16_000:], done.stderr[-4_000:])
     assert done.returncode == 0, "see above"
+
+
+def test_stubs_of_gpu_kernels_stay_in_other_processes() -> None:
+    """In a process with vLLM they would stand for libraries that vLLM looks for."""
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "kvstore.lab.sglang_kernels"]

@@ -16,14 +16,19 @@ from kvstore.lab import sglang_kernels as sglang_kernels
 HERE = Path(__file__).parent
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def are_wanted(config: pytest.Config) -> bool:
+    """Whether this run is for these tests. Others visit the folder too, and must not get the stubs."""
     named_paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
     is_named = any(path == HERE or HERE in path.parents for path in named_paths)
-    return None if is_named and importlib.util.find_spec("sglang") is not None else True
+    return is_named and importlib.util.find_spec("sglang") is not None
 
 
-def pytest_configure() -> None:
-    if importlib.util.find_spec("sglang") is not None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return None if are_wanted(config) else True
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if are_wanted(config):
         sglang_kernels.install()
 
 
