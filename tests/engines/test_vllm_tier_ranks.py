@@ -70,7 +70,6 @@ def test_tier_canonical_chunks_fit_any_number_of_ranks(family: str, model_folder
         two = answer(cluster, model, 2, *named)
         one = answer(cluster, model, 1, *named, "--prompts", "1", "2")
         again = answer(cluster, model, 2, *named, "--prompts", "1", "2")
-        unnamed = answer(cluster, model, 1, "--canonical", "--prompts", "1", "2")
-    assert [two["cached"], one["cached"], again["cached"], unnamed["cached"]] == [[0], [HIT, 0], [HIT, HIT], [0, 0]]
-    assert again["answers"] == one["answers"] == unnamed["answers"]
+    assert [two["cached"], one["cached"], again["cached"]] == [[0], [HIT, 0], [HIT, HIT]]
+    assert again["answers"] == one["answers"]
     assert one["answers"][:1] == two["answers"]
