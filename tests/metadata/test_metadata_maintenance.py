@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -88,6 +89,30 @@ async def test_maintenance_shares_heartbeats_after_failed_writes(tmp_path: Path,
 
     await wait_until_async(shared)
     assert counters.snapshot()["metadata_maintenance_failures_total"] == 3
+    await tasks.stop()
+    await thread.close()
+    index.close()
+
+
+async def test_maintenance_write_that_waited_hides_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tick sees that the index is away while the heartbeats wait to be written to it."""
+    ttl_s, boot_id = 0.2, BootId(b"b" * 16)
+    index, thread, counters = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test"), Counters()
+    register_node(index, NodeInfo(node_id="n", boot_id=boot_id))
+    nodes = NodeTable(index, MonotonicClock(), ttl_s, counters)
+    nodes.view()
+    monkeypatch.setattr(index, "put_beats", lambda _beats: time.sleep(3 * ttl_s))
+    nodes.record_heartbeat(HeartbeatRequest(node_id="n", boot_id=boot_id), "host")
+    alive: list[bool] = []
+    note = [lambda: alive.append(nodes.is_alive(NodeId("n")))]
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=ttl_s, forget_s=60.0, roles=FixedRoles(), on_tick=note)
+    tasks.start()
+
+    async def silent() -> bool:
+        return False in alive
+
+    await wait_until_async(silent)
+    assert alive[0], "the first tick is late, and the node gets another time to live"
     await tasks.stop()
     await thread.close()
     index.close()

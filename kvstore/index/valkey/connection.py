@@ -19,6 +19,9 @@ Reply: TypeAlias = "bytes | int | list[Reply] | hiredis.ReplyError | None"
 
 MAX_OUTSTANDING: Final = 1 << 20
 """Maximum number of commands without a reply on one connection."""
+UNACKNOWLEDGED_S: Final = 2.0
+"""Time after which the kernel closes a connection whose peer acknowledges nothing. TCP tries again after pauses that double, so
+after a cut of the network, the connection would stay away for about as long again."""
 _NO_REPLY: Final = object()
 
 
@@ -95,6 +98,7 @@ class ValkeyConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNACKNOWLEDGED_S * 1000))
         if self._lost is not None:  # closed while it was connecting
             transport.abort()
 

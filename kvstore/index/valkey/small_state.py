@@ -40,6 +40,8 @@ FORMAT: Final = b"kvstore-valkey/1"
 POLL_S: Final = 0.1
 CALL_S: Final = 5.0
 """Deadline of one change."""
+BEATS_S: Final = 1.0
+"""Deadline of shared heartbeats. Written later, they would replace newer ones, and make silent nodes look alive."""
 REPLICATION_MS: Final = 100
 """Time that a change waits for a replica. After that, it can be lost with the primary."""
 _META_FIELDS: Final = ("format", "epoch", "revision", "lives", "namespaces", "notes")
@@ -405,7 +407,7 @@ class SmallStateStore:
         """Store (or with None: delete) heartbeats."""
         for part in _parts(beats.items()):
             flat = [word for node_id, beat in part for word in (node_id, b"" if beat is None else encode_beat(NodeId(""), beat))]
-            await self._script(_PUT_BEATS, (names.META, names.BEATS), self.state.epoch, *flat)
+            await self._script(_PUT_BEATS, (names.META, names.BEATS), self.state.epoch, *flat, call_s=BEATS_S)
 
     # ---- leases
     async def take_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder, ttl_s: float) -> dict[ServerRole, LeaseHolder]:
@@ -449,13 +451,19 @@ class SmallStateStore:
         return [value if isinstance(value, bytes) else str(value).encode() for value in values]
 
     async def _script(
-        self, script: str, names_used: Sequence[bytes], *arguments: bytes | str | int, replicate: bool = False
+        self,
+        script: str,
+        names_used: Sequence[bytes],
+        *arguments: bytes | str | int,
+        replicate: bool = False,
+        call_s: float = CALL_S,
     ) -> Reply:
         commands = [pack("EVAL", _FLAGS + script, len(names_used), *names_used, *arguments)]
         waits = replicate and self._cluster.has_replicas((names.SMALL_SLOT,))
         if waits:
             commands.append(pack("WAIT", 1, REPLICATION_MS))
-        reply, *confirmed = await self._run(commands, Lane.WRITES if waits else Lane.READS)  # WAIT blocks its connection
+        lane = Lane.WRITES if waits else Lane.READS  # WAIT blocks its connection
+        reply, *confirmed = await self._run(commands, lane, call_s)
         if isinstance(reply, hiredis.ReplyError):
             if str(reply).startswith(_EPOCH_CHANGED):
                 await self.refresh()
@@ -465,11 +473,11 @@ class SmallStateStore:
             self._count(metadata_metrics.INDEX_UNREPLICATED, 1)
         return reply
 
-    async def _run(self, commands: Sequence[bytes], lane: Lane = Lane.READS) -> list[Reply]:
+    async def _run(self, commands: Sequence[bytes], lane: Lane = Lane.READS, call_s: float = CALL_S) -> list[Reply]:
         if not commands:
             return []
         slot = names.SMALL_SLOT
-        return await self._cluster.run_until([(slot, command) for command in commands], time.monotonic() + CALL_S, lane)
+        return await self._cluster.run_until([(slot, command) for command in commands], time.monotonic() + call_s, lane)
 
 
 def _parts(items: Iterable[T]) -> Iterator[list[T]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
 
 _TICKS_PER_TTL: Final = 8
+_SLOW_SHARES_PER_TTL: Final = 4
 _MIN_TICK_S: Final = 0.01
 _MAX_TICK_S: Final = 0.5
 _SWEEP_ENTRIES: Final = 1_024
@@ -63,6 +65,7 @@ class Maintenance:
         self._thread = thread
         self._counters = counters
         self._tick_s = min(max(ttl_s / _TICKS_PER_TTL, _MIN_TICK_S), _MAX_TICK_S)
+        self._slow_share_s = ttl_s / _SLOW_SHARES_PER_TTL
         self._forget_s = forget_s
         self._roles = roles
         self._on_tick = on_tick
@@ -87,9 +90,12 @@ class Maintenance:
     async def _watch_nodes(self) -> None:
         while True:
             try:
+                began_s = time.monotonic()
                 try:
                     await self._share()
                 finally:  # silent nodes are hidden even if nothing can be written
+                    if time.monotonic() - began_s > self._slow_share_s:  # no tick has found out, because all waited
+                        self._nodes.index_was_away()
                     if self._pauses is not None:
                         self._pauses.check()
                     self._nodes.tick()

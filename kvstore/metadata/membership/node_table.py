@@ -338,6 +338,10 @@ class NodeTable:
         self._exchange.drop_unshared()
         self._liveness.paused(self._clock.now_s())
 
+    def index_was_away(self) -> None:
+        """The index did not answer until now. Call it before the next :meth:`tick`."""
+        self._liveness.index_failed()
+
     def tick(self) -> None:
         """Read heartbeats and refusals of the other servers, and find nodes that became silent.
 
