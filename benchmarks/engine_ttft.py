@@ -7,6 +7,10 @@ its NVMe with O_DIRECT after the arena was emptied.
 Two more engines use vLLM's own offloading, with the store or vLLM's ``fs`` tier as its secondary tier. Its host memory holds one
 prefix, and two prefixes take turns. The files of the fs tier may be in the page cache, and it computes no checksums.
 
+A short prompt follows each reset of the caches: after a reset, the store's connectors check whether the weights were changed.
+
+The limit is an engine that finds the prefix in its own cache: it computes the tail, and loads nothing.
+
 The model is a Llama with random weights in float32: 8 layers, width 512, 16 KiB of KV per token. Run with an interpreter that has
 vLLM (``make install-engines``).
 """
@@ -72,12 +76,16 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
         def first_token(name: str, *, cold: bool = False) -> float:
             nonlocal turn
             turn += 1
-            child = children[name]
+            child = children["recompute" if name == "resident" else name]
             prompt = [*prefixes[turn % PREFIXES], *next(tails)]
             if name in {"tier", "fs"}:  # the other prefix takes this one's place in host memory
                 child.ask("forget")
                 child.ask("prompt", tokens=[*prefixes[(turn + 1) % PREFIXES], *next(tails)])
             child.ask("forget")
+            if name == "resident":
+                child.ask("prompt", tokens=[*prefixes[turn % PREFIXES], *next(tails)])
+            else:
+                child.ask("prompt", tokens=next(tails)[:16])
             settle(cluster, cold=cold)
             answer = child.ask("prompt", tokens=prompt)
             expected = 0 if name == "recompute" else len(prefixes[0])
@@ -93,6 +101,7 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
                 "layerwise": lambda: first_token("layerwise"),
                 "tier": lambda: first_token("tier"),
                 "fs": lambda: first_token("fs"),
+                "resident": lambda: first_token("resident"),
             },
             options.repetitions,
         )
@@ -129,6 +138,7 @@ def settle(cluster: LocalCluster, *, cold: bool) -> None:
 
 def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> None:
     """Record the figures of the store against computing, and of the ways to attach it against each other and the fs tier."""
+    limit = Reference("the prefix in the engine's own cache", samples["resident"])
     for name, what, peer, called, bound in (
         ("tier", "DRAM, by vLLM's offloading", "dram", "the connector", 1.1),
         ("dram", "DRAM", "fs", "vLLM's fs tier", 0.8),
@@ -145,6 +155,7 @@ def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> No
             ),
             samples[name],
             peer=Reference(called, samples[peer]),
+            limit=limit,
             target=Target("peer", bound),
             verified=True,
         )
@@ -159,6 +170,7 @@ def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> No
             ),
             samples[name],
             peer=Reference("computing the prompt", samples["recompute"]),
+            limit=limit,
             target=Target("peer", 1.0),
             verified=True,
         )
