@@ -1,0 +1,29 @@
+"""The page about testing connectors shows the recorded runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvstore.testing.conformance.faults import ConnectorFault
+from kvstore.testing.conformance.report import table
+from kvstore.testing.conformance.runs import RunResult, RunVerdict
+from kvstore.testing.conformance.targets import KNOWN
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "test-a-connector.md"
+RECORD = PAGE.with_name("test-a-connector.json")
+
+
+def test_conformance_page_shows_the_record() -> None:
+    """Else run the command of the page with ``--output`` and put the table here."""
+    rows = json.loads(RECORD.read_text(encoding="utf-8"))
+    results = [RunResult(**{**row, "fault": ConnectorFault(row["fault"]), "verdict": RunVerdict(row["verdict"])}) for row in rows]
+    assert {one.target for one in results} == set(KNOWN)
+    assert table(results) in PAGE.read_text(encoding="utf-8")
+
+
+def test_conformance_record_of_this_store_is_right() -> None:
+    every = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = [row for row in every if row["target"] in {"kvstore-connector", "kvstore-tier"}]
+    assert {row["fault"] for row in rows} == set(ConnectorFault)
+    assert {row["verdict"] for row in rows} == {RunVerdict.RIGHT}
