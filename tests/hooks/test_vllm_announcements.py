@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvclient import CacheSpec
-from kvclient.engines.vllm.announcements.announcer import Announcement, Announcer
+from kvclient.engines.vllm.announcements.announcer import Announcement, Announcer, ordered_parts
 from kvclient.engines.vllm.announcements.engine_run import EngineRun
 from kvclient.events import BlockMirror
 from kvclient.events.block_groups import BlockGroup, GroupBlockId, xor
@@ -53,7 +53,10 @@ class Feed:
     def __init__(self, most: int = 1_000) -> None:
         self.now_s = 0.0
         self.retracted = 0
-        self.announcer = Announcer(BlockGroup([spec.namespace for spec in SPECS]), most, self._count, lambda: self.now_s)
+        self.unconfirmed = 0
+        self.announcer = Announcer(
+            BlockGroup([spec.namespace for spec in SPECS]), most, self._count, self._count_unconfirmed, lambda: self.now_s
+        )
         self.mirror = BlockMirror(self.announcer.wanted)
         self.believed: dict[bytes, int] = {}
         self.held: set[tuple[int, int, bytes]] = set()
@@ -61,6 +64,9 @@ class Feed:
 
     def _count(self, count: int) -> None:
         self.retracted += count
+
+    def _count_unconfirmed(self, count: int) -> None:
+        self.unconfirmed += count
 
     def tell(self, message: pb.WatchBlocksResponse) -> None:
         self.announcer.on_change(self.mirror, self.mirror.apply(message))
@@ -136,6 +142,7 @@ def test_block_that_no_event_confirms_is_retracted() -> None:
     assert len(feed.told()) == 2
     feed.now_s = 60.0
     assert feed.told() == {run.ids[0]: DRAM}
+    assert (feed.unconfirmed, feed.retracted) == (1, 0)
 
 
 def test_other_blocks_are_not_mirrored() -> None:
@@ -222,6 +229,41 @@ def test_announced_tiers_equal_those_of_the_store(happened: list[tuple[str, int,
             expected = sum(1 << v + 1 for v in set.union(*tiers) if all(any(one <= v for one in some) for some in tiers))
         if feed.announcer.wanted(SPECS[0].namespace, BlockKey(xor(block, SPECS[0].namespace))):
             assert feed.believed.get(block, 0) == expected
+
+
+def routed(announcements: list[Announcement]) -> dict[bytes, int]:
+    """Return the tiers of each hash in a router that receives, of each part, first the stored and then the removed blocks."""
+    state: dict[bytes, int] = {}
+    for part in ordered_parts(announcements):
+        for one in part:
+            state[one.run.hashes[one.at]] = state.get(one.run.hashes[one.at], 0) | one.stored
+        for one in part:
+            state[one.run.hashes[one.at]] &= ~one.removed
+    return {block: bits for block, bits in state.items() if bits}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, DRAM, NVME, DRAM | NVME])), max_size=30))
+def test_router_ends_with_the_last_state_of_each_block(happened: list[tuple[int, int]]) -> None:
+    run, held = run_of(0, 4), dict.fromkeys(range(4), 0)
+    announcements: list[Announcement] = []
+    for at, bits in happened:
+        announcements.append(Announcement(run, at, bits & ~held[at], held[at] & ~bits))
+        held[at] = bits
+    assert routed(announcements) == {run.hashes[at]: bits for at, bits in held.items() if bits}
+    assert [one for part in ordered_parts(announcements) for one in part] == announcements
+    assert all(ordered_parts(announcements))
+
+
+def test_block_retracted_and_stored_again_in_a_step_stays() -> None:
+    feed, run = Feed(most=1), run_of(0, 1)
+    for one in (run, run_of(1, 1), run):  # the second one displaces the first, and is displaced
+        feed.announcer.expect(one)
+        feed.announcer.stored(one)
+        if one is run:
+            feed.hold(1, run.ids)
+        if not feed.believed:
+            before = feed.take()
+    assert routed([*before, *feed.take()]) == {run.hashes[0]: DRAM}
 
 
 def test_labels_of_a_run_have_parents_and_tokens() -> None:

@@ -18,9 +18,11 @@ from kvclient.events.block_groups import BlockGroup
 from kvclient.events.label_writer import LabelWriter
 from kvclient.events.labels import LabelNamespace
 from kvstore.core.types import BlockKey, NamespaceId
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.auth.tokens import TokenSource
 
 _log = logging.getLogger(__name__)
+limited = LimitedLog(_log)
 _MOST_PER_STEP: Final = 4_096
 """Changes that one step of the engine announces; the others follow in later steps."""
 _LABEL_CONNECT_S: Final = 3.0
@@ -91,7 +93,8 @@ class EngineEvents:
             Announcer(
                 BlockGroup([spec.namespace for spec in one.specs]),
                 self._most_blocks,
-                lambda count: self._count("events_retracted", count),
+                retracted=self._on_retracted,
+                unconfirmed=self._on_unconfirmed,
             )
             for one in groups
         ]
@@ -109,6 +112,16 @@ class EngineEvents:
             self._count("events_refused", 1)
             return
         self._announcers = announcers
+
+    def _on_retracted(self, count: int) -> None:
+        self._count("events_retracted", count)
+        limited.warning(
+            "announced blocks retracted: too many are followed (blocks=%d, events_blocks=%d)", count, self._most_blocks
+        )
+
+    def _on_unconfirmed(self, count: int) -> None:
+        self._count("events_unconfirmed", count)
+        limited.warning("announced blocks retracted: the store's events did not confirm them (blocks=%d)", count)
 
     def _connect_labels(self, namespace: LabelNamespace) -> KVClient:
         options = replace(

@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, B
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvclient.engines.vllm.announcements.announcer import Announcement
+from kvclient.engines.vllm.announcements.announcer import Announcement, ordered_parts
 from kvclient.engines.vllm.announcements.engine_run import EngineRun
 from kvclient.events.block_groups import GroupBlockId
 from kvstore.core.types import Tier
@@ -84,7 +84,10 @@ def _extra_keys(request: Any, start: int, tokens: int, page_tokens: int) -> tupl
 def kv_events(
     announcements: Iterable[Announcement], kinds: Sequence[GroupKind], block_tokens: int, locality: str | None
 ) -> list[Any]:
-    """Return the events of announcements for vLLM's publisher: stored blocks first.
+    """Return the events of announcements for vLLM's publisher.
+
+    Stored blocks precede removed ones, so that a block enters a medium before it leaves another one. The exception is a hash that
+    is stored again in the medium that it was removed from: its second event is in a later part (``ordered_parts``).
 
     Args:
         announcements: in order.
@@ -92,6 +95,13 @@ def kv_events(
         block_tokens: tokens of a page.
         locality: ``LOCAL`` or ``REMOTE``; None: unspecified.
     """
+    return [event for part in ordered_parts(announcements) for event in _part_events(part, kinds, block_tokens, locality)]
+
+
+def _part_events(
+    announcements: Iterable[Announcement], kinds: Sequence[GroupKind], block_tokens: int, locality: str | None
+) -> list[Any]:
+    """Return the events of one part: stored blocks first."""
     events: list[Any] = []
     removed: dict[str, list[Any]] = {}
     open_runs: dict[str, tuple[EngineRun, int, int]] = {}
