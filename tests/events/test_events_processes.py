@@ -254,6 +254,25 @@ def test_events_command_prints_a_line_per_change(tmp_path: Path) -> None:
             assert process.wait(20) == 0
 
 
+def test_events_prints_a_block_of_two_tiers_once(tmp_path: Path) -> None:
+    with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
+        keys = engine.store(1)
+        command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address, "-o", "json"]
+
+        def snapshot() -> list[dict[str, list[object]]]:
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+                assert process.stdout is not None
+                lines = [json.loads(process.stdout.readline())]
+                while lines[-1] != {"snapshot": "complete"}:
+                    lines.append(json.loads(process.stdout.readline()))
+                process.terminate()
+                assert process.wait(20) == 0
+            return lines[1:-1]
+
+        wait_until(lambda: all(len(line["held_by"]) == 2 for line in snapshot()), lambda: "both tiers are published")
+        assert sorted(str(line["key"]) for line in snapshot()) == sorted(key.hex() for key in keys)
+
+
 def test_events_stops_on_signal_without_readers(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
         command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address]
