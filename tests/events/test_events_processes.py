@@ -134,6 +134,10 @@ class Blocks:
         for at, (block, own) in enumerate(zip(self.ids, self.hashes, strict=True)):
             yield block, BlockLabel(at, (own,), self.hashes[at - 1] if at else b"", self.tokens[at].tobytes())
 
+    @property
+    def memory_bytes(self) -> int:
+        return BLOCKS * 256
+
     def told(self, *media: str) -> set[tuple[object, str | None]]:
         return {(int.from_bytes(one[-8:], "big"), medium) for one in self.hashes for medium in media}
 

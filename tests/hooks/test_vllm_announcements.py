@@ -47,6 +47,14 @@ def test_parts_of_a_run_have_the_labels_of_the_run(blocks: int, hashes: int, ext
     assert part.keys == run.keys[start:stop]
 
 
+def test_memory_of_a_run_grows_with_its_tokens_and_hashes() -> None:
+    small, large = (
+        EngineRun(0, (GroupBlockId(bytes(16)),) * n, (bytes(32),) * n, tokens=array("I", range(16 * n))) for n in (1, 1_000)
+    )
+    assert large.memory_bytes == 1_000 * small.memory_bytes
+    assert small.memory_bytes >= 16 * 4 + 32 + 16
+
+
 class Feed:
     """An announcer, a mirror that keeps only its blocks, and the state of a subscriber."""
 
