@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvclient import CacheSpec
 from kvclient.engines.vllm.announcements.announcer import Announcement, Announcer, ordered_parts
 from kvclient.engines.vllm.announcements.engine_run import EngineRun
+from kvclient.engines.vllm.announcements.recent_prefixes import MOST_PER_CALL, RecentPrefixes
 from kvclient.events import BlockMirror
 from kvclient.events.block_groups import BlockGroup, GroupBlockId, xor
 from kvclient.events.labels import BlockLabel
@@ -237,6 +238,45 @@ def test_announced_tiers_equal_those_of_the_store(happened: list[tuple[str, int,
             expected = sum(1 << v + 1 for v in set.union(*tiers) if all(any(one <= v for one in some) for some in tiers))
         if feed.announcer.wanted(SPECS[0].namespace, BlockKey(xor(block, SPECS[0].namespace))):
             assert feed.believed.get(block, 0) == expected
+
+
+def chain_of(*numbers: int) -> list[BlockKey]:
+    return [BlockKey(number.to_bytes(16, "big")) for number in numbers]
+
+
+def label_next(recent: RecentPrefixes, keys: list[BlockKey]) -> range:
+    part = recent.next_part(keys)
+    recent.labelled(keys, part)
+    return part
+
+
+def test_found_prefix_is_labelled_once_then_only_its_growth() -> None:
+    now_s = [0.0]
+    recent = RecentPrefixes(clock=lambda: now_s[0])
+    keys = chain_of(*range(100))
+    assert label_next(recent, keys[:10]) == range(10)
+    assert not label_next(recent, keys[:10])
+    now_s[0] = 500.0
+    assert label_next(recent, keys[:30]) == range(10, 30)
+    assert label_next(recent, [*keys[:20], *chain_of(1_000, 1_001)]) == range(20, 22)
+    now_s[0] = 601.0  # the oldest blocks expire, and later ones with them
+    assert label_next(recent, keys[:31]) == range(31)
+    assert not label_next(recent, keys[:31])
+
+
+def test_found_prefix_costs_the_scheduler_a_bounded_part() -> None:
+    recent, keys = RecentPrefixes(), chain_of(*range(2 * MOST_PER_CALL + 5))
+    sizes = [len(label_next(recent, keys)) for _ in range(4)]
+    assert sizes == [MOST_PER_CALL, MOST_PER_CALL, 5, 0]
+
+
+def test_recent_prefixes_are_bounded() -> None:
+    recent = RecentPrefixes(most=8)
+    for first in range(0, 100, 10):
+        keys = chain_of(*range(first, first + 6))
+        assert label_next(recent, keys) == range(6)
+    assert not label_next(recent, keys)
+    assert label_next(recent, chain_of(*range(6))) == range(6)
 
 
 def routed(announcements: list[Announcement]) -> dict[bytes, int]:

@@ -30,7 +30,7 @@ _MOST_WAITING: Final = 1_024
 _MOST_WAITING_BYTES: Final = 64 << 20
 """Memory of these runs. A run may be a whole prompt."""
 _MOST_RECENT: Final = 262_144
-_REWRITE_S: Final = 600.0
+REWRITE_S: Final = 600.0
 """A label that was written longer ago is written again, in case that it was evicted."""
 _BATCH: Final = 512
 _RETRY_S: Final = 5.0
@@ -78,24 +78,29 @@ class LabelWriter:
         self._thread = threading.Thread(target=self._run, name="kvstore-labels", daemon=True)
         self._thread.start()
 
-    def put(self, source: LabelSource) -> None:
-        """Label these blocks soon. If too many wait, they get no labels, and routers do not see them.
+    def put(self, source: LabelSource) -> bool:
+        """Label these blocks soon. False: too many wait, so these get no labels, and routers do not see them.
 
         Example: ``writer.put(source)``
         """
-        size = source.memory_bytes
-        with self._lock:
-            fits = self._waiting_bytes + size <= _MOST_WAITING_BYTES
-            if fits:
-                self._waiting_bytes += size
-        if fits:
-            try:
-                self._waiting.put_nowait(source)
-                return
-            except queue.Full:
-                self._release(size)
+        if self._enqueue(source):
+            return True
         self._count("labels_dropped", 1)
         limited.warning("blocks not labelled: too many wait (runs=%d, bytes=%d)", self._waiting.qsize(), self._waiting_bytes)
+        return False
+
+    def _enqueue(self, source: LabelSource) -> bool:
+        size = source.memory_bytes
+        with self._lock:
+            if self._waiting_bytes + size > _MOST_WAITING_BYTES:
+                return False
+            self._waiting_bytes += size
+        try:
+            self._waiting.put_nowait(source)
+        except queue.Full:
+            self._release(size)
+            return False
+        return True
 
     def _release(self, size: int) -> None:
         with self._lock:
@@ -146,7 +151,7 @@ class LabelWriter:
         size = self._namespace.spec.layer_block_bytes
         batch: list[tuple[GroupBlockId, bytes]] = []
         for block, label in source.labels():
-            if now_s - self._recent.get(block, -_REWRITE_S) < _REWRITE_S:
+            if now_s - self._recent.get(block, -REWRITE_S) < REWRITE_S:
                 continue
             try:
                 batch.append((block, label.encode(size)))

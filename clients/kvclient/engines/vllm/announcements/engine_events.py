@@ -143,10 +143,10 @@ class EngineEvents:
             self._announcers[run.group].stored(run)
         self.found(run)
 
-    def found(self, run: EngineRun) -> None:
-        """Receive blocks that the store holds: their labels are written again if they are old."""
-        if run.hashes and (writer := self._writers.get(run.group)) is not None:
-            writer.put(run)
+    def found(self, run: EngineRun) -> bool:
+        """Receive blocks that the store holds: their labels are written again if they are old. False: they are not."""
+        writer = self._writers.get(run.group) if run.hashes else None
+        return writer is not None and writer.put(run)
 
     def announce_again(self) -> None:
         """Announce all held blocks again: vLLM has told its subscribers to drop their state."""

@@ -9,6 +9,7 @@ from kvclient import BlockKey, CacheSpec
 from kvclient.engines.vllm.announcements.engine_events import AnnouncedGroup, EngineEvents
 from kvclient.engines.vllm.announcements.engine_run import EngineRun
 from kvclient.engines.vllm.announcements.messages import GroupKind, engine_run, kv_events
+from kvclient.engines.vllm.announcements.recent_prefixes import RecentPrefixes
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.events.block_groups import GroupBlockId, xor
@@ -40,6 +41,7 @@ class RequestObserver:
         self._locality = options.events_locality or None
         self._labelled = options.block_labels
         self._chain = b""
+        self._recent = RecentPrefixes()
         self.events = EngineEvents(options.hook, announce=announce, most_blocks=options.events_blocks, count=counters.add)
 
     def connect(self, specs: Sequence[CacheSpec], chain: CacheSpec) -> None:
@@ -50,6 +52,7 @@ class RequestObserver:
             chain: the namespace whose keys the connector makes.
         """
         self._chain = chain.namespace
+        self._recent = RecentPrefixes()
         kind = next((kind for kind, _ in self._kinds if kind in MAIN_KINDS), "")
         self.events.connect([AnnouncedGroup(specs, kind, labelled=self._labelled)])
 
@@ -70,9 +73,13 @@ class RequestObserver:
             self.events.stored(plan)
 
     def found(self, request: Any, keys: Sequence[BlockKey]) -> None:  # noqa: ANN401
-        """Label the blocks of a prefix again, in case that their labels were evicted."""
-        if self.events.labels and (run := self._run(request, 0, keys)) is not None:
-            self.events.found(run)
+        """Label the blocks of a prefix again, in case that their labels were evicted: those that were not labelled recently."""
+        if not self.events.labels:
+            return
+        part = self._recent.next_part(keys)
+        run = self._run(request, part.start, keys[part.start : part.stop]) if part else None
+        if run is not None and self.events.found(run):
+            self._recent.labelled(keys, part)
 
     def take_events(self) -> list[Any]:
         """Return vLLM's events since the last call."""
