@@ -39,6 +39,11 @@ class EventsSection(Section):
         description="publish the labelled blocks of this model, with the engine's hashes and tokens; unset: all blocks, with the"
         " store's own keys",
     )
+    engine_hash: str = Field(
+        default="",
+        description="with a model: publish labels of this hash of the engines, such as sha256 or sha256_cbor, with a suffix for"
+        " PYTHONHASHSEED; unset: one of those that are found first, preferably sha256",
+    )
     pool: str = Field(default="kvstore", description="with a model: name of the store in the topic kv@pool:NAME@MODEL")
     topic: str = Field(
         default="",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from kvclient.events import BlockMirror, BlockWatcher, MirroredVolume
@@ -14,10 +14,10 @@ from kvclient.nodes.namespaces import list_namespaces
 from kvstore.config.events import EventsConfig
 from kvstore.core import limits
 from kvstore.core.errors import KVStoreError
-from kvstore.core.spec import CacheSpec
 from kvstore.core.types import NamespaceId
 from kvstore.events.label_reader import LabelReader
 from kvstore.events.labelled import LabelledTranslator
+from kvstore.events.namespace_choice import NamespaceChoice
 from kvstore.events.publisher import EventPublisher
 from kvstore.events.wire import Event
 from kvstore.observe.counters import Counters
@@ -56,6 +56,7 @@ class ModelStream:
         self._token = TokenSource.of(file=config.client.token_file)
         self._counters = counters
         self._reader = LabelReader(config, counters)
+        self._choice = NamespaceChoice(config)
         self._spaces: dict[NamespaceId, LabelNamespace] = {}
         self._watcher: BlockWatcher | None = None
         self._listed_s = -_LIST_S
@@ -66,6 +67,7 @@ class ModelStream:
         """Yield the gauges of the published state."""
         yield Sample(events_metrics.TOLD_BLOCKS, len(self._translator))
         yield Sample(events_metrics.UNLABELLED_BLOCKS, self._translator.unlabelled)
+        yield Sample(events_metrics.IGNORED_NAMESPACES, self._choice.ignored)
 
     def step(self) -> None:
         """Publish what has changed since the last call. Call it several times per second.
@@ -128,22 +130,10 @@ class ModelStream:
             limited.warning("namespaces unknown: new ones are published later (%s)", error)
             return
         self._answered = True
-        found = self._labelled(specs)
-        if not found:
-            known = sorted({spec.model for spec in specs if LabelNamespace.read(spec, specs) is not None})
-            limited.warning(
-                "no labelled blocks of model %s (models with labels: %s)", self._config.model, ", ".join(known) or "none"
-            )
-        if len({(one.spec.tenant, one.spec.salt, one.spec.weights_epoch) for one in found}) > 1:
-            limited.warning("several tenants or weights epochs are published in one stream: select some with --namespace")
+        found = self._choice.choose(specs)
         self._spaces |= {one.spec.namespace: one for one in found}
         if self._translator.use(found):
             self._watch()
-
-    def _labelled(self, specs: Sequence[CacheSpec]) -> list[LabelNamespace]:
-        only = set(self._config.namespace_ids)
-        found = [LabelNamespace.read(spec, specs) for spec in specs if spec.model == self._config.model]
-        return [one for one in found if one is not None and (not only or only.issuperset(one.labelled))]
 
     def _watch(self) -> None:
         """Subscribe to all namespaces. The new mirror begins with a snapshot, of which only the difference is published."""

@@ -186,6 +186,20 @@ def test_store_publishes_blocks_of_two_engines_with_tokens(
             single.close()
 
 
+def test_engine_hash_name_has_algorithm_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvclient.engines.vllm.announcements.messages import engine_hash_name
+
+    def name(algorithm: str) -> str:
+        return engine_hash_name(SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm)))
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert [name(one) for one in ("sha256", "sha256_cbor", "xxhash")] == ["sha256", "sha256_cbor", ""]
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    first = [name(one) for one in ("sha256", "xxhash")]
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
+    assert len({*first, name("sha256"), name("xxhash"), "sha256", ""}) == 6
+
+
 # ---- the tier
 CHUNK = 2 * BLOCK
 
@@ -281,7 +295,7 @@ def test_tier_observer_follows_only_chunks_that_are_held(cluster: LocalCluster) 
     options, counters = TierOptions(HookOptions(metadata=cluster.metadata_address), block_labels=True), TierCounters()
     observer = ChunkObserver(options, announce=True, counters=counters)
     specs = {group: CacheSpec("observed", 32, 1, 4096, layout=f"group={group}") for group in groups}
-    observer.connect(specs, groups)
+    observer.connect(specs, groups, "sha256")
     told: dict[tuple[bytes, str], bool] = {}
 
     def held(medium: str) -> set[bytes]:
@@ -309,7 +323,7 @@ def test_tier_observer_follows_only_chunks_that_are_held(cluster: LocalCluster) 
         evict(cluster, Tier.TIER_DRAM)
         wait_until(lambda: not held("CPU"), lambda: str(told))
         assert held("STORAGE") == set(arrived)
-        observer.connect(specs, groups)
+        observer.connect(specs, groups, "sha256")
         assert not held("STORAGE")
     finally:
         observer.close()

@@ -36,7 +36,9 @@ def test_waiting_runs_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(label_writer, "_MOST_WAITING_BYTES", 1_000)
     counts: Counter[str] = Counter()
     go_on = threading.Event()
-    writer = LabelWriter(LabelNamespace.make([SPEC]), pytest.fail, lambda name, count: counts.update({name: count}))
+    writer = LabelWriter(
+        LabelNamespace.make([SPEC], engine_hash="sha256"), pytest.fail, lambda name, count: counts.update({name: count})
+    )
     try:
         first = Run(600, go_on)
         writer.put(first)

@@ -24,7 +24,7 @@ from kvstore.events.wire import BlockRemoved, BlockStored, Event
 SHARDS = [
     CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64, shard_rank=rank, shard_count=2) for rank in range(2)
 ]
-SPACE = LabelNamespace.make(SHARDS, kind="full_attention")
+SPACE = LabelNamespace.make(SHARDS, engine_hash="sha256", kind="full_attention")
 LENGTH = 5
 VOLUMES = {1: Tier.TIER_DRAM, 2: Tier.TIER_NVME, 3: Tier.TIER_DRAM, 4: Tier.TIER_NVME}
 MEDIA = {Tier.TIER_DRAM: "CPU", Tier.TIER_NVME: "STORAGE"}
@@ -271,7 +271,7 @@ def test_volumes_outside_the_filter_do_not_count_for_blocks() -> None:
 
 def test_equal_hash_in_two_namespaces_is_removed_with_the_last() -> None:
     other = [CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64, weights_epoch="2")]
-    second = LabelNamespace.make(other)
+    second = LabelNamespace.make(other, engine_hash="sha256")
     world = World()
     whole(world, 0, 1)
     world.store(1, 2, 0, 0)
@@ -390,7 +390,7 @@ def test_label_namespace_is_read_from_its_spec() -> None:
     assert LabelNamespace.read(SPACE.spec, [SPACE.spec, *SHARDS]) == SPACE
     assert LabelNamespace.read(SPACE.spec, SHARDS[:1]) is None
     assert LabelNamespace.read(SHARDS[0], SHARDS) is None
-    assert LabelNamespace.make(SHARDS, kind="sliding_window").kind == ""
+    assert LabelNamespace.make(SHARDS, engine_hash="sha256", kind="sliding_window").kind == ""
     many = [CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64, shard_rank=r, shard_count=64) for r in range(64)]
     with pytest.raises(InvalidArgument, match="too many namespaces"):
-        LabelNamespace.make(many)
+        LabelNamespace.make(many, engine_hash="sha256")

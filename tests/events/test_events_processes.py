@@ -147,7 +147,7 @@ def test_events_of_a_model_have_tokens_and_engine_hashes(tmp_path: Path) -> None
     topic = f"kv@pool:kvstore@{SPEC.model}"
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path / "store") as cluster, engine_of(cluster) as engine:
         connect = partial(KVClient.connect, cluster.metadata_address, node=cluster.node("a").local_socket)
-        writer = LabelWriter(LabelNamespace.make([SPEC]), lambda space: connect(space.spec))
+        writer = LabelWriter(LabelNamespace.make([SPEC], engine_hash="sha256"), lambda space: connect(space.spec))
         with publishing(tmp_path, cluster.metadata_address, **settings) as publisher:
             router = ZmqSubscriber(publisher.endpoint, publisher.replay, topic)
             try:
@@ -181,7 +181,9 @@ def labelled_store(folder: Path) -> Iterator[tuple[LocalCluster, Engine, Blocks,
     """A store with one labelled chain, and the publisher of its model."""
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], folder / "store") as cluster, engine_of(cluster) as engine:
         connect = partial(KVClient.connect, cluster.metadata_address, node=cluster.node("a").local_socket)
-        writer = LabelWriter(LabelNamespace.make([SPEC], kind="full_attention"), lambda space: connect(space.spec))
+        writer = LabelWriter(
+            LabelNamespace.make([SPEC], engine_hash="sha256", kind="full_attention"), lambda space: connect(space.spec)
+        )
         try:
             blocks = Blocks(engine.store(1), 1)
             writer.put(blocks)

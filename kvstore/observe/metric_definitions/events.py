@@ -14,6 +14,9 @@ REMOVED_BLOCKS: Final = group.counter("events_removed_blocks_total", "blocks pub
 UNLABELLED_BLOCKS: Final = group.gauge(
     "events_unlabelled_blocks", "blocks of the model that are stored but not published, since their labels are not known"
 )
+IGNORED_NAMESPACES: Final = group.gauge(
+    "events_ignored_namespaces", "label namespaces of the model that are not published: other engine hashes, or too many"
+)
 LABELS_READ: Final = group.counter("events_labels_read_total", "labels of blocks that were read from the store")
 LABELS_FAILED: Final = group.counter("events_labels_failed_total", "labels of blocks that could not be read")
 CLEARED: Final = group.counter("events_cleared_total", "replays that told a subscriber to drop its state")

@@ -35,12 +35,14 @@ class AnnouncedGroup:
 
     Attributes:
         specs: the namespaces.
+        engine_hash: algorithm and seed of the engine's hashes; empty: other engines compute other ones, so there are no labels.
         kind: vLLM's kind of the KV cache group.
         hashes: the engine's hashes per block.
         labelled: whether blocks get labels.
     """
 
     specs: Sequence[CacheSpec]
+    engine_hash: str = ""
     kind: str = ""
     hashes: int = 1
     labelled: bool = False
@@ -79,9 +81,12 @@ class EngineEvents:
         """
         self._retire()
         for group, one in enumerate(groups):
-            if one.labelled:
+            if one.labelled and not one.engine_hash:
+                self._count("labels_failed", 1)
+                _log.warning("blocks get no labels: vLLM seeds its hashes at random; use sha256, or set PYTHONHASHSEED")
+            elif one.labelled:
                 try:
-                    namespace = LabelNamespace.make(one.specs, kind=one.kind, hashes=one.hashes)
+                    namespace = LabelNamespace.make(one.specs, engine_hash=one.engine_hash, kind=one.kind, hashes=one.hashes)
                 except InvalidArgument as error:
                     self._count("labels_failed", 1)
                     _log.warning("blocks get no labels: %s", error)

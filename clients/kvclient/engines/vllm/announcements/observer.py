@@ -23,6 +23,7 @@ class RequestObserver:
         options: of the connector.
         kinds: by KV cache group.
         block_tokens: tokens of a block.
+        engine_hash: see ``engine_hash_name``.
         announce: whether the engine publishes KV events.
         counters: count labels and retracted announcements.
     """
@@ -33,12 +34,14 @@ class RequestObserver:
         kinds: Sequence[GroupKind],
         block_tokens: int,
         *,
+        engine_hash: str,
         announce: bool,
         counters: ConnectorCounters,
     ) -> None:
         self._kinds = kinds
         self._block_tokens = block_tokens
         self._locality = options.events_locality or None
+        self._engine_hash = engine_hash
         self._labelled = options.block_labels
         self._chain = b""
         self._recent = RecentPrefixes()
@@ -54,7 +57,7 @@ class RequestObserver:
         self._chain = chain.namespace
         self._recent = RecentPrefixes()
         kind = next((kind for kind, _ in self._kinds if kind in MAIN_KINDS), "")
-        self.events.connect([AnnouncedGroup(specs, kind, labelled=self._labelled)])
+        self.events.connect([AnnouncedGroup(specs, self._engine_hash, kind, labelled=self._labelled)])
 
     def _run(self, request: Any, first: int, keys: Sequence[BlockKey]) -> EngineRun | None:  # noqa: ANN401
         ids = [GroupBlockId(xor(key, self._chain)) for key in keys]
