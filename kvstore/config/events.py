@@ -65,6 +65,12 @@ class EventsSection(Section):
     tiers: Annotated[tuple[Literal["hbm", "dram", "nvme"], ...], BeforeValidator(parse_list)] = Field(
         default=(), description="publish only volumes of these tiers: hbm, dram, nvme; unset: all"
     )
+    max_blocks: int = Field(
+        default=10_000_000,
+        ge=1,
+        description="stored blocks that are followed, in about 450 bytes each; labels and each shard and KV cache group count."
+        " Further blocks are not published until a quarter of the space is free",
+    )
     rank: int = Field(default=0, ge=0, description="data_parallel_rank in each batch")
     replay_batches: int = Field(default=10_000, ge=1, description="past batches that are kept for replay")
     replay_memory_bytes: Size = Field(default=64 << 20, ge=1 << 20, description="memory of the batches that are kept for replay")

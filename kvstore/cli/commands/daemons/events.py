@@ -95,6 +95,7 @@ def _print_events(config: Config, output_format: str) -> None:
         tiers=config.events.tier_kinds,
         tls=config.client.tls.resolve(),
         token=token(config.client),
+        most_blocks=config.events.max_blocks,
         on_change=show,
     ) as watcher:
         while not stop.wait(_WATCH_S):
