@@ -71,6 +71,11 @@ class EventsSection(Section):
         description="stored blocks that are followed, in about 450 bytes each; labels and each shard and KV cache group count."
         " Further blocks are not published until a quarter of the space is free",
     )
+    labels_memory_bytes: Size = Field(
+        default=1 << 30,
+        ge=1 << 20,
+        description="with a model: memory of labels; blocks whose labels do not fit are not published",
+    )
     rank: int = Field(default=0, ge=0, description="data_parallel_rank in each batch")
     replay_batches: int = Field(default=10_000, ge=1, description="past batches that are kept for replay")
     replay_memory_bytes: Size = Field(default=64 << 20, ge=1 << 20, description="memory of the batches that are kept for replay")
