@@ -48,7 +48,7 @@ class LabelRetries:
         return not before
 
     def succeeded(self, block: Block) -> None:
-        """Forget a block: its label is known, or it is gone."""
+        """Forget a block: its label is known, or the store dropped it."""
         self._stop_waiting(block, self._failures.pop(block, 0))
 
     def is_waiting(self, block: Block) -> bool:

@@ -232,7 +232,7 @@ class LabelledTranslator:
             self._spaces[mine].wanted.pop(block, None)
 
     def ask_again(self, mine: NamespaceId, block: GroupBlockId) -> bool:
-        """Ask for the label of a block again. False: the block is gone, or its label is known."""
+        """Ask for the label of a block again. False: its label is known, or the store dropped the block."""
         space = self._spaces[mine]
         if block not in space.unlabelled:
             return False

@@ -34,7 +34,7 @@ _LIST_S: Final = 2.0
 """How often new namespaces are looked for."""
 _TIMEOUT_S: Final = 2.0
 _SUBSCRIBE_S: Final = 30.0
-"""Pause between two subscriptions. Each one reads a snapshot of all blocks, so namespaces that appear meanwhile wait for it."""
+"""Pause between two subscriptions. Each one reads a snapshot of all blocks, so namespaces that appear during the pause wait."""
 _READ_S: Final = 5.0
 """Time for reading labels between two updates."""
 _UNAVAILABLE_S: Final = 30.0
@@ -187,9 +187,7 @@ class ModelStream:
     def _drop_labels(self, namespace: NamespaceId, blocks: Sequence[GroupBlockId], now_s: float) -> None:
         """Leave blocks without labels, since these do not fit into memory. They are tried again like failed ones."""
         self._counters.add(events_metrics.LABELS_DROPPED, len(blocks))
-        limited.warning(
-            "blocks not published: the memory of labels is full (blocks=%d); see events.labels_memory_bytes", len(blocks)
-        )
+        limited.warning("blocks not published: events.labels_memory is used up (blocks=%d)", len(blocks))
         self._fail(namespace, blocks, now_s)
         self._count_tried(namespace, len(blocks))
 

@@ -21,7 +21,7 @@ LABELS_READ: Final = group.counter("events_labels_read_total", "labels of blocks
 LABELS_FAILED: Final = group.counter("events_labels_failed_total", "labels of blocks that could not be read")
 LABELS_MALFORMED: Final = group.counter("events_labels_malformed_total", "labels among these that are malformed")
 LABELS_DROPPED: Final = group.counter(
-    "events_labels_dropped_total", "labels not kept because events.labels_memory_bytes is used up: their blocks are not published"
+    "events_labels_dropped_total", "labels not kept because events.labels_memory is used up: their blocks are not published"
 )
 LABELS_FORGOTTEN: Final = group.counter(
     "events_labels_forgotten_total", "failed labels beyond the bound on remembered failures: read again with a scan of all blocks"

@@ -107,7 +107,7 @@ def _print_events(config: Config, output_format: str) -> None:
 def _show(mirror: BlockMirror, change: Change, output_format: str, stop: threading.Event) -> None:
     """Print changed blocks, each once per message, and a snapshot when it is complete.
 
-    A snapshot reports a block once per replica, and again if it changes meanwhile. So its blocks are read from the mirror.
+    A snapshot reports a block once per replica, and again if it changes before the end. So the blocks are read from the mirror.
     """
     keys: Iterable[BlockKey] = ()
     if change.whole and not mirror.complete:

@@ -35,7 +35,7 @@ class AnnouncedGroup:
 
     Attributes:
         specs: the namespaces.
-        engine_hash: algorithm and seed of the engine's hashes; empty: other engines compute other ones, so there are no labels.
+        engine_hash: algorithm and seed of the engine's hashes; empty: each engine computes other ones, so it writes no labels.
         kind: vLLM's kind of the KV cache group.
         hashes: the engine's hashes per block.
         labelled: whether blocks get labels.
