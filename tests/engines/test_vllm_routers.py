@@ -186,6 +186,21 @@ def test_store_publishes_blocks_of_two_engines_with_tokens(
             single.close()
 
 
+def test_block_stored_again_in_a_step_is_published_last() -> None:
+    from kvclient.engines.vllm.announcements.messages import kv_events
+
+    dram, nvme = 1 << 2, 1 << 3
+    run = EngineRun(0, (GroupBlockId(bytes(16)),), (b"h" * 32,), b"", array("I", range(4)))
+    moved, removed, stored = Announcement(run, 0, nvme, dram), Announcement(run, 0, 0, nvme), Announcement(run, 0, nvme, 0)
+
+    def order(*announcements: Announcement) -> list[tuple[str, str]]:
+        events = kv_events(announcements, [("full_attention", None)], 4, None)
+        return [(type(event).__name__, event.medium) for event in events]
+
+    assert order(moved) == [("BlockStored", "STORAGE"), ("BlockRemoved", "CPU")]
+    assert order(removed, stored) == [("BlockRemoved", "STORAGE"), ("BlockStored", "STORAGE")]
+
+
 def test_engine_hash_name_has_algorithm_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvclient.engines.vllm.announcements.messages import engine_hash_name
 
