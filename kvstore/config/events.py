@@ -39,6 +39,11 @@ class EventsSection(Section):
         description="publish the labelled blocks of this model, with the engine's hashes and tokens; unset: all blocks, with the"
         " store's own keys",
     )
+    engine_hash: str = Field(
+        default="",
+        description="with a model: publish labels of this hash of the engines, such as sha256 or sha256_cbor, with a suffix for"
+        " PYTHONHASHSEED; unset: one of those that are found first, preferably sha256",
+    )
     pool: str = Field(default="kvstore", description="with a model: name of the store in the topic kv@pool:NAME@MODEL")
     topic: str = Field(
         default="",
@@ -59,6 +64,17 @@ class EventsSection(Section):
     )
     tiers: Annotated[tuple[Literal["hbm", "dram", "nvme"], ...], BeforeValidator(parse_list)] = Field(
         default=(), description="publish only volumes of these tiers: hbm, dram, nvme; unset: all"
+    )
+    max_blocks: int = Field(
+        default=10_000_000,
+        ge=1,
+        description="stored blocks that are followed, in about 450 bytes each; labels and each shard and KV cache group count."
+        " Further blocks are not published until a quarter of the space is free",
+    )
+    labels_memory_bytes: Size = Field(
+        default=1 << 30,
+        ge=1 << 20,
+        description="with a model: memory of labels; blocks whose labels do not fit are not published",
     )
     rank: int = Field(default=0, ge=0, description="data_parallel_rank in each batch")
     replay_batches: int = Field(default=10_000, ge=1, description="past batches that are kept for replay")

@@ -70,6 +70,7 @@ class KeyStream:
             tiers=config.tier_kinds,
             tls=config.client.tls.resolve(),
             token=TokenSource.of(file=config.client.token_file),
+            most_blocks=config.max_blocks,
             counters=counters,
             on_change=self._take,
         )

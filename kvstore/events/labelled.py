@@ -21,6 +21,7 @@ from kvclient.events import BlockMirror, Change, MirroredVolume
 from kvclient.events.block_groups import BlockGroup, GroupBlockId
 from kvclient.events.labels import BlockLabel, LabelNamespace
 from kvstore.core.types import BlockKey, NamespaceId
+from kvstore.events.label_retries import Block
 from kvstore.events.translation import MEDIA
 from kvstore.events.wire import BlockHash, BlockRemoved, BlockStored, Event
 
@@ -28,8 +29,11 @@ _HASHES_PER_EVENT: Final = 512
 _HASHES_PER_BATCH: Final = 2_048
 _INT_BYTES: Final = 8
 
-Block = tuple[NamespaceId, GroupBlockId]
-"""A label namespace, and a block in it."""
+_MOST_CHANGES: Final = 100_000
+"""Changed blocks between two updates. Beyond that, the next update reads the whole mirror."""
+_LABEL_BYTES: Final = 1_024
+"""Estimated memory of one label, besides hashes, tokens and extra keys."""
+_OBJECT_BYTES: Final = 64
 
 
 def engine_hash(raw: bytes) -> BlockHash:
@@ -53,19 +57,20 @@ class _Labelled:
     """By parent's hash."""
     unlabelled: set[GroupBlockId] = field(default_factory=set)
     """Held, without a known label."""
-    wanted: set[GroupBlockId] = field(default_factory=set)
-    """Those of them whose label can be read."""
+    wanted: dict[GroupBlockId, None] = field(default_factory=dict)
+    """Those of them whose label can be read, oldest first."""
 
-    def forget_if_gone(self, block: GroupBlockId) -> None:
-        """Forget the label of a block that is not held. It is read again if the block returns."""
+    def forget_if_gone(self, block: GroupBlockId) -> int:
+        """Forget the label of a block that is not held, and return its memory. It is read again if the block returns."""
         label = self.labels.get(block)
         if label is None or block in self.held or block in self.published:
-            return
+            return 0
         del self.labels[block]
         for table, name in ((self.by_hash, label.hashes[-1]), (self.children, label.parent)):
             table[name].discard(block)
             if not table[name]:
                 del table[name]
+        return _memory_of(label)
 
     def is_published(self, block_hash: bytes) -> bool:
         """Whether a block with this last hash is published."""
@@ -79,10 +84,16 @@ class LabelledTranslator:
 
     Args:
         accept: which volumes count.
+        most_label_bytes: memory of labels. Blocks whose labels do not fit are not published.
     """
 
-    def __init__(self, accept: Callable[[MirroredVolume], bool] = lambda _volume: True) -> None:
+    def __init__(
+        self, accept: Callable[[MirroredVolume], bool] = lambda _volume: True, *, most_label_bytes: int = 1 << 30
+    ) -> None:
         self._accept = accept
+        self._most_label_bytes = most_label_bytes
+        self.label_bytes = 0
+        """Estimated memory of labels."""
         self._spaces: dict[NamespaceId, _Labelled] = {}
         self._of: dict[NamespaceId, list[NamespaceId]] = {}
         """By namespace of blocks or labels: label namespaces."""
@@ -100,6 +111,16 @@ class LabelledTranslator:
     def unlabelled(self) -> int:
         """Blocks that are held but not published, for lack of a label."""
         return sum(len(space.unlabelled) for space in self._spaces.values())
+
+    @property
+    def has_space(self) -> bool:
+        """Whether another label may fit."""
+        return self.label_bytes < self._most_label_bytes
+
+    @property
+    def wanted(self) -> dict[NamespaceId, int]:
+        """By label namespace: the number of labels that are missing and can be read."""
+        return {mine: len(space.wanted) for mine, space in self._spaces.items() if space.wanted}
 
     @property
     def namespaces(self) -> list[NamespaceId]:
@@ -136,6 +157,9 @@ class LabelledTranslator:
                     self._dirty.update((mine, self._block(mine, run.namespace, key)) for key in run.keys)
             for key in change.keys:
                 self._note_key(mirror, key)
+            if len(self._dirty) > _MOST_CHANGES:
+                self._whole = True
+                self._dirty.clear()
 
     def _block(self, mine: NamespaceId, namespace: NamespaceId, key: BlockKey) -> GroupBlockId:
         block = self._spaces[mine].group.id_in(namespace, key)
@@ -178,27 +202,42 @@ class LabelledTranslator:
         before = self._settle(dirty)
         batches = self._events(before)
         for mine, block in (*dirty, *before):
-            self._spaces[mine].forget_if_gone(block)
+            self.label_bytes -= self._spaces[mine].forget_if_gone(block)
         wanted = {mine: list(islice(space.wanted, most)) for mine, space in self._spaces.items() if space.wanted}
         return batches, wanted
 
-    def add_labels(self, mine: NamespaceId, labels: Mapping[GroupBlockId, BlockLabel]) -> None:
-        """Add labels that were read; the next ``update`` publishes their blocks."""
+    def add_labels(self, mine: NamespaceId, labels: Mapping[GroupBlockId, BlockLabel]) -> list[GroupBlockId]:
+        """Add labels that were read; the next ``update`` publishes their blocks. Returns blocks whose labels do not fit."""
         space = self._spaces[mine]
+        refused: list[GroupBlockId] = []
         for block, label in labels.items():
-            space.unlabelled.discard(block)
-            space.wanted.discard(block)
+            space.wanted.pop(block, None)
             if block in space.labels:
                 continue
+            if not self.has_space:
+                refused.append(block)
+                continue
+            self.label_bytes += _memory_of(label)
+            space.unlabelled.discard(block)
             space.labels[block] = label
             space.by_hash.setdefault(label.hashes[-1], set()).add(block)
             space.children.setdefault(label.parent, set()).add(block)
         with self._lock:
-            self._dirty.update((mine, block) for block in labels)
+            self._dirty.update((mine, block) for block in labels if block in space.labels)
+        return refused
 
     def give_up(self, mine: NamespaceId, blocks: Iterable[GroupBlockId]) -> None:
-        """Ask for the labels of these blocks no more, until they change or ``refresh`` is called."""
-        self._spaces[mine].wanted.difference_update(blocks)
+        """Ask for the labels of these blocks no more, until they change, or ``ask_again`` or ``refresh`` is called."""
+        for block in blocks:
+            self._spaces[mine].wanted.pop(block, None)
+
+    def ask_again(self, mine: NamespaceId, block: GroupBlockId) -> bool:
+        """Ask for the label of a block again. False: its label is known, or the store dropped the block."""
+        space = self._spaces[mine]
+        if block not in space.unlabelled:
+            return False
+        space.wanted[block] = None
+        return True
 
     def everything(self, most: int) -> list[list[Event]]:
         """The whole published state, in ``most`` batches at most."""
@@ -223,16 +262,19 @@ class LabelledTranslator:
         """Read the tiers of a block, and whether its label can be read."""
         space = self._spaces[mine]
         bits = space.group.held_tiers(mirror, block, self._accept)
-        space.unlabelled.discard(block)
-        space.wanted.discard(block)
-        if not bits:
+        if bits:
+            space.held[block] = bits
+        else:
             space.held.pop(block, None)
+        if not bits or block in space.labels:
+            space.unlabelled.discard(block)
+            space.wanted.pop(block, None)
             return
-        space.held[block] = bits
-        if block not in space.labels:
-            space.unlabelled.add(block)
-            if any(volume.served for volume in mirror.replicas(space.namespace.key(block))):
-                space.wanted.add(block)
+        space.unlabelled.add(block)
+        if any(volume.served for volume in mirror.replicas(space.namespace.key(block))):
+            space.wanted.setdefault(block)
+        else:
+            space.wanted.pop(block, None)
 
     def _settle(self, dirty: Iterable[Block]) -> dict[Block, int]:
         """Publish or remove blocks, and their descendants with them.
@@ -388,6 +430,19 @@ class _Run:
             extra_keys=extra_keys,
             kv_cache_spec_kind=kind or None,
         )
+
+
+def _memory_of(label: BlockLabel) -> int:
+    """Return the estimated memory of a label."""
+    hashes = (len(label.hashes) + 1) * (_OBJECT_BYTES + len(label.hashes[0]))
+    return _LABEL_BYTES + hashes + len(label.tokens) + _memory_of_value(label.extra_keys)
+
+
+def _memory_of_value(value: object) -> int:
+    """Return the estimated memory of extra keys: these are nested a few levels."""
+    if isinstance(value, list | tuple):
+        return _OBJECT_BYTES + sum(map(_memory_of_value, value))
+    return _OBJECT_BYTES + (4 * len(value) if isinstance(value, str) else 0)
 
 
 def _pairs(label: BlockLabel, bits: int) -> Iterator[tuple[BlockHash, str]]:

@@ -46,7 +46,7 @@ def run(config: EventsConfig) -> None:
     counters = Counters()
     stream: ModelStream | KeyStream
     if config.model:
-        labelled = LabelledTranslator(partial(volume_filter, config))
+        labelled = LabelledTranslator(partial(volume_filter, config), most_label_bytes=config.labels_memory_bytes)
         publisher = EventPublisher(config, labelled.everything, counters)
         stream = ModelStream(config, labelled, publisher, counters)
     else:

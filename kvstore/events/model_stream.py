@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvclient.events import BlockMirror, BlockWatcher, MirroredVolume
@@ -14,10 +14,11 @@ from kvclient.nodes.namespaces import list_namespaces
 from kvstore.config.events import EventsConfig
 from kvstore.core import limits
 from kvstore.core.errors import KVStoreError
-from kvstore.core.spec import CacheSpec
 from kvstore.core.types import NamespaceId
 from kvstore.events.label_reader import LabelReader
+from kvstore.events.label_retries import LabelRetries
 from kvstore.events.labelled import LabelledTranslator
+from kvstore.events.namespace_choice import NamespaceChoice
 from kvstore.events.publisher import EventPublisher
 from kvstore.events.wire import Event
 from kvstore.observe.counters import Counters
@@ -32,9 +33,17 @@ limited = LimitedLog(logger)
 _LIST_S: Final = 2.0
 """How often new namespaces are looked for."""
 _TIMEOUT_S: Final = 2.0
-_RETRY_LABELS_S: Final = 30.0
+_SUBSCRIBE_S: Final = 30.0
+"""Pause between two subscriptions. Each one reads a snapshot of all blocks, so namespaces that appear during the pause wait."""
+_READ_S: Final = 5.0
+"""Time for reading labels between two updates."""
+_UNAVAILABLE_S: Final = 30.0
+"""Pause after the store did not answer for a label namespace."""
+_SCAN_S: Final = 600.0
+"""Pause between two scans for labels whose failures were forgotten."""
 _MOST_LABELS: Final = 1_024
 """Labels that are read between two updates, per namespace."""
+_MOST_FAILURES: Final = 100_000
 
 
 class ModelStream:
@@ -45,27 +54,46 @@ class ModelStream:
         translator: keeps the published state.
         publisher: sends the events.
         counters: counts labels, and failures of the subscription.
+        clock: monotonic seconds.
     """
 
     def __init__(
-        self, config: EventsConfig, translator: LabelledTranslator, publisher: EventPublisher, counters: Counters
+        self,
+        config: EventsConfig,
+        translator: LabelledTranslator,
+        publisher: EventPublisher,
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._translator = translator
         self._publisher = publisher
         self._token = TokenSource.of(file=config.client.token_file)
         self._counters = counters
+        self._clock = clock
         self._reader = LabelReader(config, counters)
+        self._choice = NamespaceChoice(config)
+        self._found: list[LabelNamespace] = []
         self._spaces: dict[NamespaceId, LabelNamespace] = {}
+        """Namespaces that the translator publishes."""
         self._watcher: BlockWatcher | None = None
-        self._listed_s = -_LIST_S
+        self._watches_all = False
+        self._complete = False
+        """The mirror was complete at the last update."""
+        self._subscribed_s = self._scanned_s = self._listed_s = float("-inf")
         self._answered = False
-        self._retry_s: float | None = None
+        self._retries = LabelRetries(_MOST_FAILURES)
+        self._forgotten = 0
+        self._unavailable_until_s: dict[NamespaceId, float] = {}
+        self._turn = 0
+        self._starting: dict[NamespaceId, int] | None = None
+        """By label namespace: labels that were missing at the first complete mirror and were not tried yet. None: none was."""
 
     def gauges(self) -> Iterator[Sample]:
         """Yield the gauges of the published state."""
         yield Sample(events_metrics.TOLD_BLOCKS, len(self._translator))
         yield Sample(events_metrics.UNLABELLED_BLOCKS, self._translator.unlabelled)
+        yield Sample(events_metrics.IGNORED_NAMESPACES, self._choice.ignored)
 
     def step(self) -> None:
         """Publish what has changed since the last call. Call it several times per second.
@@ -73,34 +101,33 @@ class ModelStream:
         Raises:
             KVStoreError: the metadata server rejects the subscription permanently.
         """
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s - self._listed_s >= _LIST_S:
             self._listed_s = now_s
             self._find_namespaces()
-        if self._retry_s is not None and now_s >= self._retry_s:
-            self._retry_s = None
-            self._translator.refresh()
+        self._follow_found(now_s)
         if self._watcher is None:
             if self._answered:  # no engine labels blocks of the model yet
-                self._complete()
+                self._set_ready()
             return
         self._watcher.check()
-        complete = self._update(self._watcher, now_s)
-        if complete:
-            self._complete()
+        self._ask_again(now_s)
+        tried = self._starting is not None and not self._starting  # this update publishes the last of their blocks
+        self._update(self._watcher, now_s)
+        if tried:
+            self._set_ready()
 
-    def _complete(self) -> None:
+    def _set_ready(self) -> None:
         if not self._publisher.published.is_set():
             self._publisher.publish(lambda: [[]])  # so that subscribers learn the number
             self._publisher.published.set()
 
-    def _update(self, watcher: BlockWatcher, now_s: float) -> bool:
-        """Publish changes and read missing labels; whether everything that can be published is."""
+    def _update(self, watcher: BlockWatcher, now_s: float) -> None:
+        """Publish changes and read missing labels."""
         wanted: dict[NamespaceId, list[GroupBlockId]] = {}
-        state = {"complete": False}
 
         def look(mirror: BlockMirror) -> None:
-            state["complete"] = mirror.complete
+            self._complete = mirror.complete
             batches[:], more = self._translator.update(mirror, _MOST_LABELS)
             wanted.update(more)
 
@@ -110,14 +137,76 @@ class ModelStream:
 
         batches: list[list[Event]] = []
         self._publisher.publish(translate)
-        for namespace, blocks in wanted.items():
-            labels = self._reader.read(self._spaces[namespace], blocks)
-            self._translator.add_labels(namespace, labels)
-            failed = [block for block in blocks if block not in labels]
-            if failed:
-                self._translator.give_up(namespace, failed)
-                self._retry_s = self._retry_s or now_s + _RETRY_LABELS_S
-        return state["complete"] and not wanted
+        if self._complete and not self._publisher.published.is_set():
+            missing = self._translator.wanted
+            starting = missing if self._starting is None else self._starting
+            self._starting = {one: min(count, missing[one]) for one, count in starting.items() if one in missing}
+        end_s = time.monotonic() + _READ_S
+        turns = sorted(wanted)
+        for at in range(len(turns)):
+            namespace = turns[(self._turn + at) % len(turns)]
+            self._read_labels(namespace, wanted[namespace], now_s, end_s)
+            if time.monotonic() >= end_s:  # the others are first in the next update
+                self._turn += at + 1
+                break
+
+    def _read_labels(self, namespace: NamespaceId, blocks: list[GroupBlockId], now_s: float, end_s: float) -> None:
+        if self._unavailable_until_s.get(namespace, now_s) > now_s:
+            self._count_tried(namespace, None)
+            return
+        waiting = [block for block in blocks if self._retries.is_waiting((namespace, block))]
+        self._translator.give_up(namespace, waiting)
+        self._count_tried(namespace, len(waiting))
+        blocks = [block for block in blocks if not self._retries.is_waiting((namespace, block))]
+        if not blocks:
+            return
+        if not self._translator.has_space:
+            self._drop_labels(namespace, blocks, now_s)
+            return
+        read = self._reader.read(self._spaces[namespace], blocks, end_s)
+        refused = self._translator.add_labels(namespace, read.labels)
+        for block in read.labels:
+            self._retries.succeeded((namespace, block))
+        self._count_tried(namespace, len(read.labels) + len(read.failed) - len(refused))
+        if refused:
+            self._drop_labels(namespace, refused, now_s)
+        new = self._fail(namespace, read.failed, now_s)
+        if new:
+            limited.warning("labels not read, tried again later (new=%d, malformed=%d)", new, read.malformed)
+        if read.unavailable:
+            self._unavailable_until_s[namespace] = now_s + _UNAVAILABLE_S
+            self._count_tried(namespace, None)
+
+    def _count_tried(self, namespace: NamespaceId, labels: int | None) -> None:
+        """Count labels towards the start. None: the store cannot be read now, and the start waits for no more of them."""
+        if self._starting and namespace in self._starting:
+            self._starting[namespace] -= self._starting[namespace] if labels is None else labels
+            if self._starting[namespace] <= 0:
+                del self._starting[namespace]
+
+    def _drop_labels(self, namespace: NamespaceId, blocks: Sequence[GroupBlockId], now_s: float) -> None:
+        """Leave blocks without labels, since these do not fit into memory. They are tried again like failed ones."""
+        self._counters.add(events_metrics.LABELS_DROPPED, len(blocks))
+        limited.warning("blocks not published: events.labels_memory is used up (blocks=%d)", len(blocks))
+        self._fail(namespace, blocks, now_s)
+        self._count_tried(namespace, len(blocks))
+
+    def _fail(self, namespace: NamespaceId, blocks: Sequence[GroupBlockId], now_s: float) -> int:
+        """Read these labels again later. Returns how many of them failed for the first time."""
+        self._translator.give_up(namespace, blocks)
+        return sum(self._retries.failed((namespace, block), now_s) for block in blocks)
+
+    def _ask_again(self, now_s: float) -> None:
+        """Ask for labels again whose pause has ended."""
+        for namespace, block in self._retries.take_due(now_s, _MOST_LABELS):
+            if not self._translator.ask_again(namespace, block):
+                self._retries.succeeded((namespace, block))
+        forgotten = self._retries.forgotten - self._forgotten
+        if forgotten and now_s - self._scanned_s >= _SCAN_S:
+            self._scanned_s, self._forgotten = now_s, self._retries.forgotten
+            self._counters.add(events_metrics.LABELS_FORGOTTEN, forgotten)
+            limited.warning("all blocks scanned for labels: too many failures to remember (forgotten=%d)", forgotten)
+            self._translator.refresh()
 
     def _find_namespaces(self) -> None:
         try:
@@ -128,22 +217,20 @@ class ModelStream:
             limited.warning("namespaces unknown: new ones are published later (%s)", error)
             return
         self._answered = True
-        found = self._labelled(specs)
-        if not found:
-            known = sorted({spec.model for spec in specs if LabelNamespace.read(spec, specs) is not None})
-            limited.warning(
-                "no labelled blocks of model %s (models with labels: %s)", self._config.model, ", ".join(known) or "none"
-            )
-        if len({(one.spec.tenant, one.spec.salt, one.spec.weights_epoch) for one in found}) > 1:
-            limited.warning("several tenants or weights epochs are published in one stream: select some with --namespace")
-        self._spaces |= {one.spec.namespace: one for one in found}
-        if self._translator.use(found):
-            self._watch()
+        self._found = self._choice.choose(specs)
 
-    def _labelled(self, specs: Sequence[CacheSpec]) -> list[LabelNamespace]:
-        only = set(self._config.namespace_ids)
-        found = [LabelNamespace.read(spec, specs) for spec in specs if spec.model == self._config.model]
-        return [one for one in found if one is not None and (not only or only.issuperset(one.labelled))]
+    def _follow_found(self, now_s: float) -> None:
+        """Follow new namespaces, all that were found at once: each subscription begins with a snapshot of the store."""
+        if all(one.spec.namespace in self._spaces for one in self._found):
+            return
+        may_subscribe = self._watcher is None or (self._complete and now_s - self._subscribed_s >= _SUBSCRIBE_S)
+        if not may_subscribe and not self._watches_all:
+            return
+        self._translator.use(self._found)
+        self._spaces = {one.spec.namespace: one for one in self._found}
+        if not self._watches_all:
+            self._subscribed_s = now_s
+            self._watch()
 
     def _watch(self) -> None:
         """Subscribe to all namespaces. The new mirror begins with a snapshot, of which only the difference is published."""
@@ -151,11 +238,14 @@ class ModelStream:
             self._watcher.close()
         namespaces = self._translator.namespaces
         logger.info("publishing the blocks of model %s: %d namespaces", self._config.model, len(namespaces))
+        self._complete = False
+        self._watches_all = len(namespaces) > limits.MAX_WATCH_FILTER
         self._watcher = BlockWatcher(
             self._config.metadata,
-            namespaces=namespaces if len(namespaces) <= limits.MAX_WATCH_FILTER else (),
+            namespaces=() if self._watches_all else namespaces,
             tls=self._config.client.tls.resolve(),
             token=self._token,
+            most_blocks=self._config.max_blocks,
             counters=self._counters,
             on_change=self._translator.on_change,
         )

@@ -186,6 +186,35 @@ def test_store_publishes_blocks_of_two_engines_with_tokens(
             single.close()
 
 
+def test_block_stored_again_in_a_step_is_published_last() -> None:
+    from kvclient.engines.vllm.announcements.messages import kv_events
+
+    dram, nvme = 1 << 2, 1 << 3
+    run = EngineRun(0, (GroupBlockId(bytes(16)),), (b"h" * 32,), b"", array("I", range(4)))
+    moved, removed, stored = Announcement(run, 0, nvme, dram), Announcement(run, 0, 0, nvme), Announcement(run, 0, nvme, 0)
+
+    def order(*announcements: Announcement) -> list[tuple[str, str]]:
+        events = kv_events(announcements, [("full_attention", None)], 4, None)
+        return [(type(event).__name__, event.medium) for event in events]
+
+    assert order(moved) == [("BlockStored", "STORAGE"), ("BlockRemoved", "CPU")]
+    assert order(removed, stored) == [("BlockRemoved", "STORAGE"), ("BlockStored", "STORAGE")]
+
+
+def test_engine_hash_name_has_algorithm_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvclient.engines.vllm.announcements.messages import engine_hash_name
+
+    def name(algorithm: str) -> str:
+        return engine_hash_name(SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm)))
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert [name(one) for one in ("sha256", "sha256_cbor", "xxhash")] == ["sha256", "sha256_cbor", ""]
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    first = [name(one) for one in ("sha256", "xxhash")]
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
+    assert len({*first, name("sha256"), name("xxhash"), "sha256", ""}) == 6
+
+
 # ---- the tier
 CHUNK = 2 * BLOCK
 
@@ -281,7 +310,7 @@ def test_tier_observer_follows_only_chunks_that_are_held(cluster: LocalCluster) 
     options, counters = TierOptions(HookOptions(metadata=cluster.metadata_address), block_labels=True), TierCounters()
     observer = ChunkObserver(options, announce=True, counters=counters)
     specs = {group: CacheSpec("observed", 32, 1, 4096, layout=f"group={group}") for group in groups}
-    observer.connect(specs, groups)
+    observer.connect(specs, groups, "sha256")
     told: dict[tuple[bytes, str], bool] = {}
 
     def held(medium: str) -> set[bytes]:
@@ -309,7 +338,7 @@ def test_tier_observer_follows_only_chunks_that_are_held(cluster: LocalCluster) 
         evict(cluster, Tier.TIER_DRAM)
         wait_until(lambda: not held("CPU"), lambda: str(told))
         assert held("STORAGE") == set(arrived)
-        observer.connect(specs, groups)
+        observer.connect(specs, groups, "sha256")
         assert not held("STORAGE")
     finally:
         observer.close()

@@ -134,6 +134,10 @@ class Blocks:
         for at, (block, own) in enumerate(zip(self.ids, self.hashes, strict=True)):
             yield block, BlockLabel(at, (own,), self.hashes[at - 1] if at else b"", self.tokens[at].tobytes())
 
+    @property
+    def memory_bytes(self) -> int:
+        return BLOCKS * 256
+
     def told(self, *media: str) -> set[tuple[object, str | None]]:
         return {(int.from_bytes(one[-8:], "big"), medium) for one in self.hashes for medium in media}
 
@@ -143,7 +147,7 @@ def test_events_of_a_model_have_tokens_and_engine_hashes(tmp_path: Path) -> None
     topic = f"kv@pool:kvstore@{SPEC.model}"
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path / "store") as cluster, engine_of(cluster) as engine:
         connect = partial(KVClient.connect, cluster.metadata_address, node=cluster.node("a").local_socket)
-        writer = LabelWriter(LabelNamespace.make([SPEC]), lambda space: connect(space.spec))
+        writer = LabelWriter(LabelNamespace.make([SPEC], engine_hash="sha256"), lambda space: connect(space.spec))
         with publishing(tmp_path, cluster.metadata_address, **settings) as publisher:
             router = ZmqSubscriber(publisher.endpoint, publisher.replay, topic)
             try:
@@ -177,7 +181,9 @@ def labelled_store(folder: Path) -> Iterator[tuple[LocalCluster, Engine, Blocks,
     """A store with one labelled chain, and the publisher of its model."""
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], folder / "store") as cluster, engine_of(cluster) as engine:
         connect = partial(KVClient.connect, cluster.metadata_address, node=cluster.node("a").local_socket)
-        writer = LabelWriter(LabelNamespace.make([SPEC], kind="full_attention"), lambda space: connect(space.spec))
+        writer = LabelWriter(
+            LabelNamespace.make([SPEC], engine_hash="sha256", kind="full_attention"), lambda space: connect(space.spec)
+        )
         try:
             blocks = Blocks(engine.store(1), 1)
             writer.put(blocks)
@@ -252,6 +258,25 @@ def test_events_command_prints_a_line_per_change(tmp_path: Path) -> None:
             assert [(one["node"], one["tier"]) for one in lines[1]["held_by"]] == [("a", "dram")]
             process.terminate()
             assert process.wait(20) == 0
+
+
+def test_events_prints_a_block_of_two_tiers_once(tmp_path: Path) -> None:
+    with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
+        keys = engine.store(1)
+        command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address, "-o", "json"]
+
+        def snapshot() -> list[dict[str, list[object]]]:
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+                assert process.stdout is not None
+                lines = [json.loads(process.stdout.readline())]
+                while lines[-1] != {"snapshot": "complete"}:
+                    lines.append(json.loads(process.stdout.readline()))
+                process.terminate()
+                assert process.wait(20) == 0
+            return lines[1:-1]
+
+        wait_until(lambda: all(len(line["held_by"]) == 2 for line in snapshot()), lambda: "both tiers are published")
+        assert sorted(str(line["key"]) for line in snapshot()) == sorted(key.hex() for key in keys)
 
 
 def test_events_stops_on_signal_without_readers(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvclient import CacheSpec
-from kvclient.engines.vllm.announcements.announcer import Announcement, Announcer
+from kvclient.engines.vllm.announcements.announcer import Announcement, Announcer, ordered_parts
 from kvclient.engines.vllm.announcements.engine_run import EngineRun
+from kvclient.engines.vllm.announcements.recent_prefixes import MOST_PER_CALL, RecentPrefixes
 from kvclient.events import BlockMirror
 from kvclient.events.block_groups import BlockGroup, GroupBlockId, xor
 from kvclient.events.labels import BlockLabel
@@ -47,13 +48,24 @@ def test_parts_of_a_run_have_the_labels_of_the_run(blocks: int, hashes: int, ext
     assert part.keys == run.keys[start:stop]
 
 
+def test_memory_of_a_run_grows_with_its_tokens_and_hashes() -> None:
+    small, large = (
+        EngineRun(0, (GroupBlockId(bytes(16)),) * n, (bytes(32),) * n, tokens=array("I", range(16 * n))) for n in (1, 1_000)
+    )
+    assert large.memory_bytes == 1_000 * small.memory_bytes
+    assert small.memory_bytes >= 16 * 4 + 32 + 16
+
+
 class Feed:
     """An announcer, a mirror that keeps only its blocks, and the state of a subscriber."""
 
     def __init__(self, most: int = 1_000) -> None:
         self.now_s = 0.0
         self.retracted = 0
-        self.announcer = Announcer(BlockGroup([spec.namespace for spec in SPECS]), most, self._count, lambda: self.now_s)
+        self.unconfirmed = 0
+        self.announcer = Announcer(
+            BlockGroup([spec.namespace for spec in SPECS]), most, self._count, self._count_unconfirmed, lambda: self.now_s
+        )
         self.mirror = BlockMirror(self.announcer.wanted)
         self.believed: dict[bytes, int] = {}
         self.held: set[tuple[int, int, bytes]] = set()
@@ -61,6 +73,9 @@ class Feed:
 
     def _count(self, count: int) -> None:
         self.retracted += count
+
+    def _count_unconfirmed(self, count: int) -> None:
+        self.unconfirmed += count
 
     def tell(self, message: pb.WatchBlocksResponse) -> None:
         self.announcer.on_change(self.mirror, self.mirror.apply(message))
@@ -136,6 +151,7 @@ def test_block_that_no_event_confirms_is_retracted() -> None:
     assert len(feed.told()) == 2
     feed.now_s = 60.0
     assert feed.told() == {run.ids[0]: DRAM}
+    assert (feed.unconfirmed, feed.retracted) == (1, 0)
 
 
 def test_other_blocks_are_not_mirrored() -> None:
@@ -222,6 +238,80 @@ def test_announced_tiers_equal_those_of_the_store(happened: list[tuple[str, int,
             expected = sum(1 << v + 1 for v in set.union(*tiers) if all(any(one <= v for one in some) for some in tiers))
         if feed.announcer.wanted(SPECS[0].namespace, BlockKey(xor(block, SPECS[0].namespace))):
             assert feed.believed.get(block, 0) == expected
+
+
+def chain_of(*numbers: int) -> list[BlockKey]:
+    return [BlockKey(number.to_bytes(16, "big")) for number in numbers]
+
+
+def label_next(recent: RecentPrefixes, keys: list[BlockKey]) -> range:
+    part = recent.next_part(keys)
+    recent.labelled(keys, part)
+    return part
+
+
+def test_found_prefix_is_labelled_once_then_only_its_growth() -> None:
+    now_s = [0.0]
+    recent = RecentPrefixes(clock=lambda: now_s[0])
+    keys = chain_of(*range(100))
+    assert label_next(recent, keys[:10]) == range(10)
+    assert not label_next(recent, keys[:10])
+    now_s[0] = 500.0
+    assert label_next(recent, keys[:30]) == range(10, 30)
+    assert label_next(recent, [*keys[:20], *chain_of(1_000, 1_001)]) == range(20, 22)
+    now_s[0] = 601.0  # the oldest blocks expire, and later ones with them
+    assert label_next(recent, keys[:31]) == range(31)
+    assert not label_next(recent, keys[:31])
+
+
+def test_found_prefix_costs_the_scheduler_a_bounded_part() -> None:
+    recent, keys = RecentPrefixes(), chain_of(*range(2 * MOST_PER_CALL + 5))
+    sizes = [len(label_next(recent, keys)) for _ in range(4)]
+    assert sizes == [MOST_PER_CALL, MOST_PER_CALL, 5, 0]
+
+
+def test_recent_prefixes_are_bounded() -> None:
+    recent = RecentPrefixes(most=8)
+    for first in range(0, 100, 10):
+        keys = chain_of(*range(first, first + 6))
+        assert label_next(recent, keys) == range(6)
+    assert not label_next(recent, keys)
+    assert label_next(recent, chain_of(*range(6))) == range(6)
+
+
+def routed(announcements: list[Announcement]) -> dict[bytes, int]:
+    """Return the tiers of each hash in a router that receives, of each part, first the stored and then the removed blocks."""
+    state: dict[bytes, int] = {}
+    for part in ordered_parts(announcements):
+        for one in part:
+            state[one.run.hashes[one.at]] = state.get(one.run.hashes[one.at], 0) | one.stored
+        for one in part:
+            state[one.run.hashes[one.at]] &= ~one.removed
+    return {block: bits for block, bits in state.items() if bits}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, DRAM, NVME, DRAM | NVME])), max_size=30))
+def test_router_ends_with_the_last_state_of_each_block(happened: list[tuple[int, int]]) -> None:
+    run, held = run_of(0, 4), dict.fromkeys(range(4), 0)
+    announcements: list[Announcement] = []
+    for at, bits in happened:
+        announcements.append(Announcement(run, at, bits & ~held[at], held[at] & ~bits))
+        held[at] = bits
+    assert routed(announcements) == {run.hashes[at]: bits for at, bits in held.items() if bits}
+    assert [one for part in ordered_parts(announcements) for one in part] == announcements
+    assert all(ordered_parts(announcements))
+
+
+def test_block_retracted_and_stored_again_in_a_step_stays() -> None:
+    feed, run = Feed(most=1), run_of(0, 1)
+    for one in (run, run_of(1, 1), run):  # the second one displaces the first, and is displaced
+        feed.announcer.expect(one)
+        feed.announcer.stored(one)
+        if one is run:
+            feed.hold(1, run.ids)
+        if not feed.believed:
+            before = feed.take()
+    assert routed([*before, *feed.take()]) == {run.hashes[0]: DRAM}
 
 
 def test_labels_of_a_run_have_parents_and_tokens() -> None:

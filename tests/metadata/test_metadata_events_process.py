@@ -12,8 +12,10 @@ import pytest
 from metadata_harness import Peer, run_of, server_process
 
 from kvclient.events import BlockMirror, BlockWatcher, Change
+from kvclient.events import watcher as watcher_module
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, NamespaceId
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.rpc.client import connect_aio
 from support.chains import chain
 from support.wait import wait_until_async
@@ -31,6 +33,20 @@ async def mirrors(watcher: BlockWatcher, expected: Sequence[bytes]) -> None:
         return found[0]
 
     await wait_until_async(so)
+
+
+async def test_watcher_full_mirror_ignores_and_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher_module, "_BEGIN_AGAIN_S", 0.0)
+    with server_process(tmp_path) as server, BlockWatcher(server.address, most_blocks=20) as watcher:
+        watcher.wait_complete(WAIT_S)
+        async with connect_aio(server.address) as channel:
+            peer = Peer(channel)
+            await peer.register()
+            await peer.publish(peer.nvme, run_of(KEYS, 0, 40), sync_end=True)
+            await mirrors(watcher, KEYS[:20])
+            assert watcher.counters.snapshot()[client_metrics.EVENTS_IGNORED_BLOCKS] == 20
+            await peer.send(peer.batch(peer.nvme, removed=KEYS[:30]))
+            await mirrors(watcher, KEYS[30:40])
 
 
 async def test_watcher_survives_server_and_index_loss(tmp_path: Path) -> None:

@@ -17,16 +17,20 @@ from kvclient.events.block_groups import GroupBlockId
 from kvclient.events.labels import BlockLabel, LabelNamespace
 from kvclient.results import HELD
 from kvstore.core.errors import InvalidArgument, KVStoreError
+from kvstore.observe.limited_log import LimitedLog
 
 if TYPE_CHECKING:
     from kvclient.client import KVClient
 
 _log = logging.getLogger(__name__)
+limited = LimitedLog(_log)
 
 _MOST_WAITING: Final = 1_024
 """Runs of blocks that wait to be labelled."""
+_MOST_WAITING_BYTES: Final = 64 << 20
+"""Memory of these runs. A run may be a whole prompt."""
 _MOST_RECENT: Final = 262_144
-_REWRITE_S: Final = 600.0
+REWRITE_S: Final = 600.0
 """A label that was written longer ago is written again, in case that it was evicted."""
 _BATCH: Final = 512
 _RETRY_S: Final = 5.0
@@ -35,6 +39,10 @@ _CLOSE_S: Final = 5.0
 
 class LabelSource(Protocol):
     """Blocks of one engine that were stored or found."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Approximate memory of the blocks while they wait."""
 
     def labels(self) -> Iterable[tuple[GroupBlockId, BlockLabel]]:
         """Yield blocks and their labels. Called in the writer's thread."""
@@ -62,21 +70,41 @@ class LabelWriter:
         self._connect = connect
         self._count = count
         self._waiting: queue.Queue[LabelSource | None] = queue.Queue(_MOST_WAITING)
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
         self._recent: OrderedDict[GroupBlockId, float] = OrderedDict()
         self._client: KVClient | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-labels", daemon=True)
         self._thread.start()
 
-    def put(self, source: LabelSource) -> None:
-        """Label these blocks soon. If too many wait, they get no labels, and routers do not see them.
+    def put(self, source: LabelSource) -> bool:
+        """Label these blocks soon. False: too many wait, so these get no labels, and routers do not see them.
 
         Example: ``writer.put(source)``
         """
+        if self._enqueue(source):
+            return True
+        self._count("labels_dropped", 1)
+        limited.warning("blocks not labelled: too many wait (runs=%d, bytes=%d)", self._waiting.qsize(), self._waiting_bytes)
+        return False
+
+    def _enqueue(self, source: LabelSource) -> bool:
+        size = source.memory_bytes
+        with self._lock:
+            if self._waiting_bytes + size > _MOST_WAITING_BYTES:
+                return False
+            self._waiting_bytes += size
         try:
             self._waiting.put_nowait(source)
         except queue.Full:
-            self._count("labels_dropped", 1)
+            self._release(size)
+            return False
+        return True
+
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self._waiting_bytes -= size
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything that was put has been written or has failed; False: not in time.
@@ -112,6 +140,8 @@ class LabelWriter:
                 self._count("labels_failed", 1)
                 _log.exception("labels not stored")
             finally:
+                if source is not None:
+                    self._release(source.memory_bytes)
                 self._waiting.task_done()
         if self._client is not None:
             self._client.close()
@@ -121,7 +151,7 @@ class LabelWriter:
         size = self._namespace.spec.layer_block_bytes
         batch: list[tuple[GroupBlockId, bytes]] = []
         for block, label in source.labels():
-            if now_s - self._recent.get(block, -_REWRITE_S) < _REWRITE_S:
+            if now_s - self._recent.get(block, -REWRITE_S) < REWRITE_S:
                 continue
             try:
                 batch.append((block, label.encode(size)))

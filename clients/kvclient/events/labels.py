@@ -8,6 +8,7 @@ durable as all blocks are, and a tenant's labels are its own. ``LabelWriter`` wr
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ _LAYOUT: Final = "block-labels"
 _VERSION: Final = "1"
 _ID_CHARS: Final = 16
 """Hexadecimal digits of a namespace in a layout."""
+_ENGINE_HASH: Final = re.compile(r"[a-z0-9_-]{1,64}")
+_MOST_SHOWN: Final = 64
 _MAX_HASH_BYTES: Final = 64
 _EXTRA_BYTES: Final = 512
 """Space for adapter, images and salt of one block."""
@@ -117,11 +120,13 @@ class LabelNamespace:
     Attributes:
         spec: the namespace.
         labelled: the namespaces that hold the parts of a labelled block.
+        engine_hash: algorithm and seed of the engine's hashes, such as ``sha256``. Chains of different hashes must not mix.
         kind: vLLM's kind of the KV cache group; empty: not one of those that routers index.
     """
 
     spec: CacheSpec
     labelled: tuple[NamespaceId, ...]
+    engine_hash: str
     kind: str = ""
 
     def key(self, block: GroupBlockId) -> BlockKey:
@@ -129,20 +134,24 @@ class LabelNamespace:
         return BlockKey(xor(block, self.spec.namespace))
 
     @classmethod
-    def make(cls, specs: Sequence[CacheSpec], *, kind: str = "", hashes: int = 1) -> LabelNamespace:
+    def make(cls, specs: Sequence[CacheSpec], *, engine_hash: str, kind: str = "", hashes: int = 1) -> LabelNamespace:
         """Return the namespace for labels of blocks whose parts are in the namespaces ``specs``.
 
         Args:
             specs: namespaces of all parts, equal in model, tenant and weights.
+            engine_hash: algorithm and seed of the engine's hashes: lower-case letters, digits, ``_`` and ``-``.
             kind: vLLM's kind of the KV cache group.
             hashes: hashes of the engine per block.
 
         Raises:
-            InvalidArgument: too many namespaces.
+            InvalidArgument: too many namespaces, or a malformed ``engine_hash``.
         """
+        if not _ENGINE_HASH.fullmatch(engine_hash):
+            raise InvalidArgument("the name of the engine's hash is malformed", engine_hash=engine_hash[:_MOST_SHOWN])
         labelled = tuple(dict.fromkeys(spec.namespace for spec in specs))
         kind = kind if kind in MAIN_KINDS else ""
-        layout = f"{_LAYOUT}={_VERSION};kind={kind};of={','.join(one.hex()[:_ID_CHARS] for one in labelled)}"
+        names = ",".join(one.hex()[:_ID_CHARS] for one in labelled)
+        layout = f"{_LAYOUT}={_VERSION};hash={engine_hash};kind={kind};of={names}"
         if len(layout) > limits.MAX_NAME_BYTES:
             raise InvalidArgument("blocks in too many namespaces cannot be labelled", namespaces=len(labelled))
         first = specs[0]
@@ -153,7 +162,7 @@ class LabelNamespace:
         spec = replace(
             first, layers=1, layer_block_bytes=size, dtype="uint8", layout=layout, layout_version=1, shard_rank=0, shard_count=1
         )
-        return cls(spec, labelled, kind)
+        return cls(spec, labelled, engine_hash, kind)
 
     @classmethod
     def read(cls, spec: CacheSpec, known: Sequence[CacheSpec]) -> LabelNamespace | None:
@@ -164,12 +173,13 @@ class LabelNamespace:
             known: all namespaces.
 
         Returns:
-            None: it is not one of labels, it names unknown namespaces, or these differ in tenant, weights or hashes of blocks.
+            None: it is not one of labels, it names no hash or unknown namespaces, or these differ in tenant, weights or keys.
         """
         if spec.block_bytes > _MAX_LABEL_BYTES:
             return None
         parts = dict(part.partition("=")[::2] for part in spec.layout.split(";"))
-        if parts.get(_LAYOUT) != _VERSION:
+        engine_hash = parts.get("hash", "")
+        if parts.get(_LAYOUT) != _VERSION or not _ENGINE_HASH.fullmatch(engine_hash):
             return None
         names = parts.get("of", "").split(",")
         labelled = [one for one in known if one.namespace.hex()[:_ID_CHARS] in names and _owner(one) == _owner(spec)]
@@ -177,7 +187,7 @@ class LabelNamespace:
             return None
         by_name = {one.namespace.hex()[:_ID_CHARS]: one.namespace for one in labelled}
         kind = parts.get("kind", "")
-        return cls(spec, tuple(by_name[name] for name in names), kind if kind in MAIN_KINDS else "")
+        return cls(spec, tuple(by_name[name] for name in names), engine_hash, kind if kind in MAIN_KINDS else "")
 
 
 def _owner(spec: CacheSpec) -> tuple[object, ...]:

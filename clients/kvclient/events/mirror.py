@@ -57,10 +57,15 @@ class BlockMirror:
     Args:
         wanted: returns whether to keep a block, given its namespace and key; None: all are kept. A block that is wanted only
             after it was stored is unknown until the next snapshot.
+        most_blocks: blocks that are kept; None: all. Further ones are ignored until the next snapshot.
     """
 
-    def __init__(self, wanted: Callable[[NamespaceId, BlockKey], bool] | None = None) -> None:
+    def __init__(self, wanted: Callable[[NamespaceId, BlockKey], bool] | None = None, *, most_blocks: int | None = None) -> None:
         self._wanted = wanted
+        self.most_blocks = most_blocks
+        """Blocks that are kept; None: all."""
+        self.ignored = 0
+        """Stored blocks that were ignored beyond ``most_blocks`` since the mirror was last cleared."""
         self.feed_id = b""
         """Id of the server's event log, which ``sequence`` belongs to. Empty before the first message."""
         self.sequence = 0
@@ -138,6 +143,7 @@ class BlockMirror:
         self.sequence = 0
         self.position = b""
         self.complete = False
+        self.ignored = 0
         self._volumes.clear()
         self._held.clear()
         self._blocks.clear()
@@ -206,6 +212,9 @@ class BlockMirror:
                 continue
             found = self._blocks.get(key)
             if found is None:
+                if self.most_blocks is not None and len(self._blocks) >= self.most_blocks:
+                    self.ignored += 1
+                    continue
                 self._blocks[key] = ((namespace, depth), (number,))
             elif found[0] == (namespace, depth):
                 if number not in found[1]:

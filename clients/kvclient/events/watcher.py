@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Final, Protocol, Self, cast
@@ -27,6 +28,7 @@ from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, NamespaceId, NodeId, Tier
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
@@ -35,10 +37,13 @@ from kvstore.rpc.errors import FailedCall, from_rpc_error
 from kvstore.rpc.failover.connect import connect_metadata
 
 _log = logging.getLogger(__name__)
+limited = LimitedLog(_log)
 
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 2.0
 _CLOSE_S: Final = 10.0
+_BEGIN_AGAIN_S: Final = 600.0
+_SPACE_SHARE: Final = 0.75
 
 
 class Stream(Protocol):
@@ -62,6 +67,8 @@ class BlockWatcher:
         tls: for the connection.
         token: presented to the server (``ClientOptions.shown_token``). A tenant's token requires ``namespaces``, all its own.
         wanted: which blocks the mirror keeps (see ``BlockMirror``), called in the watcher's thread; None: all.
+        most_blocks: blocks that the mirror keeps; None: all. Further ones are ignored, counted and logged. Once a quarter is
+            free, the mirror begins again with a snapshot that has them, at most every ten minutes.
         counters: receive the failures and resyncs of the stream; None: new ones.
         on_change: called after each message, in the watcher's thread, with the mirror and the change. The mirror does not
             change during the call. If the function is slower than the changes arrive, the server makes the mirror start again.
@@ -80,6 +87,7 @@ class BlockWatcher:
         tls: TlsConfig | None = None,
         token: TokenSource | None = None,
         wanted: Callable[[NamespaceId, BlockKey], bool] | None = None,
+        most_blocks: int | None = None,
         counters: Counters | None = None,
         on_change: Callable[[BlockMirror, Change], None] | None = None,
     ) -> None:
@@ -87,7 +95,9 @@ class BlockWatcher:
         self._filter = pb.WatchBlocksRequest(
             namespace_ids=namespaces, node_ids=nodes, tiers=[tier_to_proto(tier) for tier in tiers]
         )
-        self._mirror = BlockMirror(wanted)
+        self._mirror = BlockMirror(wanted, most_blocks=most_blocks)
+        self._ignored = 0
+        self._begun_s = time.monotonic()
         self._on_change = on_change
         self._lock = threading.Condition()
         self._life = threading.Lock()  # guards the stream; ``on_change`` may block and hold the other lock
@@ -210,7 +220,20 @@ class BlockWatcher:
             change = self._mirror.apply(message)
             if message.WhichOneof("what") == "resync":
                 self.counters.add(client_metrics.EVENTS_RESYNCS)
+                self._ignored, self._begun_s = 0, time.monotonic()
+            if self._mirror.ignored > self._ignored:
+                self.counters.add(client_metrics.EVENTS_IGNORED_BLOCKS, self._mirror.ignored - self._ignored)
+                self._ignored = self._mirror.ignored
+                limited.warning("stored blocks ignored: the mirror of block events is full (limit=%s)", self._mirror.most_blocks)
             if self._on_change is not None:
                 self._on_change(self._mirror, change)
             if change.whole:
                 self._lock.notify_all()
+            if self._has_space_again():
+                raise Unavailable("the mirror of block events has space for ignored blocks: it begins again")  # and is cleared
+
+    def _has_space_again(self) -> bool:
+        mirror = self._mirror
+        if not mirror.complete or not mirror.ignored or mirror.most_blocks is None:
+            return False
+        return len(mirror) <= _SPACE_SHARE * mirror.most_blocks and time.monotonic() - self._begun_s >= _BEGIN_AGAIN_S

@@ -14,6 +14,9 @@ EVENTS_RESYNCS: Final = group.counter(
 EVENTS_FAILURES: Final = group.counter(
     "client_events_failures_total", "failures to open the stream of block events, or to keep it open"
 )
+EVENTS_IGNORED_BLOCKS: Final = group.counter(
+    "client_events_ignored_blocks_total", "stored blocks that an index mirror ignored, since it was full"
+)
 
 group = MetricGroup("Client")
 ASKED_TOKENS: Final = group.counter("client_asked_tokens_total", "tokens requested; always the sum of hit and missed tokens")

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Tier
-from kvclient.engines.vllm.announcements.messages import group_kinds
+from kvclient.engines.vllm.announcements.messages import engine_hash_name, group_kinds
 from kvclient.engines.vllm.announcements.observer import RequestObserver
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.engine_facts import (
@@ -154,7 +154,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if not blocks.has_equal_pages or kv_cache_config.hash_block_size not in {None, block_tokens}:
             _log.warning("blocks are neither announced nor labelled: vLLM hashes blocks of another size")
             return None
-        return RequestObserver(self._options, group_kinds(kv_cache_config), block_tokens, announce=announce, counters=counters)
+        return RequestObserver(
+            self._options,
+            group_kinds(kv_cache_config),
+            block_tokens,
+            engine_hash=engine_hash_name(vllm_config),
+            announce=announce,
+            counters=counters,
+        )
 
     # ---- start: worker, then scheduler ----
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:

@@ -65,6 +65,7 @@ COUNTERS = {
     "labels_failed": "Labels of blocks that were not stored: routers that follow the store do not see these blocks.",
     "labels_dropped": "Runs of blocks without labels, since too many waited for them.",
     "events_retracted": "Announced blocks that were retracted although they are stored, since too many were announced.",
+    "events_unconfirmed": "Announced blocks that were retracted, since no event of the store confirmed them within 10 s.",
     "events_refused": "Subscriptions to the store's events that it refused: no blocks are announced.",
     "resets": "Resets of the cache: from then on the store is used under another weights epoch.",
     "bugs": "Failures that should be impossible; each is logged.",

@@ -18,7 +18,10 @@ from kvstore.core.errors import install_command
 from kvstore.process.graceful_shutdown import exit_now
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvclient.events import BlockMirror, Change
+    from kvstore.core.types import BlockKey
 
 _WATCH_S: Final = 0.2
 
@@ -81,7 +84,7 @@ def _print_events(config: Config, output_format: str) -> None:
 
     def show(mirror: BlockMirror, change: Change) -> None:
         try:
-            _show(mirror, change, output_format)
+            _show(mirror, change, output_format, stop)
         except BrokenPipeError:  # the reader closed the pipe
             stop.set()
 
@@ -92,6 +95,7 @@ def _print_events(config: Config, output_format: str) -> None:
         tiers=config.events.tier_kinds,
         tls=config.client.tls.resolve(),
         token=token(config.client),
+        most_blocks=config.events.max_blocks,
         on_change=show,
     ) as watcher:
         while not stop.wait(_WATCH_S):
@@ -100,20 +104,36 @@ def _print_events(config: Config, output_format: str) -> None:
             exit_now(0)
 
 
-def _show(mirror: BlockMirror, change: Change, output_format: str) -> None:
-    if change.whole:
-        state = "complete" if mirror.complete else "begins"
-        item({"snapshot": state}, f"snapshot {state}", output_format)
-    for key in [*(key for run in change.runs for key in run.keys), *change.keys]:
-        place = mirror.place(key)
-        line: dict[str, object] = {"key": key.hex()}
-        if place is not None:
-            line |= {"namespace": place[0].hex(), "depth": place[1]}
-        replicas = mirror.replicas(key)
-        line["held_by"] = [
-            {"volume": volume.volume_id, "node": volume.node_id, "tier": volume.tier.name.lower(), "served": volume.served}
-            for volume in replicas
-        ]
-        position = "" if place is None else f"  namespace {place[0].hex()}  depth {place[1]}"
-        held_by = ", ".join(volume.volume_id + ("" if volume.served else " (cannot be read now)") for volume in replicas)
-        item(line, f"{key.hex()}{position}  {f'held by {held_by}' if held_by else 'held by no volume'}", output_format)
+def _show(mirror: BlockMirror, change: Change, output_format: str, stop: threading.Event) -> None:
+    """Print changed blocks, each once per message, and a snapshot when it is complete.
+
+    A snapshot reports a block once per replica, and again if it changes before the end. So the blocks are read from the mirror.
+    """
+    keys: Iterable[BlockKey] = ()
+    if change.whole and not mirror.complete:
+        item({"snapshot": "begins"}, "snapshot begins", output_format)
+    elif change.whole:
+        keys = mirror
+    elif mirror.complete:
+        keys = dict.fromkeys([*(key for run in change.runs for key in run.keys), *change.keys])
+    for key in keys:
+        if stop.is_set():
+            return
+        _show_block(mirror, key, output_format)
+    if change.whole and mirror.complete:
+        item({"snapshot": "complete"}, "snapshot complete", output_format)
+
+
+def _show_block(mirror: BlockMirror, key: BlockKey, output_format: str) -> None:
+    place = mirror.place(key)
+    replicas = mirror.replicas(key)
+    line: dict[str, object] = {"key": key.hex()}
+    if place is not None:
+        line |= {"namespace": place[0].hex(), "depth": place[1]}
+    line["held_by"] = [
+        {"volume": volume.volume_id, "node": volume.node_id, "tier": volume.tier.name.lower(), "served": volume.served}
+        for volume in replicas
+    ]
+    position = "" if place is None else f"  namespace {place[0].hex()}  depth {place[1]}"
+    held_by = ", ".join(volume.volume_id + ("" if volume.served else " (cannot be read now)") for volume in replicas)
+    item(line, f"{key.hex()}{position}  {f'held by {held_by}' if held_by else 'held by no volume'}", output_format)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -43,6 +43,26 @@ class Announcement:
     removed: int
 
 
+def ordered_parts(announcements: Iterable[Announcement]) -> Iterator[list[Announcement]]:
+    """Divide announcements into parts in which no hash is stored in a tier after its removal from it.
+
+    In a part, all stored blocks may be published before all removed ones: a router then ends with the right state. The same hash
+    can be removed and stored in one step, after a block was retracted and stored again, or in a new weights epoch.
+    """
+    part: list[Announcement] = []
+    removed: dict[bytes, int] = {}
+    for one in announcements:
+        block_hash = one.run.hashes[one.at]
+        if one.stored & removed.get(block_hash, 0):
+            yield part
+            part, removed = [], {}
+        part.append(one)
+        if one.removed:
+            removed[block_hash] = removed.get(block_hash, 0) | one.removed
+    if part:
+        yield part
+
+
 @dataclass(slots=True)
 class _Block:
     run: EngineRun
@@ -59,7 +79,8 @@ class Announcer:
     Args:
         group: the namespaces that hold the parts of a block.
         most: blocks that are followed. The oldest are retracted.
-        retracted: called with the number of blocks that were retracted.
+        retracted: called with the number of blocks that were retracted because too many were followed.
+        unconfirmed: called with the number of blocks that were retracted because no event confirmed them in time.
         clock: monotonic seconds.
     """
 
@@ -68,11 +89,13 @@ class Announcer:
         group: BlockGroup,
         most: int,
         retracted: Callable[[int], None] = lambda _count: None,
+        unconfirmed: Callable[[int], None] = lambda _count: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.group = group
         self._most = most
         self._retracted = retracted
+        self._unconfirmed = unconfirmed
         self._clock = clock
         self._lock = threading.Lock()
         self._blocks: OrderedDict[GroupBlockId, _Block] = OrderedDict()
@@ -111,9 +134,9 @@ class Announcer:
 
     def take(self, most: int) -> list[Announcement]:
         """Return changes since the last call, at most ``most``."""
+        found: list[Announcement] = []
         with self._lock:
-            self._retract_unconfirmed()
-            found: list[Announcement] = []
+            unconfirmed = self._retract_unconfirmed()
             while self._gone and len(found) < most:
                 found.append(self._gone.popleft())
             for block in list(islice(self._changed, most - len(found))):
@@ -124,7 +147,9 @@ class Announcer:
                     known.told = known.held
                     if not known.held:
                         del self._blocks[block]
-            return found
+        if unconfirmed:
+            self._unconfirmed(unconfirmed)
+        return found
 
     def announce_again(self) -> None:
         """Announce all held blocks again, since vLLM has published a clear event."""
@@ -148,8 +173,9 @@ class Announcer:
         if known.told:
             self._gone.append(Announcement(known.run, known.at, 0, known.told))
 
-    def _retract_unconfirmed(self) -> None:
-        now_s = self._clock()
+    def _retract_unconfirmed(self) -> int:
+        """Retract blocks that no event confirmed in time, and return their number."""
+        now_s, count = self._clock(), 0
         while self._assumed and self._assumed[0][0] <= now_s:
             _, run = self._assumed.popleft()
             for block in run.ids:
@@ -157,6 +183,8 @@ class Announcer:
                 if known is not None and known.assumed:
                     known.held, known.assumed = 0, False
                     self._changed[block] = None
+                    count += 1
+        return count
 
     # ---- the watcher's thread ----
     def wanted(self, namespace: NamespaceId, key: BlockKey) -> bool:

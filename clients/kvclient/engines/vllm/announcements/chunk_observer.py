@@ -39,18 +39,19 @@ class ChunkObserver:
         """By job that stores."""
         self._events = EngineEvents(options.hook, announce=announce, most_blocks=options.events_blocks, count=counters.add)
 
-    def connect(self, specs: Mapping[int, CacheSpec], groups: Mapping[int, TierGroup]) -> None:
+    def connect(self, specs: Mapping[int, CacheSpec], groups: Mapping[int, TierGroup], engine_hash: str) -> None:
         """Follow the chunks of a weights epoch. Those of the epoch before are retracted.
 
         Args:
             specs: by group: its namespace.
             groups: by group.
+            engine_hash: see ``engine_hash_name``.
         """
         self._storing.clear()
         self._groups = {group_id: groups[group_id] for group_id in specs}
         self._events.connect(
             [
-                AnnouncedGroup([specs[group_id]], one.kind, one.pages, labelled=self._labelled and one.chained)
+                AnnouncedGroup([specs[group_id]], engine_hash, one.kind, one.pages, labelled=self._labelled and one.chained)
                 for group_id, one in self._groups.items()
             ]
         )

@@ -18,9 +18,11 @@ from kvclient.events.block_groups import BlockGroup
 from kvclient.events.label_writer import LabelWriter
 from kvclient.events.labels import LabelNamespace
 from kvstore.core.types import BlockKey, NamespaceId
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.auth.tokens import TokenSource
 
 _log = logging.getLogger(__name__)
+limited = LimitedLog(_log)
 _MOST_PER_STEP: Final = 4_096
 """Changes that one step of the engine announces; the others follow in later steps."""
 _LABEL_CONNECT_S: Final = 3.0
@@ -33,12 +35,14 @@ class AnnouncedGroup:
 
     Attributes:
         specs: the namespaces.
+        engine_hash: algorithm and seed of the engine's hashes; empty: each engine computes other ones, so it writes no labels.
         kind: vLLM's kind of the KV cache group.
         hashes: the engine's hashes per block.
         labelled: whether blocks get labels.
     """
 
     specs: Sequence[CacheSpec]
+    engine_hash: str = ""
     kind: str = ""
     hashes: int = 1
     labelled: bool = False
@@ -77,9 +81,12 @@ class EngineEvents:
         """
         self._retire()
         for group, one in enumerate(groups):
-            if one.labelled:
+            if one.labelled and not one.engine_hash:
+                self._count("labels_failed", 1)
+                _log.warning("blocks get no labels: vLLM seeds its hashes at random; use sha256, or set PYTHONHASHSEED")
+            elif one.labelled:
                 try:
-                    namespace = LabelNamespace.make(one.specs, kind=one.kind, hashes=one.hashes)
+                    namespace = LabelNamespace.make(one.specs, engine_hash=one.engine_hash, kind=one.kind, hashes=one.hashes)
                 except InvalidArgument as error:
                     self._count("labels_failed", 1)
                     _log.warning("blocks get no labels: %s", error)
@@ -91,7 +98,8 @@ class EngineEvents:
             Announcer(
                 BlockGroup([spec.namespace for spec in one.specs]),
                 self._most_blocks,
-                lambda count: self._count("events_retracted", count),
+                retracted=self._on_retracted,
+                unconfirmed=self._on_unconfirmed,
             )
             for one in groups
         ]
@@ -109,6 +117,16 @@ class EngineEvents:
             self._count("events_refused", 1)
             return
         self._announcers = announcers
+
+    def _on_retracted(self, count: int) -> None:
+        self._count("events_retracted", count)
+        limited.warning(
+            "announced blocks retracted: too many are followed (blocks=%d, events_blocks=%d)", count, self._most_blocks
+        )
+
+    def _on_unconfirmed(self, count: int) -> None:
+        self._count("events_unconfirmed", count)
+        limited.warning("announced blocks retracted: the store's events did not confirm them (blocks=%d)", count)
 
     def _connect_labels(self, namespace: LabelNamespace) -> KVClient:
         options = replace(
@@ -130,10 +148,10 @@ class EngineEvents:
             self._announcers[run.group].stored(run)
         self.found(run)
 
-    def found(self, run: EngineRun) -> None:
-        """Receive blocks that the store holds: their labels are written again if they are old."""
-        if run.hashes and (writer := self._writers.get(run.group)) is not None:
-            writer.put(run)
+    def found(self, run: EngineRun) -> bool:
+        """Receive blocks that the store holds: their labels are written again if they are old. False: they are not."""
+        writer = self._writers.get(run.group) if run.hashes else None
+        return writer is not None and writer.put(run)
 
     def announce_again(self) -> None:
         """Announce all held blocks again: vLLM has told its subscribers to drop their state."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from kvclient.events.block_groups import GroupBlockId
 from kvclient.events.labels import BlockLabel
+
+_OBJECT_BYTES: Final = 64
+"""Estimated memory of a short bytes object, with its reference."""
+_EXTRA_KEYS_BYTES: Final = 512
+"""Estimated memory of the extra keys of one hash."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +43,13 @@ class EngineRun:
     extra_keys: tuple[Any, ...] | None = None
     keys: tuple[bytes, ...] = ()
     group: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Approximate memory of the run: tokens, hashes, and the objects around them."""
+        each_hash = _OBJECT_BYTES + (len(self.hashes[0]) if self.hashes else 0)
+        extras = 0 if self.extra_keys is None else len(self.extra_keys) * _EXTRA_KEYS_BYTES
+        return len(self.tokens) * self.tokens.itemsize + len(self.hashes) * each_hash + len(self.ids) * _OBJECT_BYTES + extras
 
     def part(self, start: int, stop: int) -> EngineRun:
         """Return the blocks from ``start`` to ``stop``."""

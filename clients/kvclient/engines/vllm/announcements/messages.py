@@ -6,15 +6,23 @@ for DRAM and ``STORAGE`` for NVMe, on any host of the store. There is one event 
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    DEFAULT_NONE_HASH_SEED,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_none_hash_seed,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvclient.engines.vllm.announcements.announcer import Announcement
+from kvclient.engines.vllm.announcements.announcer import Announcement, ordered_parts
 from kvclient.engines.vllm.announcements.engine_run import EngineRun
 from kvclient.events.block_groups import GroupBlockId
 from kvstore.core.types import Tier
@@ -30,6 +38,16 @@ def group_kinds(kv_cache_config: Any) -> list[GroupKind]:  # noqa: ANN401
     """Return the kind of each KV cache group."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [(str(get_kv_cache_spec_kind(spec).value), get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+
+
+def engine_hash_name(vllm_config: Any) -> str:  # noqa: ANN401
+    """Name algorithm and seed of vLLM's block hashes; empty: the seed is random, so each engine computes other hashes."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    function = get_hash_fn_by_name(algorithm)
+    seed = resolve_none_hash_seed(function)
+    if seed != resolve_none_hash_seed(function):
+        return ""
+    return algorithm if seed == DEFAULT_NONE_HASH_SEED else f"{algorithm}-{hashlib.sha256(seed.encode()).hexdigest()[:8]}"
 
 
 def engine_run(
@@ -84,7 +102,10 @@ def _extra_keys(request: Any, start: int, tokens: int, page_tokens: int) -> tupl
 def kv_events(
     announcements: Iterable[Announcement], kinds: Sequence[GroupKind], block_tokens: int, locality: str | None
 ) -> list[Any]:
-    """Return the events of announcements for vLLM's publisher: stored blocks first.
+    """Return the events of announcements for vLLM's publisher.
+
+    Stored blocks precede removed ones, so that a block enters a medium before it leaves another one. The exception is a hash that
+    is stored again in the medium that it was removed from: its second event is in a later part (``ordered_parts``).
 
     Args:
         announcements: in order.
@@ -92,6 +113,13 @@ def kv_events(
         block_tokens: tokens of a page.
         locality: ``LOCAL`` or ``REMOTE``; None: unspecified.
     """
+    return [event for part in ordered_parts(announcements) for event in _part_events(part, kinds, block_tokens, locality)]
+
+
+def _part_events(
+    announcements: Iterable[Announcement], kinds: Sequence[GroupKind], block_tokens: int, locality: str | None
+) -> list[Any]:
+    """Return the events of one part: stored blocks first."""
     events: list[Any] = []
     removed: dict[str, list[Any]] = {}
     open_runs: dict[str, tuple[EngineRun, int, int]] = {}

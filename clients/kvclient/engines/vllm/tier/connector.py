@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 
 from kvclient import CacheSpec, InvalidArgument, KVStoreError
+from kvclient.engines.vllm.announcements.messages import engine_hash_name
 from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.options import RECONNECT_S
@@ -139,7 +140,9 @@ class KVStoreOffloadingConnector(OffloadingConnector):
                     one.result().close()
             raise failed[0]  # type: ignore[misc]
         self._open_tier.open(
-            {group_id: ChunkStore(one.result()) for group_id, one in zip(self._specs, connects, strict=True)}, self._groups
+            {group_id: ChunkStore(one.result()) for group_id, one in zip(self._specs, connects, strict=True)},
+            self._groups,
+            engine_hash_name(self._vllm_config),
         )
         for spec in specs:
             _log.info("namespace %s: model %s, %s", spec.namespace.hex(), spec.model, spec.layout)

@@ -24,6 +24,7 @@ COUNTERS = {
     "labels_failed": "Labels of chunks that were not stored: routers that follow the store do not see these chunks.",
     "labels_dropped": "Runs of chunks without labels, since too many waited for them.",
     "events_retracted": "Announced chunks that were retracted although they are stored, since too many were announced.",
+    "events_unconfirmed": "Announced chunks that were retracted, since no event of the store confirmed them within 10 s.",
     "events_refused": "Subscriptions to the store's events that it refused: no chunks are announced.",
     "resets": "Resets of the cache: a new weights epoch began.",
     "bugs": "Failures that should be impossible; each is logged.",

@@ -77,13 +77,14 @@ class KVStoreTier(SecondaryTierManager):
         self._jobs = ChunkJobs(self._options.workers, self.counters, self._ended.set)
         self._lookups = ChunkLookups(self._options.hook.lookup_deadline_s, self.counters, self._ended.set)
 
-    def open(self, stores: Mapping[int, ChunkStore], groups: Sequence[TierGroup]) -> None:
-        """Use these namespaces from now on. No job may be running."""
+    def open(self, stores: Mapping[int, ChunkStore], groups: Sequence[TierGroup], engine_hash: str) -> None:
+        """Use these namespaces from now on. No job may be running. ``engine_hash``: see ``engine_hash_name``."""
         self.close_stores()
         self._groups = {group.group_id: group for group in groups}
         self.stores = dict(stores)
         if self.observer is not None:
-            self.observer.connect({group_id: store.spec for group_id, store in stores.items()}, self._groups)
+            specs = {group_id: store.spec for group_id, store in stores.items()}
+            self.observer.connect(specs, self._groups, engine_hash)
         self.counters.set_connected(all(store.is_connected for store in stores.values()))
 
     def close_stores(self) -> None:
