@@ -351,7 +351,7 @@ class KVClient:
             if ahead is not None:
                 ahead.end()
 
-        It is done behind all loads, within the node's budget (``node.read_ahead_bytes``), and does not wait. Whether it succeeds
+        It is done behind all loads, within the node's budget (``node.read_ahead``), and does not wait. Whether it succeeds
         is not said: what was not read ahead is read by the load.
 
         Args:

@@ -1,6 +1,6 @@
 """Reads ahead: blocks come into DRAM, and stay there, for a request that still waits in the queue of its engine.
 
-1. A call is admitted when its blocks fit into the budget (``node.read_ahead_bytes``), in order of arrival. Of a prefix that is
+1. A call is admitted when its blocks fit into the budget (``node.read_ahead``), in order of arrival. Of a prefix that is
    longer, the first blocks are read.
 2. It reads one window at a time, and none while a load that an engine waits for is reading.
 3. Its blocks are pinned until the caller ends the call, or until the deadline. A load finds them in DRAM, or waits for the window

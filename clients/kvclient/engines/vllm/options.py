@@ -31,7 +31,7 @@ class ConnectorOptions:
             later answers are used in the next step.
         min_load_tokens: shorter hits (beyond what the engine's own prefix cache holds) are computed rather than loaded.
         read_ahead_requests: requests in the engine's queue whose prefix is read into the DRAM of this host, at the same time; 0:
-            none. The node bounds the bytes (``node.read_ahead_bytes``).
+            none. The node bounds the bytes (``node.read_ahead``).
         pinned_share: the part of the engine's blocks that may wait to be stored; more are not stored.
         weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
             the engine's cache. Without it, a reset begins an epoch that no other engine shares.

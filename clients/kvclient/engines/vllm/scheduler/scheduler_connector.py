@@ -297,10 +297,10 @@ class SchedulerConnector:
     # ---- loads ----
     def update_state_after_alloc(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """Plan the load of ``external_tokens`` matched tokens into the request's pages."""
-        self._ahead.left(request.request_id, loads=external_tokens > 0)
         state = self._requests.get(request.request_id)
         if state is None or external_tokens == 0:
             return
+        self._ahead.left(request.request_id, loads=True)
         start, found = state.first_offered, state.found
         stop = start + external_tokens // self._block_tokens
         parts = []
@@ -317,6 +317,10 @@ class SchedulerConnector:
         self._loads.append(LoadJob(request.request_id, parts, self._layerwise))
         self.counters.add("loads")
         self.counters.add("load_tokens", external_tokens)
+
+    def computed_without_load(self, request_id: str) -> None:
+        """Record that a request has pages and is computed: nothing more is loaded."""
+        self._ahead.left(request_id)
 
     def hits_by_tier(self, request: VllmRequest, tokens: int) -> Mapping[Tier, int]:
         """Count the tokens of a load by tier, as far as the index knows it."""
