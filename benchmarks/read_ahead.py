@@ -1,4 +1,4 @@
-"""Measure reads ahead: requests wait in the queue of an engine, and their prefixes come from NVMe into DRAM meanwhile.
+"""Measure reads ahead: requests wait in the queue of an engine, and their prefixes are brought from NVMe into DRAM during that time.
 
 The engine is a thread that serves one request after the other: it loads the prefix, and computes for as long as a cold load takes
 (it sleeps). Requests arrive at random (Poisson), each with a prefix that is on NVMe only. The node caches nothing in DRAM
@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ class Engine:
         reads_ahead: whether requests that wait are read ahead.
     """
 
-    def __init__(self, client: KVClient, compute_s: float, buffer: np.ndarray, *, reads_ahead: bool) -> None:  # type: ignore[type-arg]
+    def __init__(self, client: KVClient, compute_s: float, buffer: np.ndarray, *, reads_ahead: bool) -> None:
         self._client = client
         self._compute_s = compute_s
         self._buffer = buffer
@@ -162,23 +163,21 @@ def measure(options: Options, folder: Path, total: int, prefixes: int, requests:
         control.close()
     where = harness.storage(folder, direct="O_DIRECT" in io_engine and "refused" not in io_engine, cache="cold in this system")
     sizes = {"block_bytes": BLOCK_BYTES, "total_bytes": total, "layers": LAYERS}
-    common = {"storage": where, "transport": "shared memory", "io_engine": io_engine, "verified": True}
+    keep = partial(options.keep, storage=where, transport="shared memory", io_engine=io_engine, verified=True)
     hidden = [(cold - after) / cold for cold, after in zip(single["cold"], single["after"], strict=True)]
-    options.keep(
+    keep(
         Figure("read_ahead_load", "Load out of NVMe after a wait, read ahead", sizes, "ms", lower_is_better=True),
         single["after"],
         limit=Reference("a load out of DRAM", single["dram"]),
         peer=Reference("the load without a read ahead", single["cold"]),
-        **common,
     )
-    options.keep(
+    keep(
         Figure("read_ahead_hidden", "Share of a load's time that the wait hides", sizes, "share"),
         hidden,
         target=Target("value", 0.7),
-        **common,
     )
     for load, bound in zip(LOADS, (1.02, 0.7), strict=True):
-        options.keep(
+        keep(
             Figure(
                 "read_ahead_ttft",
                 "TTFT of requests that wait, p99",
@@ -189,13 +188,11 @@ def measure(options: Options, folder: Path, total: int, prefixes: int, requests:
             latencies[load, True],
             peer=Reference("reads when a request is served", latencies[load, False]),
             target=Target("peer", bound),
-            **common,
         )
-    options.keep(
+    keep(
         Figure("read_ahead_in_vain", "Bytes read ahead that no load asked for", sizes, "share", lower_is_better=True),
         [unused / read if read else 0.0],
         target=Target("value", 0.05),
-        **common,
     )
 
 

@@ -343,33 +343,9 @@ class KVClient:
         return LoadHandle(call.scope, barrier, future, self._context.shape.layers, wait_on_stream)
 
     def read_ahead(self, lookup: Lookup, *, deadline_s: float | None = None) -> ReadAhead | None:
-        """Have the node of this host bring found blocks into its DRAM, for a request that must wait before it can be loaded.
-
-            ahead = client.read_ahead(lookup)
-            ...                                  # the request waits
-            result = client.load(lookup, buffer)
-            if ahead is not None:
-                ahead.end()
-
-        It is done behind all loads, within the node's budget (``node.read_ahead``), and does not wait. Whether it succeeds
-        is not said: what was not read ahead is read by the load.
-
-        Args:
-            lookup: its first ``hit_blocks`` blocks are read.
-            deadline_s: seconds for which the node holds them at most; None: the option ``default_deadline_s``.
-
-        Returns:
-            What to end when the request is loaded or gone. None: all blocks are in the node's DRAM, or there is no node.
-
-        Raises:
-            InvalidArgument: malformed keys, or too many.
-        """
-        self._check_usable()
+        """Bring found blocks into the DRAM of this host while their request waits: ``ahead = client.read_ahead(lookup)``."""
         chain = self._slice(lookup.keys[: lookup.hit_blocks], lookup.parent, lookup.depth)
-        if not len(chain):
-            return None
-        seconds = self._context.options.default_deadline_s if deadline_s is None else deadline_s
-        return read_ahead(self._context, chain, lookup.runs, check_seconds("deadline_s", seconds))
+        return read_ahead(self._context, chain, lookup.runs, deadline_s)
 
     def load_call(
         self,

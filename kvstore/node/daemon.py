@@ -26,7 +26,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
 from kvstore.health.host_reports import CertificateWatch
-from kvstore.node.ahead.read_ahead import ReadAhead
+from kvstore.node.ahead.read_ahead import AheadReader
 from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.slow_sources import SlowSources
@@ -214,7 +214,7 @@ class NodeDaemon:
         ahead_bytes = share if config.read_ahead_bytes is None else config.read_ahead_bytes
         read_ahead = BufferBudget("read_ahead", ahead_bytes, clock, counters)
         self._buffers = {"prefill_buffer": prefill_buffer, "decode_buffer": decode_buffer, "read_ahead": read_ahead}
-        self._ahead = ReadAhead(self.table, self._loader, read_ahead, counters, clock)
+        self._ahead = AheadReader(self.table, self._loader, read_ahead, counters, clock)
         self._layered = LayeredLoader(
             NodeId(config.node_id),
             self.table,

@@ -1,4 +1,4 @@
-"""Reads ahead in real processes: a load that comes after the wait finds its blocks in DRAM; whatever ends, nothing is held."""
+"""Reads ahead in real processes: a load that comes after the wait finds its blocks in DRAM; after the end of a call nothing is held."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_read_ahead_beside_loads_and_a_kill(make_store: Callable[..., Store], se
     def load() -> None:
         while not stop.is_set():
             engine.load_keys(keys)  # checks the bytes of hits
-            with suppress(grpc.RpcError, KeyError):  # the node is killed, or has no address yet
+            with suppress(grpc.RpcError, KeyError):  # the node is killed, or is starting
                 store.evict("n1")
 
     loads = threading.Thread(target=load)

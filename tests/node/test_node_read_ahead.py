@@ -1,4 +1,4 @@
-"""Reads ahead: blocks are held for a request that waits, behind the loads of engines, and released when the call ends."""
+"""Reads ahead: blocks are held for a request that waits, after the loads of engines, and released when the call ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, Outcome, Tier
-from kvstore.node.ahead.read_ahead import ReadAhead
+from kvstore.node.ahead.read_ahead import AheadReader
 from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.eviction.execution import evict_tier
 from support.callers import CancellableCall
@@ -39,7 +39,7 @@ class Node(NodeHarness):
         assert evict_tier(self.table, Tier.DRAM) == 2 * BLOCKS
         self.block_bytes = self.namespace.shape.block_bytes
         self.budget = BufferBudget("read_ahead", budget_blocks * self.block_bytes, self.clock, self.counters)
-        self.ahead = ReadAhead(self.table, self.loader, self.budget, self.counters, self.clock)
+        self.ahead = AheadReader(self.table, self.loader, self.budget, self.counters, self.clock)
 
     def begin(self, keys: list[BlockKey]) -> CancellableCall:
         """Begin to read ahead."""

@@ -1,7 +1,13 @@
 """Reads ahead: the node of this host brings found blocks into its DRAM while their request still waits in the engine's queue.
 
-The node reads them behind all loads, within a budget of its arena, and holds them until the call ends. The load that follows
-finds them in DRAM. Nothing here waits, and nothing is promised: what is refused or fails is read by the load itself.
+    ahead = client.read_ahead(lookup)
+    ...                                  # the request waits
+    result = client.load(lookup, buffer)
+    if ahead is not None:
+        ahead.end()
+
+The node reads them while it has no load to read for, within a budget of its arena (``node.read_ahead``), and holds them until the call ends. Nothing
+here waits. Blocks that could not be read ahead are read by the load itself.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
+from kvclient.call.arguments import check_seconds
 from kvclient.load.sources.node_stream import load_sources
 from kvclient.nodes.local_session import new_operation_id
 from kvproto.v1 import node_pb2
@@ -44,17 +51,21 @@ class ReadAhead:
         self._call.cancel()
 
 
-def read_ahead(context: ClientContext, chain: ChainSlice, runs: Sequence[Run], deadline_s: float) -> ReadAhead | None:
-    """Start to read ahead. None: all blocks are in the DRAM of this host, or it has no session with a node.
+def read_ahead(context: ClientContext, chain: ChainSlice, runs: Sequence[Run], deadline_s: float | None) -> ReadAhead | None:
+    """Start to read ahead. None: all blocks are in the DRAM of this host, or the client has no local node.
 
     Args:
         context: the client's parts.
         chain: the blocks.
         runs: their replicas.
-        deadline_s: how long the node holds them at most, in seconds from now.
+        deadline_s: how long the node holds them at most, in seconds from now; None: the option ``default_deadline_s``.
+
+    Raises:
+        InvalidArgument: ``deadline_s`` is not a number of seconds.
     """
+    timeout_s = check_seconds("deadline_s", context.options.default_deadline_s if deadline_s is None else deadline_s)
     session = context.local.session() if context.local is not None else None
-    if session is None or _resident(runs, session.node_id) >= len(chain):
+    if not len(chain) or session is None or _resident(runs, session.node_id) >= len(chain):
         return None
     others = sorted((run for run in runs if run.node_id != session.node_id), key=lambda run: run.distance)
     request = node_pb2.LoadRequest(
@@ -67,7 +78,7 @@ def read_ahead(context: ClientContext, chain: ChainSlice, runs: Sequence[Run], d
     )
     counters, incidents = context.incidents.counters, context.incidents
     try:
-        call = session.stub.ReadAhead.future(request, timeout=deadline_s, metadata=inject())
+        call = session.stub.ReadAhead.future(request, timeout=timeout_s, metadata=inject())
     except ValueError:  # the channel was closed
         return None
 

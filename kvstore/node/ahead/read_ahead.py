@@ -2,7 +2,7 @@
 
 1. A call is admitted when its blocks fit into the budget (``node.read_ahead``), in order of arrival. Of a prefix that is
    longer, the first blocks are read.
-2. It reads one window at a time, and none while a load that an engine waits for is reading.
+2. It reads one window at a time, and only while no load that an engine waits for is reading.
 3. Its blocks are pinned until the caller ends the call, or until the deadline. A load finds them in DRAM, or waits for the window
    that is being read: no block is read twice.
 """
@@ -26,7 +26,7 @@ from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.auth.interceptor import tenant
 
 
-class ReadAhead:
+class AheadReader:
     """Holds blocks for requests that wait. Thread-safe.
 
     Args:

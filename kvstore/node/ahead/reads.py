@@ -1,4 +1,4 @@
-"""What loads and reads ahead know of each other: who reads, and which blocks nobody has asked for yet."""
+"""Shared by loads and reads ahead: the loads that read, and the blocks that no load has asked for yet."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class UnaskedKeys:
             self._keys.update(keys)
 
     def discard(self, keys: Iterable[BlockKey]) -> int:
-        """Remove keys: a load asks for them, or they are no longer held. Returns how many nobody had asked for."""
+        """Remove keys: a load asks for them, or they are no longer held. Returns the number of keys that no load had asked for."""
         with self._lock:
             before = len(self._keys)
             self._keys.difference_update(keys)

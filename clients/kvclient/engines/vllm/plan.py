@@ -95,7 +95,7 @@ class StepPlan:
         cancel_stores: cancel pending stores, because their pages must be freed.
         weights_check: number of a check of the weights that each worker makes before this step; 0: none.
         ahead: prefixes to read ahead.
-        ahead_ended: requests that left the queue without a load: what was read ahead for them is released.
+        ahead_ended: requests that left the queue without a load: the blocks that were read ahead for them are released.
     """
 
     epoch: int = 0

@@ -1,6 +1,6 @@
 """Chooses the requests whose prefix is read ahead: those that stay in the engine's queue although their lookup is answered.
 
-A request that the engine can take goes on in the step after its answer, and loads its prefix itself. So only a request that was
+The step after its answer schedules a request for which the engine has room, and loads its prefix. So only a request that was
 passed over once more is read ahead. Models with one KV cache group only: of others, a load reads some of the found pages, and
 which ones is known when the engine gives the request its pages.
 """
