@@ -1,4 +1,4 @@
-"""Measure reads ahead: requests wait in the queue of an engine, and their prefixes are brought from NVMe into DRAM during that time.
+"""Measure reads ahead: prefixes come from NVMe into DRAM while their requests wait in the queue of an engine.
 
 The engine is a thread that serves one request after the other: it loads the prefix, and computes for as long as a cold load takes
 (it sleeps). Requests arrive at random (Poisson), each with a prefix that is on NVMe only. The node caches nothing in DRAM

@@ -1,4 +1,4 @@
-"""Reads ahead in real processes: a load that comes after the wait finds its blocks in DRAM; after the end of a call nothing is held."""
+"""Reads ahead in real processes: the load after the wait finds its blocks in DRAM; an ended call holds nothing."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
     if ahead is not None:
         ahead.end()
 
-The node reads them while it has no load to read for, within a budget of its arena (``node.read_ahead``), and holds them until the call ends. Nothing
-here waits. Blocks that could not be read ahead are read by the load itself.
+The node reads them while it has no load to read for, within a budget of its arena (``node.read_ahead``), and holds them until the
+call ends. Nothing here waits. Blocks that could not be read ahead are read by the load itself.
 """
 
 from __future__ import annotations

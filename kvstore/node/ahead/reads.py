@@ -60,7 +60,7 @@ class UnaskedKeys:
             self._keys.update(keys)
 
     def discard(self, keys: Iterable[BlockKey]) -> int:
-        """Remove keys: a load asks for them, or they are no longer held. Returns the number of keys that no load had asked for."""
+        """Remove keys: a load asks for them, or they are no longer held. Returns how many were not asked for before."""
         with self._lock:
             before = len(self._keys)
             self._keys.difference_update(keys)
