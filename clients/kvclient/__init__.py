@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvclient.client import KVClient
     from kvclient.load.layerwise import LoadHandle
     from kvclient.load.paths import Paths
+    from kvclient.load.read_ahead import ReadAhead
     from kvclient.memory.buffers import as_block_buffer
     from kvclient.nodes.namespaces import list_namespaces
     from kvclient.options import ClientOptions
@@ -75,6 +76,7 @@ _HOMES = {
     "NodeRef": "kvclient.results",
     "Outcome": "kvstore.core.types",
     "Paths": "kvclient.load.paths",
+    "ReadAhead": "kvclient.load.read_ahead",
     "RevokedRequest": "kvclient.scheduling.types",
     "Run": "kvclient.results",
     "ScatteredBlocks": "kvstore.core.buffers",
@@ -101,6 +103,7 @@ __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
     "HeadLookup",
     "Run",
     "NodeRef",
+    "ReadAhead",
     "LoadResult",
     "LoadHandle",
     "Paths",

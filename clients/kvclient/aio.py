@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 from kvclient.call.execution import PreparedCall, Result
 from kvclient.client import Keys, KVClient
 from kvclient.load.paths import Paths
+from kvclient.load.read_ahead import ReadAhead
 from kvclient.options import ClientOptions, Verify
 from kvclient.results import HeadLookup, LoadResult, Lookup, StoreResult
 from kvstore.core.keys import Tokens
@@ -99,6 +100,13 @@ class AsyncKVClient:
         Example: ``result = await client.load(lookup, buffer)``
         """
         return await self._run(self.blocking.load_call(what, buffer, deadline_s, verify, parent, depth, paths))
+
+    def read_ahead(self, lookup: Lookup, *, deadline_s: float | None = None) -> ReadAhead | None:
+        """See ``KVClient.read_ahead``, which does not wait.
+
+        Example: ``ahead = client.read_ahead(lookup)``
+        """
+        return self.blocking.read_ahead(lookup, deadline_s=deadline_s)
 
     async def store(
         self,

@@ -24,6 +24,7 @@ from kvclient.load.accounting import HitAccounting
 from kvclient.load.layerwise import LayerBarrier, LoadHandle
 from kvclient.load.load import HeadLookupCall, Load, LookupCall
 from kvclient.load.paths import Paths
+from kvclient.load.read_ahead import ReadAhead, read_ahead
 from kvclient.memory.buffers import as_block_buffer
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
 from kvclient.memory.engine_pool import EnginePool
@@ -340,6 +341,11 @@ class KVClient:
         future = self._runner.start(call)
         wait_on_stream = buffer.wait_on_stream if layerwise and isinstance(buffer, DeviceBuffer) else None
         return LoadHandle(call.scope, barrier, future, self._context.shape.layers, wait_on_stream)
+
+    def read_ahead(self, lookup: Lookup, *, deadline_s: float | None = None) -> ReadAhead | None:
+        """Bring found blocks into the DRAM of this host while their request waits: ``ahead = client.read_ahead(lookup)``."""
+        chain = self._slice(lookup.keys[: lookup.hit_blocks], lookup.parent, lookup.depth)
+        return read_ahead(self._context, chain, lookup.runs, deadline_s)
 
     def load_call(
         self,

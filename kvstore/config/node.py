@@ -199,6 +199,10 @@ class NodeSection(Section):
     decode_buffer_bytes: Size = Field(
         default=0, description="arena bytes that awaited prompts may hold together; 0: a quarter of the arena"
     )
+    read_ahead_bytes: Size | None = Field(
+        default=None,
+        description="arena bytes that may be read ahead and held for requests that wait; 0: none. Unset: a quarter of the arena",
+    )
     cache_loads: bool = Field(
         default=True, description="cache loaded and stored blocks in DRAM; false: use DRAM for staging only"
     )
@@ -295,7 +299,11 @@ class NodeConfig(NodeSection):
                 " node.nixl off",
                 nixl=self.nixl,
             )
-        for name, size in (("prefill_buffer", self.prefill_buffer_bytes), ("decode_buffer", self.decode_buffer_bytes)):
+        for name, size in (
+            ("prefill_buffer", self.prefill_buffer_bytes),
+            ("decode_buffer", self.decode_buffer_bytes),
+            ("read_ahead", self.read_ahead_bytes or 0),
+        ):
             if size > self.dram_bytes:
                 raise InvalidArgument(
                     f"node.{name} exceeds node.dram; lower node.{name} or raise node.dram",

@@ -26,6 +26,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
 from kvstore.health.host_reports import CertificateWatch
+from kvstore.node.ahead.read_ahead import AheadReader
 from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.slow_sources import SlowSources
@@ -210,7 +211,10 @@ class NodeDaemon:
         share = config.dram_bytes // BUFFER_SHARE
         prefill_buffer = BufferBudget("prefill_buffer", config.prefill_buffer_bytes or share, clock, counters)
         decode_buffer = BufferBudget("decode_buffer", config.decode_buffer_bytes or share, clock, counters)
-        self._buffers = {"prefill_buffer": prefill_buffer, "decode_buffer": decode_buffer}
+        ahead_bytes = share if config.read_ahead_bytes is None else config.read_ahead_bytes
+        read_ahead = BufferBudget("read_ahead", ahead_bytes, clock, counters)
+        self._buffers = {"prefill_buffer": prefill_buffer, "decode_buffer": decode_buffer, "read_ahead": read_ahead}
+        self._ahead = AheadReader(self.table, self._loader, read_ahead, counters, clock)
         self._layered = LayeredLoader(
             NodeId(config.node_id),
             self.table,
@@ -424,6 +428,7 @@ class NodeDaemon:
             loader=self._loader,
             layered=self._layered,
             prompts=self._prompts,
+            ahead=self._ahead,
             buffers=self._buffers,
             gate=self._gate,
             puller=self._puller,

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.types import BlockKey, Outcome, Tier
+from kvstore.core.types import Outcome, Tier
 from kvstore.node.eviction.execution import evict_tier
 from kvstore.node.loads.runs import LoadedRun
-from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.nvme.slab import NvmeSlab
 from support.callers import CancellableCall
 from support.node_harness import MIB, NodeHarness
+from support.slow_slab import WAIT_S, SlowSlab
 
 BLOCKS = 32
 """Four windows: each is 1/8 of the read-ahead, which is 1/4 of the arena."""
-WAIT_S = 20.0
-
-
-class SlowSlab(NvmeSlab):
-    """A volume that does not read some blocks before ``gate`` opens."""
-
-    slow: frozenset[BlockKey] = frozenset()
-    gate: threading.Event
-
-    def read_with_checksums(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[tuple[Outcome, bytes]]:
-        if any(record.key in self.slow for _, record, _ in items):
-            self.gate.wait(WAIT_S)
-        return super().read_with_checksums(items)
 
 
 class Node(NodeHarness):

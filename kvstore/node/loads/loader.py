@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import closing
+from contextlib import closing, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from kvstore.core.cancel_scope import current
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
+from kvstore.node.ahead.reads import UnaskedKeys, WaitedReads
 from kvstore.node.base.volume_guard import VolumeStalled
 from kvstore.node.eviction.execution import quarantine
 from kvstore.node.loads.mount_reader import MountReader
@@ -120,6 +121,10 @@ class Loader:
         self._counters = counters
         self._clock = clock
         self._ahead_bytes = min(window_bytes, table.dram.usage().capacity_bytes // ARENA_SHARE)
+        self.reads = WaitedReads(counters, clock)
+        """Loads that an engine waits for and that read."""
+        self.unasked = UnaskedKeys()
+        """Blocks that are read ahead."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-load")
         self._waiters = threading.Semaphore(threads // 2)
 
@@ -139,6 +144,8 @@ class Loader:
         blocks = self._table.pin_resident(request.namespace, keys)
         run = LoadedRun(0, [Outcome.HIT] * len(keys), blocks, Tier.DRAM, self.node_id)
         if keys and None not in blocks:
+            if self.unasked:
+                self.unasked.discard(keys)
             return run
         self._table.unpin(run.pinned())
         return None
@@ -154,57 +161,76 @@ class Loader:
                         self._counters.add(node_metrics.LOAD_DEFERRED_TO_PEERS_BLOCKS)
                 yield run
 
-    def load(self, request: BlockRequest) -> Runs:
-        """Load whole blocks from any tier and source."""
+    def load(self, request: BlockRequest, *, ahead: bool = False) -> Runs:
+        """Load whole blocks from any tier and source.
+
+        Args:
+            request: the blocks.
+            ahead: no engine waits for them: one window at a time is read, when the caller asks for the next run.
+        """
         table = self._table
         resident = table.pin_resident(request.namespace, request.chain.keys)
+        if self.unasked and not ahead:
+            self.unasked.discard(request.chain.keys)
         ready = deque(self._resident_runs(resident))
         try:
             if len(ready) == 1 and len(ready[0].blocks) == len(resident):  # the common case: all in DRAM
                 yield ready.popleft()
                 return
-            windows = deque(self._windows(request, [block is not None for block in resident]))
-            in_flight: deque[_InFlight] = deque()
-            awaited: deque[tuple[LoadedRun, tuple[SourceRange, ...]]] = deque()
-            ahead_bytes = 0
-            scope = current()
-            try:
-                while (ready or windows or in_flight or awaited) and not scope.cancelled:
-                    while windows and (not in_flight or ahead_bytes + windows[0].nbytes <= self._ahead_bytes):
-                        in_flight.append(self._submit(windows.popleft()))
-                        ahead_bytes += in_flight[-1].window.nbytes
-                    if ready:
-                        yield ready.popleft()
-                        continue
-                    if not in_flight:  # all other runs are returned: the load pins nothing while the caller's thread waits
-                        ready.append(awaited[0][0])
-                        self._await(request, *awaited.popleft())
-                        continue
-                    at = _next_completed(in_flight)
-                    try:
-                        run = self._run_of(in_flight[at])
-                    except CancelledError:  # the scope was cancelled before the window began
-                        return
-                    window = in_flight[at].window
-                    ahead_bytes -= window.nbytes
-                    del in_flight[at]
-                    if run.awaited:
-                        complete, waiting = run.split_awaited()
-                        ready.extend(complete)
-                        awaited.extend((one, window.sources) for one in waiting)
-                        continue
-                    while at < len(in_flight) and _is_ready(in_flight[at].future) and run.extend(in_flight[at].future.result()):
-                        ahead_bytes -= in_flight[at].window.nbytes
-                        del in_flight[at]
-                    yield run
-            finally:
-                for one in in_flight:  # the caller stopped early, or a window failed: release what still arrives
-                    if not one.future.cancel():
-                        _next_completed([one])
-                        one.future.add_done_callback(self._release)
+            with nullcontext() if ahead else self.reads:
+                yield from self._read(request, resident, ready, 0 if ahead else self._ahead_bytes)
         finally:
             for run in ready:
                 table.unpin(run.pinned())
+
+    def _read(self, request: BlockRequest, resident: Sequence[Block | None], ready: deque[LoadedRun], most_bytes: int) -> Runs:
+        """Yield the runs that are ``ready``, and those of the other blocks.
+
+        Args:
+            request: the load.
+            resident: the blocks that are in DRAM.
+            ready: their runs; those that are not yielded stay in it.
+            most_bytes: how much is read at once; one window at least.
+        """
+        windows = deque(self._windows(request, [block is not None for block in resident]))
+        in_flight: deque[_InFlight] = deque()
+        awaited: deque[tuple[LoadedRun, tuple[SourceRange, ...]]] = deque()
+        ahead_bytes = 0
+        scope = current()
+        try:
+            while (ready or windows or in_flight or awaited) and not scope.cancelled:
+                while windows and (not in_flight or ahead_bytes + windows[0].nbytes <= most_bytes):
+                    in_flight.append(self._submit(windows.popleft()))
+                    ahead_bytes += in_flight[-1].window.nbytes
+                if ready:
+                    yield ready.popleft()
+                    continue
+                if not in_flight:  # all other runs are returned: the load pins nothing while the caller's thread waits
+                    ready.append(awaited[0][0])
+                    self._await(request, *awaited.popleft())
+                    continue
+                at = _next_completed(in_flight)
+                try:
+                    run = self._run_of(in_flight[at])
+                except CancelledError:  # the scope was cancelled before the window began
+                    return
+                window = in_flight[at].window
+                ahead_bytes -= window.nbytes
+                del in_flight[at]
+                if run.awaited:
+                    complete, waiting = run.split_awaited()
+                    ready.extend(complete)
+                    awaited.extend((one, window.sources) for one in waiting)
+                    continue
+                while at < len(in_flight) and _is_ready(in_flight[at].future) and run.extend(in_flight[at].future.result()):
+                    ahead_bytes -= in_flight[at].window.nbytes
+                    del in_flight[at]
+                yield run
+        finally:
+            for one in in_flight:  # the caller stopped early, or a window failed: release what still arrives
+                if not one.future.cancel():
+                    _next_completed([one])
+                    one.future.add_done_callback(self._release)
 
     # ---- windows
     def _resident_runs(self, resident: Sequence[Block | None]) -> Iterator[LoadedRun]:

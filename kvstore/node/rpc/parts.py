@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvproto.v1 import common_pb2
 from kvstore.config.node import NodeConfig
 from kvstore.core.clock import Clock
+from kvstore.node.ahead.read_ahead import AheadReader
 from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.control.admission_gate import AdmissionGate
@@ -48,6 +49,7 @@ class NodeParts:
     loader: Loader
     layered: LayeredLoader
     prompts: PromptWaits
+    ahead: AheadReader
     buffers: Mapping[str, BufferBudget]
     gate: AdmissionGate
     puller: Puller

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -45,6 +46,8 @@ MAX_WAITS = 256
 """Maximum number of concurrent calls that wait for slots, disks or the index."""
 MAX_PROMPTS = 256
 """Maximum number of concurrent waits for prompts."""
+MAX_READS_AHEAD = 32
+"""Maximum number of concurrent calls of ``ReadAhead``."""
 MAX_PULLED = 4_096
 """Maximum number of keys per call of ``PullBlocks``."""
 CLOSED_PROMPT_WAIT_S = 0.5
@@ -69,13 +72,20 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._load_threads = WaitThreads(MAX_LOADS, "loads", counters)
         self._layered_threads = WaitThreads(MAX_LAYERED_LOADS, "layered-loads", counters)
         self._prompt_threads = WaitThreads(MAX_PROMPTS, "prompts", counters)
+        self._ahead_threads = WaitThreads(MAX_READS_AHEAD, "reads-ahead", counters)
         self._wait_threads = WaitThreads(MAX_WAITS, "waits", counters)
         self._streams = LoadStreams(parts.table, parts.sessions, counters, parts.clock)
 
     def close(self) -> None:
         """Shut the pools down without waiting: deadlines or ``BlockTable.close`` end the calls in them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for threads in (self._load_threads, self._layered_threads, self._prompt_threads, self._wait_threads):
+        for threads in (
+            self._load_threads,
+            self._layered_threads,
+            self._prompt_threads,
+            self._ahead_threads,
+            self._wait_threads,
+        ):
             threads.close()
 
     def _stored_volumes(self) -> list[node_pb2.StoredVolume]:
@@ -218,6 +228,17 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         with closing(timer):
             timer.ready(resident)
             return self._streams.message(session, resident, want_checksums=request.want_checksums)
+
+    async def ReadAhead(self, request: node_pb2.LoadRequest, context: Context) -> node_pb2.ReadAheadResponse:  # noqa: N802
+        blocks = self._block_request(self._session(request.session_id), request, self._deadline_s(context))
+        if self._gate.closed:
+            return node_pb2.ReadAheadResponse()
+        release = self._ahead_threads.acquire()
+        try:
+            hold = partial(self._parts.ahead.hold, replace(blocks, layer_group=0, first_layer=0))
+            return node_pb2.ReadAheadResponse(bytes_read=await run_in_pool(self._ahead_threads.pool, hold))
+        finally:
+            release()
 
     def _timer(self, session: Session, request: node_pb2.LoadRequest, blocks: BlockRequest) -> LoadTimer:
         block_bytes = session.namespace.shape.block_bytes

@@ -56,7 +56,8 @@ SHOWN_AT_ZERO: Final = {
     "node": (
         "adopt", "anti_", "arena_", "cascaded_", "copies_", "copy_", "device_", "drain", "evicted_", "failover_", "fenc",
         "gds_", "heartbeat", "index_ranges_", "inventories_", "lease_expiry_", "leases_", "load_", "located_", "lost_range_",
-        "mount_", "node_", "nvme_", "peer_", "prefill_", "decode_", "prompt", "publish_", "quarantined_", "recovery_",
+        "mount_", "node_", "nvme_", "peer_", "prefill_", "decode_", "prompt", "publish_", "quarantined_",
+        "read_ahead_", "recovery_",
         "register", "registrations_", "retention_", "roster_", "rpc_", "sessions_", "staged_", "store", "tenant_",
         "transport_", "unregister_", "volume_check", "volume_stall", "write_back_",
     ),

@@ -66,6 +66,11 @@ LOOKUPS_FAILED: Final = group.counter(
 )
 LOOKUP_BLOCKS: Final = group.counter("client_lookup_blocks_total", "blocks requested by answered lookups")
 LOOKUP_HIT_BLOCKS: Final = group.counter("client_lookup_hit_blocks_total", "blocks found by answered lookups")
+READS_AHEAD: Final = group.counter("client_reads_ahead_total", "reads ahead of loads that the client started")
+READS_AHEAD_REFUSED: Final = group.counter(
+    "client_reads_ahead_refused_total", "reads ahead that the node refused, because too many were in progress"
+)
+READS_AHEAD_FAILED: Final = group.counter("client_reads_ahead_failed_total", "reads ahead that failed")
 STORE_SKIPPED_DRAINING_BLOCKS: Final = group.counter(
     "client_store_skipped_draining_blocks_total", "blocks not stored because the local node was draining or stopping"
 )

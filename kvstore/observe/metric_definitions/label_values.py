@@ -23,7 +23,7 @@ MISS_REASONS: Final = ("unknown", "evicted", "index_down", "node_lost", "corrupt
 * ``capacity``: the node's DRAM was full, or too many background calls were running;
 * ``other``: the client was closed, or a bug.
 """
-BUFFERS: Final = ("prefill_buffer", "decode_buffer")
+BUFFERS: Final = ("prefill_buffer", "decode_buffer", "read_ahead")
 OUTCOMES: Final = ("miss", "corrupt", "unavailable", "timeout", "no_space")
 STORE_OUTCOMES: Final = ("stored", "exists", "in_progress", "skipped", "corrupt", "lost")
 KERNELS: Final = ("avx512", "avx2", "neon", "portable", "python")
@@ -36,7 +36,7 @@ METHODS: Final = (
     "PlanLoad", "ReportLoads", "ReplanLoad", "ReportEngines", "AssignRequest", "CancelRequest", "GetStats",
     "UnregisterNode", "DrainNode", "UndrainNode", "RemoveNode", "LocateBlocks", "LookupHeads",
     "PullBlocks",
-    "GetNode", "IssueTicket", "OpenSession", "Prepare", "Complete", "Abort", "Load", "LoadResident", "Locate",
+    "GetNode", "IssueTicket", "OpenSession", "Prepare", "Complete", "Abort", "Load", "LoadResident", "ReadAhead", "Locate",
     "AwaitPrompt", "AbandonPrompt", "Release", "Flush", "Evict", "GetNodeStats",
     "DescribeServer", "DescribeNamespaces", "DescribeBlocks", "DescribePlanning", "SetPathPolicy", "RebuildIndex",
     "DescribeTenants", "ListNamespaceRules", "SetTenantQuota", "SetNamespaceRule",

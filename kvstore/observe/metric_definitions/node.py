@@ -140,6 +140,15 @@ STAGING_TIMEOUTS: Final = group.counter_family(
     {"buffer": BUFFERS},
     "{buffer}_timeouts_total",
 )
+READ_AHEAD_BYTES: Final = group.counter(
+    "node_read_ahead_bytes_total", "bytes read from volumes and peers for requests that waited in the queue of their engine"
+)
+READ_AHEAD_UNUSED_BYTES: Final = group.counter(
+    "node_read_ahead_unused_bytes_total", "of these, bytes that no load asked for before the reading call ended"
+)
+READ_AHEAD_REFUSED: Final = group.counter(
+    "node_read_ahead_refused_total", "calls that read nothing ahead, because the budget was full or is smaller than a block"
+)
 WAITS_CANCELLED: Final = group.counter(
     "node_waits_cancelled_total", "waits for memory or blocks that ended because the caller disconnected"
 )

@@ -101,6 +101,7 @@ _NODE: Final = {
     "Complete": Permission.DATA,
     "Abort": Permission.DATA,
     "Load": Permission.DATA,
+    "ReadAhead": Permission.DATA,
     "LoadResident": Permission.DATA,
     "Locate": Permission.DATA,
     "AwaitPrompt": Permission.DATA,

@@ -193,6 +193,12 @@ class LoadedRun(_message.Message):
     layer_count: int
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., source_node: _Optional[str] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., first_layer: _Optional[int] = ..., layer_count: _Optional[int] = ...) -> None: ...
 
+class ReadAheadResponse(_message.Message):
+    __slots__ = ("bytes_read",)
+    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    bytes_read: int
+    def __init__(self, bytes_read: _Optional[int] = ...) -> None: ...
+
 class LocateRequest(_message.Message):
     __slots__ = ("session_id", "keys")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

@@ -76,6 +76,11 @@ class NodeStub:
                 request_serializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
                 _registered_method=True)
+        self.ReadAhead = channel.unary_unary(
+                '/kvstore.v1.Node/ReadAhead',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.ReadAheadResponse.FromString,
+                _registered_method=True)
         self.Locate = channel.unary_unary(
                 '/kvstore.v1.Node/Locate',
                 request_serializer=kvstore_dot_v1_dot_node__pb2.LocateRequest.SerializeToString,
@@ -183,6 +188,14 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadAhead(self, request, context):
+        """Reads blocks into the arena for a request that still waits, behind all loads, and holds them until the call is cancelled or its
+        deadline. Of a prefix that exceeds the budget, the first blocks are read. `want_checksums`, `layer_group` and `first_layer` are ignored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Locate(self, request, context):
         """Returns the location of blocks that are on this node's NVMe volumes and not in its arena, so that an engine of this host can read
         them directly into GPU memory. A lease protects them from eviction. Only for sessions over the unix socket.
@@ -285,6 +298,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.LoadResident,
                     request_deserializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.SerializeToString,
+            ),
+            'ReadAhead': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadAhead,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.ReadAheadResponse.SerializeToString,
             ),
             'Locate': grpc.unary_unary_rpc_method_handler(
                     servicer.Locate,
@@ -544,6 +562,33 @@ class Node:
             '/kvstore.v1.Node/LoadResident',
             kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
             kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAhead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Node/ReadAhead',
+            kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.ReadAheadResponse.FromString,
             options,
             channel_credentials,
             insecure,

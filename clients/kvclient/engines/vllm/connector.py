@@ -282,6 +282,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Record the pages that vLLM allocated for a request."""
         if num_external_tokens:
             self.scheduler_side.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+        else:
+            self.scheduler_side.computed_without_load(request.request_id)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:  # noqa: ANN401
         """Return the tokens of a hit by tier, according to the index, for vLLM's statistics."""

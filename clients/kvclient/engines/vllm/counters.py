@@ -11,6 +11,7 @@ COUNTERS = {
     "waits_for_shared_loads": "Scheduling steps in which a request waited for a layer-wise load of another one.",
     "lookup_blocks": "Blocks that were looked up.",
     "hit_blocks": "Blocks among them that the store had, in all groups and shards.",
+    "reads_ahead": "Requests whose prefix was read ahead while they waited in the queue, per worker.",
     "loads": "Requests whose prefix was loaded from the store, or was to be.",
     "load_tokens": "Tokens that were to be loaded.",
     "loads_failed": "Loads that returned fewer blocks than were found; the rest was computed.",

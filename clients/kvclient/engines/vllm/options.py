@@ -30,6 +30,8 @@ class ConnectorOptions:
         lookup_wait_ms: how long one scheduling step may wait, all its requests together, for answers of the metadata server;
             later answers are used in the next step.
         min_load_tokens: shorter hits (beyond what the engine's own prefix cache holds) are computed rather than loaded.
+        read_ahead_requests: requests in the engine's queue whose prefix is read into the DRAM of this host, at the same time; 0:
+            none. The node bounds the bytes (``node.read_ahead``).
         pinned_share: the part of the engine's blocks that may wait to be stored; more are not stored.
         weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
             the engine's cache. Without it, a reset begins an epoch that no other engine shares.
@@ -50,6 +52,7 @@ class ConnectorOptions:
     load_mode: str = "async"
     lookup_wait_ms: float = 2.0
     min_load_tokens: int = 0
+    read_ahead_requests: int = 8
     pinned_share: float = 0.5
     weights_epoch_file: str = ""
     idle_wait_ms: float = 5.0
@@ -80,7 +83,12 @@ class ConnectorOptions:
                 raise InvalidArgument("the option is out of its range", option=name, value=value, least=0, most=most)
         if not isinstance(self.weights_epoch_file, str) or (self.weights_epoch_file and self.hook.weights_epoch):
             raise InvalidArgument("weights_epoch_file must be a path, without weights_epoch beside it")
-        for name, least in (("min_load_tokens", 0), ("device_staging_bytes", 1), ("events_blocks", 1)):
+        for name, least in (
+            ("min_load_tokens", 0),
+            ("read_ahead_requests", 0),
+            ("device_staging_bytes", 1),
+            ("events_blocks", 1),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidArgument(f"the option must be an integer of at least {least}", option=name, value=value)

@@ -155,6 +155,8 @@ class KVStorePDConnector(KVStoreConnector):
         for job in metadata.plan.loads:
             if (transfer := self._pd_side.transfer_from_here(job.request_id)) is not None:
                 job.paths = self._pd_options.paths(transfer.decode_node, transfer.path_policy)
+        plan = metadata.plan  # prompts that are handed over are loaded by plan, over the storage links of both hosts
+        plan.ahead = [job for job in plan.ahead if self._pd_side.transfer_from_here(job.request_id) is None]
         pd = self._pd_side.build_step_plan(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.scheduled_spec_decode_tokens,

@@ -46,6 +46,19 @@ class LoadJob:
 
 
 @dataclass(slots=True)
+class AheadJob:
+    """A prefix that is read into the DRAM of this host while its request waits.
+
+    Attributes:
+        request_id: the request.
+        lookups: the lookup of each namespace, as in ``GroupLoad``.
+    """
+
+    request_id: str
+    lookups: Mapping[bytes, Lookup]
+
+
+@dataclass(slots=True)
 class StoreJob:
     """Full blocks of one request to store.
 
@@ -81,6 +94,8 @@ class StepPlan:
         has_tokens: whether the step computes anything.
         cancel_stores: cancel pending stores, because their pages must be freed.
         weights_check: number of a check of the weights that each worker makes before this step; 0: none.
+        ahead: prefixes to read ahead.
+        ahead_ended: requests that left the queue without a load: the blocks that were read ahead for them are released.
     """
 
     epoch: int = 0
@@ -91,6 +106,8 @@ class StepPlan:
     has_tokens: bool = False
     cancel_stores: bool = False
     weights_check: int = 0
+    ahead: list[AheadJob] = field(default_factory=list)
+    ahead_ended: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)

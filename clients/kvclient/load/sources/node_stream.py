@@ -135,7 +135,7 @@ class NodeLoadStream:
             session_id=session.session_id,
             operation_id=new_operation_id(),
             keys=part.packed,
-            sources=_sources(runs, start, stop, storage=storage),
+            sources=load_sources(runs, start, stop, storage=storage),
             want_checksums=want_checksums,
             parent=part.parent or b"",
             depth=part.depth,
@@ -239,7 +239,7 @@ def copy_leased_blocks(
     return session.arena.begin_copy_out(offsets, request.buffer, first, first_layer, layer_count, threads, expected)
 
 
-def _sources(runs: Sequence[Run], start: int, stop: int, *, storage: bool) -> list[node_pb2.LoadSource]:
+def load_sources(runs: Sequence[Run], start: int, stop: int, *, storage: bool) -> list[node_pb2.LoadSource]:
     """Return the parts of runs within ``[start, stop)``, as positions from ``start`` on."""
     sources: list[node_pb2.LoadSource] = []
     for run in runs:

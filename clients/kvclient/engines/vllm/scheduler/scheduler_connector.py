@@ -35,6 +35,7 @@ from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLookup, PrefixMatch
+from kvclient.engines.vllm.scheduler.reads_ahead import ReadsAhead
 
 _log = logging.getLogger(__name__)
 _STORE_FAILURES = 2
@@ -146,6 +147,7 @@ class SchedulerConnector:
         self._wait_left_s = options.lookup_wait_s
         self._pending: dict[str, Future[PrefixMatch]] = {}
         """Lookups that the scheduler asked for in this step and that are not answered."""
+        self._ahead = ReadsAhead(options.read_ahead_requests)
         self._layerwise = options.load_mode == "layerwise"
         self._step_pages: list[Sequence[Sequence[int]]] = []
         """By request of a step with layer-wise loads: its pages, by group."""
@@ -168,6 +170,7 @@ class SchedulerConnector:
         old, self._prefix_lookup = self._prefix_lookup, finder
         self._epoch, self._weights_epoch = epoch, weights_epoch
         self._loads = []
+        self._ahead.clear()
         states, self._requests, self._pending = self._requests, {}, {}
         if old is not None:
             old.close()
@@ -235,6 +238,8 @@ class SchedulerConnector:
         state.found, state.loading = NOTHING, {}
         blocks = (request.num_tokens - 1) // self._block_tokens  # at least one token is computed
         state.lookup = self._prefix_lookup.begin(state.keys, list(request.all_token_ids), blocks) if blocks else None
+        if blocks:
+            self._ahead.arrived(request.request_id)
 
     def get_num_new_matched_tokens(self, request: VllmRequest, computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond those computed (None: not known yet), and whether asynchronously."""
@@ -295,6 +300,7 @@ class SchedulerConnector:
         state = self._requests.get(request.request_id)
         if state is None or external_tokens == 0:
             return
+        self._ahead.left(request.request_id, loads=True)
         start, found = state.first_offered, state.found
         stop = start + external_tokens // self._block_tokens
         parts = []
@@ -311,6 +317,10 @@ class SchedulerConnector:
         self._loads.append(LoadJob(request.request_id, parts, self._layerwise))
         self.counters.add("loads")
         self.counters.add("load_tokens", external_tokens)
+
+    def computed_without_load(self, request_id: str) -> None:
+        """Record that a request has pages and is computed: nothing more is loaded."""
+        self._ahead.left(request_id)
 
     def hits_by_tier(self, request: VllmRequest, tokens: int) -> Mapping[Tier, int]:
         """Count the tokens of a load by tier, as far as the index knows it."""
@@ -349,6 +359,7 @@ class SchedulerConnector:
         plan.cancel_stores, self._give_up_saves = self._give_up_saves, False
         if not self._check_planned:
             plan.weights_check, self._check_planned = self._weights_check, True
+        plan.ahead, plan.ahead_ended = self._ahead.plan(self._answer_of)
         self._step_pages = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
         self._loads, self._pending = [], {}
         self._wait_left_s = self._options.lookup_wait_s
@@ -366,6 +377,15 @@ class SchedulerConnector:
                 if full > state.stored_blocks and (job := self._plan_store(state, full, resolve(request_id))) is not None:
                     stores.append(job)
         return plan
+
+    def _answer_of(self, request_id: str) -> PrefixMatch | None:
+        """Return what the store has of a request; None: the lookup is not answered."""
+        state = self._requests.get(request_id)
+        if state is None or state.load_failed:
+            return NOTHING
+        if state.lookup is None:
+            return state.found
+        return state.lookup.result() if state.lookup.done() else None
 
     def defers_stores(self, plan: StepPlan) -> bool:
         """Whether the stores of a step must wait for the outcome of its loads in all workers."""
@@ -499,6 +519,7 @@ class SchedulerConnector:
     # ---- ends ----
     def request_finished(self, request: VllmRequest) -> None:
         """Forget a request that has ended."""
+        self._ahead.left(request.request_id)
         self._requests.pop(request.request_id, None)
 
     def release_pins(self, release_pages: Callable[[], WorkerOutput] | None) -> None:

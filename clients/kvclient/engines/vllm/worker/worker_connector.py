@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvclient import KVClient, KVStoreError, LoadHandle, LoadResult, Tier
+from kvclient import KVClient, KVStoreError, LoadHandle, LoadResult, ReadAhead, Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.options import RESET_GRACE_S, ConnectorOptions
@@ -25,6 +25,8 @@ from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, W
 from kvclient.engines.vllm.worker.store_worker import StoreWorker
 
 _log = logging.getLogger(__name__)
+READ_AHEAD_S = 60.0
+"""Maximum time for which a prefix that was read ahead is held."""
 _TIER_COUNTERS = {Tier.DRAM: "load_dram_bytes", Tier.NVME: "load_nvme_bytes"}
 
 Connect = Callable[[str], Sequence[KVClient]]
@@ -175,6 +177,8 @@ class WorkerConnector:
         self.layer_positions = {name: (group, at) for group, names in enumerate(layers) for at, name in enumerate(names)}
         self._loads_in_flight: list[InflightLoad] = []
         self._layerwise_loads: list[InflightLoad] = []
+        self._ahead: dict[str, ReadAhead] = {}
+        """By request: its prefix, which is read ahead."""
         self._completions = LoadCompletions()
         self.step_failed = False
         """A layer-wise load or the forward pass of this step failed, so some computed blocks are wrong."""
@@ -202,6 +206,7 @@ class WorkerConnector:
         made here and need not wait for the computation of this step.
         """
         self._apply_epoch(plan)
+        self._read_ahead(plan)
         self._before = self.pages[0].mark() if plan.loads else None
 
     def begin_loads(self, plan: StepPlan) -> None:
@@ -211,6 +216,22 @@ class WorkerConnector:
             after = self.pages[0].mark()
         for job in plan.loads:
             (self._layerwise_loads if job.layerwise else self._loads_in_flight).append(self._begin(job, after))
+
+    def _read_ahead(self, plan: StepPlan) -> None:
+        for request_id in plan.ahead_ended:
+            self._end_ahead(request_id)
+        for job in plan.ahead if not self._outdated else ():
+            client = self.clients[0]
+            lookup = job.lookups.get(client.spec.namespace)
+            ahead = None if lookup is None else client.read_ahead(lookup, deadline_s=READ_AHEAD_S)
+            if ahead is not None:
+                self.counters.add("reads_ahead")
+                self._ahead[job.request_id] = ahead
+
+    def _end_ahead(self, request_id: str) -> None:
+        """Release what was read ahead for a request."""
+        if (ahead := self._ahead.pop(request_id, None)) is not None:
+            ahead.end()
 
     def _apply_epoch(self, plan: StepPlan) -> None:
         """Cancel what belongs to old weights, if the plan begins an epoch."""
@@ -223,6 +244,8 @@ class WorkerConnector:
         self._outdated = False
         for flight in self._loads_in_flight:
             flight.cancel_soon()
+        for request_id in list(self._ahead):
+            self._end_ahead(request_id)
         old, self.clients = self.clients, self._connect(plan.weights_epoch)
         self._epoch = plan.epoch
         if self._store_worker is not None:
@@ -278,6 +301,7 @@ class WorkerConnector:
         self.step_failed = not computed or self._outdated
         for flight in self._layerwise_loads:
             missing = [page for part in flight.parts for page in part.end_in_step(self.counters)]
+            self._end_ahead(flight.request_id)
             self._completions.missing.update(missing)
             self.step_failed |= bool(missing)
         self._layerwise_loads = []
@@ -312,6 +336,7 @@ class WorkerConnector:
         for flight in [flight for flight in self._loads_in_flight if flight.done]:
             self._loads_in_flight.remove(flight)
             missing = [page for part in flight.parts for page in part.end(self.counters)]
+            self._end_ahead(flight.request_id)
             self._completions.received.add(flight.request_id)
             if missing:
                 self._completions.failed.add(flight.request_id)
@@ -368,6 +393,8 @@ class WorkerConnector:
 
     def close(self) -> None:
         """Cancel the loads and stores in progress, and close the clients."""
+        for request_id in list(self._ahead):
+            self._end_ahead(request_id)
         for flight in (*self._loads_in_flight, *self._layerwise_loads):
             flight.cancel()
         if self._store_worker is not None:

@@ -1,0 +1,1 @@
+"""Reads ahead of loads."""

@@ -1,0 +1,116 @@
+"""A request that waits because the engine is full has its prefix read ahead: it is loaded from DRAM, with the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_bed import BLOCK, SingleEngine, VllmDriver, VllmEngine, text, tiny
+
+from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.testing.connector.driver import StoreAddress
+from support.wait import wait_until
+
+MIB = 1 << 20
+WAITING = text(2, 700)
+ANSWER = 64
+"""Tokens of the answer to a request that is computed while the other one waits."""
+
+Open = Callable[..., VllmEngine]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    with LocalCluster([NodeSpec("n", dram_bytes=64 * MIB, nvme_bytes=128 * MIB)], tmp_path / "store") as made:
+        yield made
+
+
+@pytest.fixture
+def opened(folder: Path, cluster: LocalCluster) -> Iterator[Open]:
+    single, address = SingleEngine(), StoreAddress(cluster.metadata_address, cluster.node("n").local_socket)
+
+    def open_engine(**options: Any) -> VllmEngine:
+        return single.open(VllmDriver(tiny("llama", folder)), address, options, max_num_seqs=1)
+
+    yield open_engine
+    single.close()
+
+
+def node(cluster: LocalCluster) -> tuple[grpc.Channel, node_pb2_grpc.NodeStub]:
+    channel = grpc.insecure_channel(cluster.node("n").address)
+    return channel, node_pb2_grpc.NodeStub(channel)
+
+
+def counters(cluster: LocalCluster) -> dict[str, int]:
+    channel, stub = node(cluster)
+    with channel:
+        return dict(stub.GetNodeStats(node_pb2.GetNodeStatsRequest(), timeout=5).counters)
+
+
+def empty_dram(cluster: LocalCluster) -> None:
+    """Write all back, and evict until nothing is in DRAM."""
+    channel, stub = node(cluster)
+    with channel:
+        assert stub.Flush(node_pb2.FlushRequest(timeout_ms=10_000), timeout=12).complete
+
+        def is_empty() -> bool:
+            stub.Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=2), timeout=10)  # type: ignore[arg-type]
+            return stub.GetNodeStats(node_pb2.GetNodeStatsRequest(), timeout=5).tiers[0].blocks == 0
+
+        wait_until(is_empty)
+
+
+def answer(engine: VllmEngine, cluster: LocalCluster, other: int) -> tuple[int, ...]:
+    """The answer to ``WAITING``, whose prefix is on NVMe only, while an ``other`` request, not stored, fills the engine."""
+    engine.forget()
+    empty_dram(cluster)
+    engine.one_by_one([text(9, 8)])  # the first step after a reset checks the weights
+    return engine.tokens([text(other, 96), WAITING], ANSWER)[1]
+
+
+def test_waiting_request_is_loaded_from_dram(opened: Open, cluster: LocalCluster) -> None:
+    engine = opened()
+    (computed,) = engine.tokens([WAITING], ANSWER)
+    assert answer(engine, cluster, 3) == computed
+    found = engine.counters()
+    assert found["reads_ahead"] == found["loads"] == 1
+    assert found["load_tokens"] == len(WAITING) // BLOCK * BLOCK
+    read, unused = (counters(cluster)[f"node_read_ahead_{name}total"] for name in ("bytes_", "unused_bytes_"))
+    assert found["load_bytes"] == found["load_dram_bytes"] == read
+    assert unused == 0
+
+
+def test_waiting_request_that_is_aborted_holds_nothing(opened: Open, cluster: LocalCluster) -> None:
+    from vllm import SamplingParams
+
+    engine = opened()
+    engine.tokens([WAITING], 1)
+    engine.forget()
+    empty_dram(cluster)
+    engine.one_by_one([text(9, 8)])
+    core = engine.llm.llm_engine
+    for name, prompt in (("long", text(4, 96)), ("waiting", WAITING)):
+        params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+        core.add_request(name, {"prompt_token_ids": prompt}, params)
+    while not (read := counters(cluster).get("node_read_ahead_bytes_total", 0)):
+        core.step()
+        assert core.has_unfinished_requests(), "nothing was read ahead while the request waited"
+    core.abort_request(["waiting"])
+    while core.has_unfinished_requests():
+        core.step()
+    wait_until(lambda: counters(cluster).get("node_read_ahead_unused_bytes_total", 0) >= read)
+
+
+def test_read_ahead_switched_off(opened: Open, cluster: LocalCluster) -> None:
+    engine = opened(read_ahead_requests=0)
+    (computed,) = engine.tokens([WAITING], ANSWER)
+    assert answer(engine, cluster, 5) == computed
+    assert "reads_ahead" not in engine.counters()
+    assert not counters(cluster).get("node_read_ahead_bytes_total", 0)
