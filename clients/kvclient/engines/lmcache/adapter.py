@@ -10,12 +10,14 @@ from itertools import count
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvclient import KVStoreError
+from kvclient.engines.engine_log import share_handlers
 from kvclient.engines.lmcache.counters import AdapterCounters
 from kvclient.engines.lmcache.layouts import ObjectLayout
 from kvclient.engines.lmcache.ledger import KeyLedger
@@ -42,6 +44,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:  # noqa: ARG002  # LMCache passes it
         super().__init__(max_capacity_bytes=0)  # the store evicts, not LMCache
+        share_handlers(init_logger("lmcache.kvstore"))
         self._options = AdapterOptions.from_params(params)
         self.counters = AdapterCounters()
         self._store = ObjectStore(self._options, self.counters)
