@@ -115,6 +115,21 @@ def test_lookup_hung_store_is_a_miss_in_time(lookups: ChunkLookups, counters: Ti
     assert counters.totals()["connected"] == 1
 
 
+@pytest.mark.parametrize("error", [None, Unavailable("away"), ValueError("a bug")])
+def test_lookup_under_way_is_busy_until_it_wakes(error: Exception | None, counters: TierCounters) -> None:
+    woken = threading.Event()
+    lookups = ChunkLookups(LATER_S, counters, woken.set)
+    store = FakeStore(KEYS, error)
+    store.gate.clear()
+    assert not lookups.busy
+    ask(lookups, request(), store)
+    assert lookups.busy
+    store.gate.set()
+    assert woken.wait(LATER_S)
+    assert not lookups.busy
+    lookups.shutdown()
+
+
 @pytest.mark.parametrize("error", [Unavailable("away"), ValueError("a bug")])
 def test_lookup_failed_is_not_a_miss_of_later_requests(error: Exception, lookups: ChunkLookups, counters: TierCounters) -> None:
     store, one, other = FakeStore(KEYS, error), request(), request("other")
