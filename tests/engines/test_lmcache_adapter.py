@@ -392,8 +392,11 @@ def test_lmcache_close_ends_everything_after_an_error(store: StoreAddress, monke
         raise RuntimeError("a bug")
 
     end = TaskQueue.close
-    one = Controller(store)
-    assert one.store(object_keys(1, seed=25), memory_objects(1, seed=1)).is_successful()
+    one, keys = Controller(store), object_keys(1, seed=25)
+    assert one.store(keys, memory_objects(1, seed=1)).is_successful()
+    shown(one, keys)
+    assert one.load(keys, memory_objects(1)) == [0]
+    assert len(threads_of_adapters()) > 3, "of stores, lookups, loads and the watcher"
     events = [one.adapter.get_store_event_fd(), one.adapter.get_lookup_and_lock_event_fd(), one.adapter.get_load_event_fd()]
     with monkeypatch.context() as patch:
         patch.setattr(TaskQueue, "close", close)
