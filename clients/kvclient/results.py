@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -165,6 +166,13 @@ def leading(outcomes: Outcomes, good: int) -> int:
     return int(differs.argmax()) if differs.any() else len(outcomes)
 
 
+def _shortfall(outcomes: Outcomes, kind: type[IntEnum], good: Sequence[int], error: KVStoreError | None) -> str:
+    numbers, counts = np.unique(outcomes, return_counts=True)
+    found = zip(numbers.tolist(), counts.tolist(), strict=True)
+    bad = ", ".join(f"{count} {kind(number).name}" for number, count in found if number not in good)
+    return f"{bad}: {error}" if bad and error is not None else bad
+
+
 @dataclass(slots=True)
 class LoadResult:
     """Result of a load. Bytes in the buffer are valid only for blocks whose outcome is HIT.
@@ -192,6 +200,11 @@ class LoadResult:
         return leading(self.outcomes, Outcome.HIT)
 
     @property
+    def shortfall(self) -> str:
+        """Outcomes of the missing blocks with the error, for a log line; empty: all blocks arrived."""
+        return _shortfall(self.outcomes, Outcome, [Outcome.HIT], self.error)
+
+    @property
     def bytes_loaded(self) -> int:
         """Bytes of all hits."""
         return sum(self.bytes_by_path.values())
@@ -208,7 +221,8 @@ class LoadResult:
         return Outcome(int(self.outcomes[block]))
 
 
-HELD = outcome_table(StoreOutcome.STORED, StoreOutcome.EXISTS, StoreOutcome.IN_PROGRESS)
+_HELD = (StoreOutcome.STORED, StoreOutcome.EXISTS, StoreOutcome.IN_PROGRESS)
+HELD = outcome_table(*_HELD)
 """Outcomes after which a chain may continue."""
 
 
@@ -238,6 +252,14 @@ class StoreResult:
     def held_blocks(self) -> int:
         """Number of leading blocks that the store holds, or is about to hold, after this call."""
         return leading(HELD[self.outcomes].view(np.uint8), 1)
+
+    @property
+    def shortfall(self) -> str:
+        """Outcomes of the blocks that are not stored with the cause, for a log line; empty: all blocks are."""
+        why = _shortfall(self.outcomes, StoreOutcome, _HELD, self.error)
+        if self.error is None and self.skipped_blocks:
+            why += ": the node drains or shuts down" if self.draining else ": the node had no space in time"
+        return why
 
     @property
     def skipped_blocks(self) -> int:

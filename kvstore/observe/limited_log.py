@@ -51,7 +51,7 @@ class LimitedLog:
             return
         if suppressed:
             line, arguments = f"{line} (suppressed=%d)", (*arguments, suppressed)
-        self._logger.warning(line, *arguments)
+        self._logger.warning(line, *arguments, stacklevel=2)
 
     def report(self, counter: Event, message: str, error: BaseException | None = None, amount: int = 1) -> None:
         """Count a failure, and write a warning unless one for the same counter was written recently.
@@ -66,7 +66,7 @@ class LimitedLog:
         suppressed = self._next(counter)
         if suppressed is not None:
             cause = f": {error}" if error is not None else ""
-            self._logger.warning("%s%s (counter=%s, suppressed=%d)", message, cause, counter, suppressed)
+            self._logger.warning("%s%s (counter=%s, suppressed=%d)", message, cause, counter, suppressed, stacklevel=2)
 
     def _next(self, kind: str) -> int | None:
         """Return the number of lines of a kind suppressed since the last one, or None if this one must be suppressed too."""

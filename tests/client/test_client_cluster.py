@@ -221,6 +221,22 @@ def test_killed_node_returns_with_durable_blocks(cluster: LocalCluster) -> None:
         assert client.stats()["client_session_opened_total"] == 1
 
 
+def test_restarted_node_head_lookup_opens_the_session(cluster: LocalCluster) -> None:
+    """Otherwise the first prompt after an outage is not stored."""
+    with connect(cluster, "decode") as client:
+        keys = client.keys(tokens(2, 7))
+        cluster.kill("decode")
+        wait_until(lambda: client.stats()["client_session_open"] == 0)
+        cluster.start_node("decode")
+
+        def looked_up() -> bool:
+            client.lookup_heads(keys)
+            return client.stats()["client_session_open"] == 1
+
+        wait_until(looked_up, "the session is open")
+        assert client.store_heads(keys, content(2, 7)).error is None
+
+
 def test_async_client_serves_many_tasks(cluster: LocalCluster) -> None:
     async def session(client: AsyncKVClient, seed: int) -> bool:
         data = content(20, seed)

@@ -226,6 +226,24 @@ def test_restarted_node_is_found_again(spec: CacheSpec, near: FakeNode, make_cli
     assert (stats["client_session_lost_total"], stats["client_session_opened_total"], stats["client_session_open"]) == (1, 1, 1)
 
 
+def test_restarted_node_lookup_opens_the_session(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
+) -> None:
+    """Otherwise the first prompt after an outage is not stored."""
+    keys = token_chain(spec, 4)
+    client = make_client(near)
+    near.stop()
+    wait_until(lambda: client.stats()["client_session_open"] == 0)
+    near.start()
+
+    def looked_up() -> bool:
+        assert client.lookup(keys).error is None
+        return client.stats()["client_session_open"] == 1
+
+    wait_until(looked_up)
+    assert client.store(keys, payloads(keys, spec.shape)).held_blocks == 4
+
+
 def test_strict_client_raises_failures(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     client = make_client(near, strict=True)
     near.fail["Load"] = Unavailable("going away")

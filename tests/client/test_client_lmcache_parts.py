@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient import InvalidArgument
+from kvclient import CacheSpec, InvalidArgument, KVClient
+from kvclient.engines.lmcache import namespaces
 from kvclient.engines.lmcache.counters import AdapterCounters
 from kvclient.engines.lmcache.layouts import ObjectLayout, SeenLayouts, parts_of
 from kvclient.engines.lmcache.ledger import KeyLedger
@@ -22,9 +23,10 @@ from kvclient.engines.lmcache.options import AdapterOptions
 from kvclient.engines.lmcache.tasks import TaskQueue
 from kvclient.engines.lmcache.versions import TESTED, check_version
 from kvclient.engines.options import HookOptions
-from kvstore.core.errors import Unsupported
+from kvstore.core.errors import CapacityExceeded, Unsupported
 from kvstore.core.limits import MAX_LAYER_BLOCK_BYTES
 from kvstore.core.types import NamespaceId
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 SOON_S = 0.05
@@ -317,3 +319,52 @@ def test_lmcache_checks_reach_every_key() -> None:
     ledger = KeyLedger(10)
     ledger.add(keyed(*range(5)))
     assert sorted(size for _ in range(3) for _, size in ledger.to_check(2)) == [10, 10, 11, 12, 13, 14]
+
+
+# ---- namespaces ----
+def test_lmcache_namespaces_beyond_the_bound_close_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "MOST", 2)
+    specs = [ObjectLayout.of_bytes(4096 * (1 + at)).spec(HookOptions(), "m", 256) for at in range(3)]
+    with LocalCluster([NodeSpec("n", dram_bytes=16 << 20)]) as cluster:
+        counters = AdapterCounters()
+        hook = HookOptions(metadata=cluster.metadata_address, node=cluster.node("n").local_socket)
+        clients = namespaces.NamespaceClients(hook, counters)
+        end_s = time.monotonic() + LATER_S
+        key = [store_key(NAMESPACE, Key())]
+        with clients.client(specs[0], end_s) as first:
+            with clients.client(specs[1], end_s) as second, pytest.raises(CapacityExceeded), clients.client(specs[2], end_s):
+                pass
+            with clients.client(specs[2], end_s) as third:
+                assert {one.spec for one in clients.opened()} == {specs[0], specs[2]}, "the older one is in use"
+                assert [one.lookup_heads(key).error for one in (first, third)] == [None, None]
+            wait_until(lambda: second.lookup_heads(key).error is not None, "the unused one is closed")
+        with clients.client(specs[1], end_s) as again:
+            assert again.lookup_heads(key).error is None
+        assert counters.totals()["namespaces_closed"] == 2
+        clients.close()
+        assert third.lookup_heads(key).error is not None
+        with pytest.raises(InvalidArgument, match="closed"), clients.client(specs[0], end_s):
+            pass
+
+
+def test_lmcache_namespaces_close_all_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[CacheSpec] = []
+
+    def close(client: KVClient) -> None:
+        closed.append(client.spec)
+        raise RuntimeError("a bug")
+
+    specs = [ObjectLayout.of_bytes(4096 * (1 + at)).spec(HookOptions(), "m", 256) for at in range(3)]
+    with LocalCluster([NodeSpec("n", dram_bytes=16 << 20)]) as cluster:
+        clients = namespaces.NamespaceClients(HookOptions(metadata=cluster.metadata_address), AdapterCounters())
+        for spec in specs:
+            with clients.client(spec, time.monotonic() + LATER_S):
+                pass
+        opened = clients.opened()
+        with monkeypatch.context() as patch:
+            patch.setattr(KVClient, "close", close)
+            with pytest.raises(RuntimeError):
+                clients.close()
+        assert set(closed) == set(specs)
+        for client in opened:
+            client.close()

@@ -65,7 +65,7 @@ def test_chunks_of_a_chain_are_loaded_from_any_position(opened: list[ChunkStore]
     assert store.store(written[4:][::-1] + written[:4], chain, end_s())[1] == 12 * BYTES
     wait_until(lambda: store.find_chain(chain).hit_blocks == 12, "the index shows the chain")
     read = chunks(chain[3:9], range(3, 9))
-    arrived, sizes = store.load(read, chain[:9], None, end_s())
+    arrived, sizes, _ = store.load(read, chain[:9], None, end_s())
     assert (arrived, sizes.total()) == ([chunk.key for chunk in read], 6 * BYTES)
     assert all(np.array_equal(chunk.row, other.row) for chunk, other in zip(read, written[3:9], strict=True))
     assert opened[1].find_chain(chain).hit_blocks == 0, "groups do not share"
@@ -76,7 +76,7 @@ def test_chunks_missing_are_not_reported_as_loaded(opened: list[ChunkStore]) -> 
     store.store(chunks(chain[:4], range(4), seed=6), chain, end_s())
     wait_until(lambda: store.find_chain(chain).hit_blocks == 4, "the index shows the chain")
     read = chunks(chain[2:], range(2, 6))
-    arrived, sizes = store.load(read, chain, None, end_s())
+    arrived, sizes, _ = store.load(read, chain, None, end_s())
     assert (arrived, sizes.total()) == ([chunk.key for chunk in read[:2]], 2 * BYTES)
     assert not any(chunk.row.any() for chunk in read[2:])
 
@@ -88,16 +88,18 @@ def test_chunks_lookup_of_another_chain_is_not_used(opened: list[ChunkStore]) ->
         store.store(chunks(one, range(3), seed=seed), one, end_s())
         wait_until(lambda one=one: store.find_chain(one).hit_blocks == 3, "the index shows the chain")
     read = chunks(chain, range(3))
-    arrived, _ = store.load(read, chain, store.find_chain(other), end_s())
+    arrived, *_ = store.load(read, chain, store.find_chain(other), end_s())
     assert arrived == [chunk.key for chunk in read]
     assert all(np.array_equal(one.row, right.row) for one, right in zip(read, chunks(chain, range(3), seed=8), strict=True))
-    assert store.load(read, other, None, end_s()) == ([], {}), "the request has other hashes than the job"
+    assert store.load(read, other, None, end_s()) == ([], {}, "chunks of another prompt"), (
+        "the request has other hashes than the job"
+    )
 
 
 def test_chunks_after_the_deadline_are_not_touched(opened: list[ChunkStore]) -> None:
     store, chain = opened[0], hashes(6, 2)
-    assert store.store(chunks(chain, range(2), seed=3), chain, time.monotonic() - 1) == ([], 0)
-    assert store.load(chunks(chain, range(2)), chain, None, time.monotonic() - 1) == ([], {})
+    assert store.store(chunks(chain, range(2), seed=3), chain, time.monotonic() - 1) == ([], 0, "")
+    assert store.load(chunks(chain, range(2)), chain, None, time.monotonic() - 1) == ([], {}, "")
 
 
 def test_heads_with_holes_are_found_and_loaded(opened: list[ChunkStore]) -> None:
@@ -106,7 +108,7 @@ def test_heads_with_holes_are_found_and_loaded(opened: list[ChunkStore]) -> None
     assert store.store(written, [], end_s())[0] == [chunk.key for chunk in written]
     wait_until(lambda: held(store, names) == [False, True, False, False, True], "the index shows the heads")
     read = chunks(names, [None] * 5)
-    arrived, _ = store.load(read, [], None, end_s())
+    arrived, *_ = store.load(read, [], None, end_s())
     assert arrived == [read[1].key, read[4].key]
     assert np.array_equal(read[4].row, written[1].row)
 
@@ -120,3 +122,16 @@ def test_runs_have_consecutive_positions(positions: list[int | None]) -> None:
     for run in runs:
         found = [chunk.position for chunk in run]
         assert set(found) == {None} or found == list(range(found[0] or 0, (found[0] or 0) + len(found)))
+
+
+def test_chunks_not_stored_or_loaded_say_why() -> None:
+    spec = CacheSpec("m", block_tokens=32, layers=1, layer_block_bytes=BYTES, layout="why")
+    with LocalCluster([NodeSpec("gone", dram_bytes=16 << 20)]) as other:
+        store = ChunkStore(KVClient.connect(other.metadata_address, spec, node=other.node("gone").local_socket))
+        chain = hashes(20, 2)
+        assert store.load(chunks(chain, range(2)), chain, None, end_s())[2] == "2 MISS"
+        assert store.store(chunks(chain, range(2), seed=1), chain, end_s())[2] == ""
+        other.kill("gone")
+        why = store.store(chunks(hashes(21, 2), range(2), seed=1), hashes(21, 2), end_s())[2]
+        assert why == "2 SKIPPED: no session with the local node at the moment"
+        store.close()

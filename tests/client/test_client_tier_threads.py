@@ -46,12 +46,12 @@ class FakeStore:
         self._call()
         return {key: key in self.held for key in positions}, None, None
 
-    def load(self, chunks: Sequence[bytes], *_: Any) -> tuple[list[bytes], Counter[str]]:
+    def load(self, chunks: Sequence[bytes], *_: Any) -> tuple[list[bytes], Counter[str], str]:
         self._call()
-        return [key for key in chunks if key in self.held], Counter(local=4, decode=3)
+        return [key for key in chunks if key in self.held], Counter(local=4, decode=3), ""
 
-    def store(self, chunks: Sequence[bytes], *_: Any) -> tuple[list[bytes], int]:
-        return self.load(chunks)[0], 7
+    def store(self, chunks: Sequence[bytes], *_: Any) -> tuple[list[bytes], int, str]:
+        return self.load(chunks)[0], 7, ""
 
 
 @pytest.fixture
@@ -113,6 +113,21 @@ def test_lookup_hung_store_is_a_miss_in_time(lookups: ChunkLookups, counters: Ti
     wait_until(lambda: ask(lookups, later, store) == [True] * 4, "the store answers again")
     assert store.calls <= 3, "lookups that nobody waits for are not sent"
     assert counters.totals()["connected"] == 1
+
+
+@pytest.mark.parametrize("error", [None, Unavailable("away"), ValueError("a bug")])
+def test_lookup_under_way_is_busy_until_it_wakes(error: Exception | None, counters: TierCounters) -> None:
+    woken = threading.Event()
+    lookups = ChunkLookups(LATER_S, counters, woken.set)
+    store = FakeStore(KEYS, error)
+    store.gate.clear()
+    assert not lookups.busy
+    ask(lookups, request(), store)
+    assert lookups.busy
+    store.gate.set()
+    assert woken.wait(LATER_S)
+    assert not lookups.busy
+    lookups.shutdown()
 
 
 @pytest.mark.parametrize("error", [Unavailable("away"), ValueError("a bug")])
@@ -183,6 +198,22 @@ def test_job_failed_ends(error: Exception, jobs: ChunkJobs, counters: TierCounte
     assert counters.totals()["bugs"] == (not isinstance(error, KVStoreError))
 
 
+@pytest.mark.parametrize(
+    ("parts", "seconds", "cause"),
+    [
+        (part(FakeStore(KEYS, Unavailable("away")), KEYS), LATER_S, "away"),
+        (part(FakeStore(), KEYS), 0.0, "the deadline passed"),
+        ([], LATER_S, "the tier has no namespace for them"),
+    ],
+)
+def test_job_failed_logs_the_cause(
+    parts: list[JobPart], seconds: float, cause: str, jobs: ChunkJobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs.submit(loading(1, loads=False), parts, seconds)
+    jobs.drain()
+    assert caplog.messages == [f"chunks not stored (amount=4, cause={cause})"]
+
+
 def test_job_drained_before_it_began_ends(jobs: ChunkJobs) -> None:
     hung = FakeStore(KEYS)
     hung.gate.clear()
@@ -215,7 +246,7 @@ def test_job_deadline_counts_from_its_submission(jobs: ChunkJobs) -> None:
     ends: list[float] = []
 
     class Timed(FakeStore):
-        def load(self, chunks: Sequence[bytes], *how: Any) -> tuple[list[bytes], Counter[str]]:
+        def load(self, chunks: Sequence[bytes], *how: Any) -> tuple[list[bytes], Counter[str], str]:
             ends.append(how[2])
             return super().load(chunks)
 
@@ -229,6 +260,26 @@ def test_job_deadline_counts_from_its_submission(jobs: ChunkJobs) -> None:
     wait_until(lambda: not jobs.busy, "both have ended")
     assert all(before_s + SOON_S <= end_s <= after_s + SOON_S for end_s in ends)
     assert len(ends) == 2
+
+
+# ---- counts ----
+def test_counts_are_taken_once(counters: TierCounters) -> None:
+    counters.add("resets")
+    counters.failed("lookup_failures", 2, "lookup failed")
+    assert counters.take() == ({"resets": 1, "lookup_failures": 2}, False)
+    assert counters.take() == ({}, None)
+    counters.add("resets")
+    counters.answered()
+    assert counters.take() == ({"resets": 1}, True)
+    assert counters.totals()["resets"] == 2
+
+
+def test_store_answers_again_is_logged_once(counters: TierCounters, caplog: pytest.LogCaptureFixture) -> None:
+    counters.answered()
+    counters.failed("lookup_failures", 1, "lookup failed", Unavailable("away"))
+    counters.answered()
+    counters.answered()
+    assert caplog.messages == ["lookup failed (amount=1, cause=away)", "store answers again"]
 
 
 def test_tier_without_metadata_server_is_refused() -> None:

@@ -6,10 +6,12 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ pytest.importorskip("lmcache")
 
 from lmcache_bed import CHUNK_TOKENS, SHAPE, WAIT_S, Controller, content, controller, layout, memory_objects, object_keys
 
+from kvclient.engines.lmcache.tasks import TaskQueue
 from kvstore.testing.connector.driver import StoreAddress
 from kvstore.testing.connector.faulty_store import NODE, FaultyStore, StoreFault
 from support.wait import wait_until
@@ -251,6 +254,59 @@ def test_lmcache_starts_without_store_and_uses_it_later(tmp_path: Path) -> None:
             assert one.adapter.report_status()["is_healthy"]
 
 
+def test_lmcache_store_away_is_logged_without_tasks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with FaultyStore(tmp_path / "store") as broken:
+        address = broken.address
+        broken.strike(StoreFault.ALL_KILLED, random.Random(1))
+        with controller(address, SOON) as one:
+            wait_until(lambda: "store away" in caplog.text, "the log says so")
+            assert f"metadata={address.metadata}" in caplog.text
+            assert not one.adapter.report_status()["is_healthy"]
+            broken.heal()
+            wait_until(lambda: "store answers again" in caplog.text, "the log says so")
+            assert one.adapter.report_status()["is_healthy"]
+    assert caplog.text.count("store away") == 1
+
+
+def test_lmcache_refused_objects_are_no_lookup_failures(store: StoreAddress) -> None:
+    """A size that cannot be divided: the store is not asked, and it is well."""
+    keys = object_keys(2, seed=23)
+    with controller(store) as one:
+        assert one.find(keys, {0: layout(shape=((1 << 30) + 3,))}) == []
+        counts = one.counts()
+        assert (counts["objects_refused"], counts["lookup_failures"]) == (2, 0)
+        assert one.adapter.report_status()["is_healthy"]
+
+
+def test_lmcache_listeners_see_the_order_of_changes(store: StoreAddress) -> None:
+    """A deletion during a notification waits for it: usage and listing agree with the notifications."""
+    keys, order, entered, gate = object_keys(2, seed=24), [], threading.Event(), threading.Event()
+
+    class Slow(Listener):
+        def on_l2_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
+            entered.set()
+            assert gate.wait(WAIT_S)
+            order.append("stored")
+
+        def on_l2_keys_deleted(self, keys: list[Any]) -> None:
+            order.append("deleted")
+
+    with controller(store) as one:
+        one.adapter.register_listener(Slow())
+        number = one.adapter.submit_store_task(keys, memory_objects(2, seed=1))
+        assert entered.wait(WAIT_S)
+        with ThreadPoolExecutor(2) as pool:
+            deleted = pool.submit(one.adapter.delete, keys)
+            listed = pool.submit(one.adapter.list_l2_keys)
+            assert not wait([deleted, listed], timeout=0.2).done
+            gate.set()
+            deleted.result(WAIT_S)
+        assert one.stored(number).is_successful()
+        assert order == ["stored", "deleted"]
+        assert one.adapter.get_usage().total_bytes_used == 0
+        assert not one.adapter.list_l2_keys().entries
+
+
 def test_lmcache_client_killed_leaves_the_store_intact(store: StoreAddress) -> None:
     """A process is killed while it stores; another one then stores the same objects."""
     script = (
@@ -298,27 +354,59 @@ def test_lmcache_tasks_beyond_the_bound_fail_at_once(tmp_path: Path) -> None:
         assert [one.adapter.query_load_result(number) is not None for number in numbers] == [True] * 3 + [False] * 7
 
 
+def threads_of_adapters() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstore-lmcache")]
+
+
 def test_lmcache_close_ends_all_work_before_it_returns(tmp_path: Path) -> None:
+    """Loads hang in a stopped node. After the end nothing writes to LMCache's memory, also if the node continues."""
     keys = object_keys(64, seed=22)
     with FaultyStore(tmp_path / "store") as broken:
+        node = broken.cluster.node(NODE).process.pid
         one = Controller(broken.address, SOON)
         assert one.store(keys, memory_objects(64, seed=9)).is_successful()
+        os.kill(node, signal.SIGSTOP)
         reads = [memory_objects(64) for _ in range(20)]
         numbers = [one.adapter.submit_load_task(keys, read) for read in reads]
-        threads = threading.active_count()
+        wait_until(lambda: one.adapter.report_status()["pending"]["load"] == len(reads), "no load has ended")
         one.adapter.close()
-        results = [one.adapter.query_load_result(number) for number in numbers]
-        assert all(result is not None for result in results)
+        assert not threads_of_adapters()
+        assert [one.adapter.query_load_result(number).popcount() for number in numbers] == [0] * len(reads)
         for read in reads:
             for memory in read:
                 memory.raw_data.fill_(0xA5)
-        assert threading.active_count() < threads
+        os.kill(node, signal.SIGCONT)
+        with controller(broken.address, {**SOON, "salt": "other"}) as other:  # the node works again
+            wait_until(lambda: other.store(keys, memory_objects(64, seed=9)).is_successful(), "the node answers")
         assert all(set(bytes(memory.byte_array)) == {0xA5} for read in reads for memory in read)
         one.adapter.close()
         late = one.adapter.submit_store_task(keys, reads[0])
         assert not one.adapter.pop_completed_store_tasks()[late].is_successful()
         assert one.adapter.query_lookup_and_lock_result(one.adapter.submit_lookup_and_lock_task(keys, {})).popcount() == 0
         assert not one.adapter.report_status()["is_healthy"]
+
+
+def test_lmcache_close_ends_everything_after_an_error(store: StoreAddress, monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(tasks: TaskQueue[Any]) -> None:
+        end(tasks)
+        raise RuntimeError("a bug")
+
+    end = TaskQueue.close
+    one, keys = Controller(store), object_keys(1, seed=25)
+    assert one.store(keys, memory_objects(1, seed=1)).is_successful()
+    shown(one, keys)
+    assert one.load(keys, memory_objects(1)) == [0]
+    assert len(threads_of_adapters()) > 3, "of stores, lookups, loads and the watcher"
+    events = [one.adapter.get_store_event_fd(), one.adapter.get_lookup_and_lock_event_fd(), one.adapter.get_load_event_fd()]
+    with monkeypatch.context() as patch:
+        patch.setattr(TaskQueue, "close", close)
+        with pytest.raises(RuntimeError):
+            one.adapter.close()
+    assert not threads_of_adapters()
+    for event in events:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(event)
+    one.adapter.close()
 
 
 def test_lmcache_evicted_objects_leave_the_usage(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from kvstore.testing.connector.driver import StoreAddress
 
 HEADS, TOKENS, HEAD, LAYERS, BLOCKS, CHUNKS = 4, 32, 16, 2, 6, 4
 PROMPTS = [text(1, 300)]
+LATER_S = 30.0
 FALLBACK = "canonical layout impossible for this model"
 
 
@@ -151,6 +153,25 @@ def test_tier_canonical_heads_move_between_ranks(storing: int, loading: int, per
     finally:
         first.close()
         second.close()
+
+
+def test_tier_hung_copy_ends_waits_and_keeps_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from kvclient.engines.vllm.tier import host_worker
+    from kvstore.core.errors import DeadlineExceeded
+
+    gate = threading.Event()
+    monkeypatch.setattr(host_worker, "run", lambda _: gate.wait(LATER_S))
+    monkeypatch.setattr(host_worker, "WAIT_S", 0.1)
+    ranks = Ranks(1, None, secrets.token_hex(8), heads_first=True, per_chunk=1)
+    with pytest.raises(DeadlineExceeded, match=r"jobs=\[1\]"):
+        ranks.copy(stores=True, blocks=[0], chunks=[1])
+    ranks.close()
+    assert "host memory not released" in caplog.text
+    assert not ranks.rows().any(), "still mapped"
+    gate.set()
+    monkeypatch.setattr(host_worker, "WAIT_S", LATER_S)
+    ranks.workers[0].wait({1})
+    ranks.close()
 
 
 @pytest.mark.parametrize("family", ["lfm2", pytest.param("gemma4", marks=pytest.mark.thorough)])

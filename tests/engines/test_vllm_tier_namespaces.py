@@ -76,7 +76,7 @@ def held(storing: CacheSpec, finding: CacheSpec, store: StoreAddress, seed: int)
     chunks = [Chunk(one + bytes(4), one, at, row) for at, (one, row) in enumerate(zip(hashes, rows, strict=True))]
     found = []
     with KVClient.connect(store.metadata, storing, node=store.node) as client:
-        kept, _ = ChunkStore(client).store(chunks, hashes, time.monotonic() + DEADLINE_S)
+        kept, *_ = ChunkStore(client).store(chunks, hashes, time.monotonic() + DEADLINE_S)
         assert len(kept) == len(chunks)
         for spec in (storing, finding):
             with KVClient.connect(store.metadata, spec, node=store.node) as other:

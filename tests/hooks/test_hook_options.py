@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from certificates import make_certificates
 from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 
@@ -53,3 +54,22 @@ def test_options_tls_is_read_from_files() -> None:
     assert HookOptions(tls_server_name="store").tls() is not None, "a name alone asks for TLS as well, not for clear text"
     with pytest.raises(InvalidArgument):
         HookOptions(tls_cert="/cert.pem").tls()
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"], ids=["missing", "invalid"])
+@pytest.mark.parametrize("option", ["tls_ca", "tls_cert", "tls_key"])
+def test_options_file_unusable_error_names_option(option: str, content: str | None, tmp_path: Path) -> None:
+    files = make_certificates(tmp_path / "good")
+    given = {"tls_ca": str(files.ca), "tls_cert": str(files.cert), "tls_key": str(files.key)}
+    assert HookOptions.from_mapping(given).tls() is not None
+    wrong = tmp_path / "wrong.pem"
+    if content is not None:
+        wrong.write_text(content)
+    with pytest.raises(InvalidArgument, match=str(wrong)) as caught:
+        HookOptions.from_mapping({**given, option: str(wrong)})
+    assert option in caught.value.fields["option"]
+
+
+def test_options_token_file_missing_error_names_it(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"no\.token"):
+        HookOptions.from_mapping({"token_file": str(tmp_path / "no.token")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import RequestKeys
 from kvclient.engines.vllm.scheduler.other_ranks import OtherRanks, other_counts
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
+from kvclient.nodes.metadata_client import MetadataClient
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 SPEC = CacheSpec(model="m", block_tokens=16, layers=1, layer_block_bytes=4096, layout="vllm=0.32;page=2x16", weights_epoch="a")
@@ -50,3 +52,26 @@ def test_other_ranks_are_named_after_a_lookup_without_hits(tmp_path: Path, caplo
                 lookup.close()
     assert "model=m, parts=1, other parts=2" in caplog.text
     assert "KVStoreOffloadingConnector" in caplog.text
+
+
+def test_other_ranks_hung_server_delays_no_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, over = threading.Event(), threading.Event()
+
+    def namespaces(*_: object) -> list[CacheSpec]:
+        asked.set()
+        assert over.wait(TOLD_S)
+        return []
+
+    monkeypatch.setattr(MetadataClient, "namespaces", namespaces)
+    monkeypatch.setattr(OtherRanks, "due", True)
+    with LocalCluster([NodeSpec("n", dram_bytes=16 << 20)], tmp_path) as cluster:
+        lookup = BackgroundLookup(HookOptions(metadata=cluster.metadata_address), [[SPEC]], ConnectorCounters())
+        try:
+            for at in range(4):  # more than there are lookup threads
+                tokens = list(range(at, at + 64))
+                assert lookup.begin(RequestKeys(lookup.chain, {}), tokens, 4).result(TOLD_S).hit_blocks == 0
+            assert asked.wait(TOLD_S)
+            assert not over.is_set()
+        finally:
+            over.set()
+            lookup.close()

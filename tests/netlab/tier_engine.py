@@ -37,7 +37,7 @@ def put(store: ChunkStore, node: str) -> dict[str, int]:
     stored = {}
     for kind in ("chain", "heads"):
         chunks = chunks_of(kind, content(kind))
-        held, _ = store.store(chunks, [one.block_hash for one in chunks], time.monotonic() + DEADLINE_S)
+        held, *_ = store.store(chunks, [one.block_hash for one in chunks], time.monotonic() + DEADLINE_S)
         stored[kind] = len(held)
     with grpc.insecure_channel(node) as channel:
         stub = node_pb2_grpc.NodeStub(channel)
@@ -55,7 +55,7 @@ def get(store: ChunkStore, policy: str) -> dict[str, dict[str, int]]:
         chain = [one.block_hash for one in chunks] if kind == "chain" else []
         held, found, _ = store.find({one.key: one.position for one in chunks}, chain)
         began_s = time.monotonic()
-        arrived, sizes = store.load(chunks, chain, found, began_s + DEADLINE_S, Paths(policy=policy))
+        arrived, sizes, _ = store.load(chunks, chain, found, began_s + DEADLINE_S, Paths(policy=policy))
         wrong = sum(not np.array_equal(row, one) for row, one in zip(rows, wanted, strict=True))
         told[kind] = {"held": sum(held.values()), "arrived": len(arrived), "wrong": wrong, **sizes}
     return told

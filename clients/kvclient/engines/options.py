@@ -7,6 +7,7 @@ arguments. Each hook adds its own keys. An unknown key is an error that lists th
 from __future__ import annotations
 
 import difflib
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -95,7 +96,7 @@ class HookOptions:
             known_elsewhere: keys that the hook or the engine handles.
 
         Raises:
-            InvalidArgument: an unknown key or an invalid value.
+            InvalidArgument: an unknown key, an invalid value, or a file that cannot be used.
         """
         names = {field.name for field in fields(cls)}
         unknown = sorted(set(given) - names - set(known_elsewhere))
@@ -103,7 +104,27 @@ class HookOptions:
             close = difflib.get_close_matches(unknown[0], sorted(names | set(known_elsewhere)), n=1)
             hint = {"meant": close[0]} if close else {"known": ", ".join(sorted(names | set(known_elsewhere)))}
             raise InvalidArgument("unknown option", option=unknown[0], **hint)
-        return cls(**{name: value for name, value in given.items() if name in names})
+        made = cls(**{name: value for name, value in given.items() if name in names})
+        made.check_files()
+        return made
+
+    def check_files(self) -> None:
+        """Check the files that options name, so that a wrong path is an error at the start and not a store that never answers.
+
+        Raises:
+            InvalidArgument: a file cannot be read or has invalid content, or a certificate lacks its key.
+        """
+        self.tls()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        for names, load in ((("tls_ca",), context.load_verify_locations), (("tls_cert", "tls_key"), context.load_cert_chain)):
+            paths = [getattr(self, name) for name in names]
+            try:
+                if any(paths):
+                    load(*paths)
+            except OSError as error:  # ssl.SSLError is one
+                options, files = ", ".join(names), ", ".join(paths)
+                why = InvalidArgument("TLS files cannot be used: correct their paths", option=options, file=files, error=error)
+                raise why from None
 
     def client_options(self) -> ClientOptions:
         """Return the corresponding client options; a hook may ``dataclasses.replace`` further ones.

@@ -71,11 +71,18 @@ def look_up(context: ClientContext, chain: ChainSlice, scope: CancelScope) -> Lo
     except KVStoreError as error:
         context.incidents.report(client_metrics.LOOKUPS_FAILED, "lookup failed", error)
         return Lookup(chain.keys, seconds=scope.elapsed_s(), error=error)
+    _reopen_session(context)
     context.run_ends.record_lookup(chain, [run.end for run in found.runs])
     counters.add(client_metrics.LOOKUP_BLOCKS, len(chain))
     counters.add(client_metrics.LOOKUP_HIT_BLOCKS, found.hit_blocks)
     counters.observe(client_metrics.LOOKUP_SECONDS, found.seconds)
     return found
+
+
+def _reopen_session(context: ClientContext) -> None:
+    """Begin to open a lost session again, so that the load or store which follows the lookup has one. Does not wait."""
+    if context.local is not None:
+        context.local.session()
 
 
 class HeadLookupCall:
@@ -99,6 +106,7 @@ class HeadLookupCall:
                 context.incidents.report(client_metrics.LOOKUPS_FAILED, "lookup failed", error)
                 found = HeadLookup(heads.keys, seconds=self.scope.elapsed_s(), error=error)
             else:
+                _reopen_session(context)
                 counters.add(client_metrics.LOOKUP_BLOCKS, len(heads))
                 counters.add(client_metrics.LOOKUP_HIT_BLOCKS, int(np.count_nonzero(found.held)))
                 counters.observe(client_metrics.LOOKUP_SECONDS, found.seconds)

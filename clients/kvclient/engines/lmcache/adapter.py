@@ -6,27 +6,34 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
-from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvclient import KVStoreError
+from kvclient.engines.engine_log import share_handlers
+from kvclient.engines.fallbacks import LOOKUP_FAILURES
 from kvclient.engines.lmcache.counters import AdapterCounters
 from kvclient.engines.lmcache.layouts import ObjectLayout
 from kvclient.engines.lmcache.ledger import KeyLedger
+from kvclient.engines.lmcache.namespaces import REFUSALS
 from kvclient.engines.lmcache.objects import ObjectStore
 from kvclient.engines.lmcache.options import AdapterOptions
 from kvclient.engines.lmcache.tasks import TaskQueue
+from kvclient.nodes.namespaces import list_namespaces
 
 _log = logging.getLogger(__name__)
 
 _CHECKED_KEYS = 4_096
 _NEVER_LISTED = -1
+_REACH_AGAIN_S = 1.0
 
 
 class KVStoreL2Adapter(L2AdapterInterface):
@@ -42,10 +49,13 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:  # noqa: ARG002  # LMCache passes it
         super().__init__(max_capacity_bytes=0)  # the store evicts, not LMCache
+        share_handlers(init_logger("lmcache.kvstore"))
         self._options = AdapterOptions.from_params(params)
         self.counters = AdapterCounters()
         self._store = ObjectStore(self._options, self.counters)
         self._ledger = KeyLedger(self._options.max_known_keys)
+        self._known_lock = threading.RLock()
+        """Held while known keys change and LMCache is notified, in one order for both. Re-entrant: a listener may delete keys."""
         self._store_event, self._lookup_event, self._load_event = (create_event_notifier() for _ in range(3))
         numbers = count()
         bounds = (numbers, self._options.workers, self._options.max_pending, self.counters)
@@ -54,9 +64,9 @@ class KVStoreL2Adapter(L2AdapterInterface):
         self._loads: TaskQueue[Bitmap] = TaskQueue("load", *bounds, self._load_event.notify)
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
-        self._checker = threading.Thread(target=self._check_usage, name="kvstore-lmcache-usage", daemon=True)
-        self._checker.start()
-        _log.info("opened store for LMCache (metadata=%s, node=%s)", self._options.hook.metadata, self._options.hook.node)
+        self._watcher = threading.Thread(target=self._watch, name="kvstore-lmcache-watch", daemon=True)
+        self._watcher.start()
+        _log.info("adapter of LMCache started (metadata=%s, node=%s)", self._options.hook.metadata, self._options.hook.node)
 
     # ---- events ----
     def get_store_event_fd(self) -> int:
@@ -82,11 +92,12 @@ class KVStoreL2Adapter(L2AdapterInterface):
         if not self._options.hook.store:
             return L2StoreResult(False, 0)
         held, complete, size = self._store.store(keys, objects, end_s)
-        new, forgotten = self._ledger.add(held)
-        self._tell(self._notify_keys_stored, new)
+        with self._known_lock:
+            new, forgotten = self._ledger.add(held)
+            self._tell(self._notify_keys_stored, new)
+            self._tell(self._notify_keys_deleted, forgotten)
         if forgotten:
             self.counters.failed("keys_forgotten", len(forgotten), "known keys forgotten: raise max_known_keys to count them")
-            self._tell(self._notify_keys_deleted, forgotten)
         return L2StoreResult(complete, size if complete else 0)
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -144,9 +155,9 @@ class KVStoreL2Adapter(L2AdapterInterface):
     # ---- known keys ----
     def delete(self, keys: list[Any]) -> None:
         """Hide objects from this process until they are stored again. Their bytes stay until the store evicts them."""
-        gone = self._ledger.delete(keys)
+        with self._known_lock:
+            self._tell(self._notify_keys_deleted, self._ledger.delete(keys))
         self.counters.add("keys_deleted", len(keys))
-        self._tell(self._notify_keys_deleted, gone)
 
     def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> KeyListPage:
         """List the objects that this process stored, and that are still stored as far as is known.
@@ -163,28 +174,63 @@ class KVStoreL2Adapter(L2AdapterInterface):
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         if cursor is not None and not cursor.isdecimal():
             raise ValueError(f"malformed cursor {cursor!r}; take it from the page before")
-        found, following = self._ledger.page(model_name, page_size, _NEVER_LISTED if cursor is None else int(cursor))
+        with self._known_lock:
+            found, following = self._ledger.page(model_name, page_size, _NEVER_LISTED if cursor is None else int(cursor))
         return KeyListPage(
             tuple(KeyEntry(key.to_encoded_object_key(), size) for key, size in found),
             None if following is None else str(following),
         )
 
-    def _check_usage(self) -> None:
-        """Find out in the background which known keys the store has evicted, some at a time."""
+    def get_usage(self) -> AdapterUsage:
+        """Return how many bytes the listed objects have."""
+        with self._known_lock:
+            return super().get_usage()
+
+    def _watch(self) -> None:
+        """In the background: log whether the store answers at the start, and find out which known keys it has evicted."""
+        while not self._reached() and not self._closing.wait(_REACH_AGAIN_S):
+            pass
         while not self._closing.wait(self._options.usage_check_s):
-            try:
-                keyed = self._ledger.to_check(_CHECKED_KEYS)
-                held = self._store.still_held(keyed, time.monotonic() + self._options.hook.lookup_deadline_s) if keyed else None
-                if held is None:
-                    continue
+            self._check_usage()
+
+    def _reached(self) -> bool:
+        """Whether the store has answered anything. If not, ask it."""
+        hook = self._options.hook
+        if self.counters.connected:
+            return True
+        try:
+            list_namespaces(
+                hook.metadata, tls=hook.tls(), token=hook.client_options().shown_token(), timeout_s=hook.connect_deadline_s
+            )
+        except Exception as error:  # noqa: BLE001  # the edge of the thread
+            if self.counters.connected is None:
+                _log.warning(
+                    "store away: objects are misses until it answers; check that it runs (metadata=%s, error=%s)",
+                    hook.metadata,
+                    error,
+                )
+                self.counters.set_connected(False)
+            return False
+        self.counters.answered()
+        return True
+
+    def _check_usage(self) -> None:
+        """Forget some known keys that the store has evicted."""
+        try:
+            keyed = self._ledger.to_check(_CHECKED_KEYS)
+            held = self._store.still_held(keyed, time.monotonic() + self._options.hook.lookup_deadline_s) if keyed else None
+            if held is None:
+                return
+            with self._known_lock:
                 gone = self._ledger.lost(key for (key, _), one in zip(keyed, held, strict=True) if not one)
-                if gone:
-                    self.counters.add("keys_gone", len(gone))
-                    self._tell(self._notify_keys_deleted, gone)
-            except KVStoreError as error:
-                self.counters.failed("lookup_failures", 1, "usage not checked", error)
-            except Exception as error:  # noqa: BLE001  # the edge of the thread
-                self.counters.bug("usage check", error)
+                self._tell(self._notify_keys_deleted, gone)
+            self.counters.add("keys_gone", len(gone))
+        except REFUSALS as refusal:
+            self.counters.failed("objects_refused", 1, "usage not checked", refusal)
+        except KVStoreError as error:
+            self.counters.failed(LOOKUP_FAILURES, 1, "usage not checked", error)
+        except Exception as error:  # noqa: BLE001  # the edge of the thread
+            self.counters.bug("usage check", error)
 
     def _tell(self, notify: Any, keyed: Sequence[tuple[Any, int]]) -> None:  # noqa: ANN401
         """Notify LMCache's listeners of keys with sizes. Their failures do not fail the task."""
@@ -199,7 +245,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
     def report_status(self) -> dict[str, Any]:
         """Return the state for LMCache's status."""
         return {
-            "is_healthy": not self._closing.is_set() and self._store.answers,
+            "is_healthy": not self._closing.is_set() and self.counters.connected is not False,
             "type": type(self).__name__,
             "metadata": self._options.hook.metadata,
             "node": self._options.hook.node,
@@ -216,12 +262,13 @@ class KVStoreL2Adapter(L2AdapterInterface):
             if self._closing.is_set():
                 return
             self._closing.set()
-            for tasks in (self._lookups, self._loads, self._stores):
-                tasks.close()  # the tasks that run have deadlines
-            self._checker.join()
-            self._store.close()
-            for event in (self._store_event, self._lookup_event, self._load_event):
-                event.close()
+            with ExitStack() as stack:  # all of it, also if a part fails
+                for event in (self._store_event, self._lookup_event, self._load_event):
+                    stack.callback(event.close)
+                stack.callback(self._store.close)
+                stack.callback(self._watcher.join, self._options.hook.lookup_deadline_s + self._options.hook.connect_deadline_s)
+                for tasks in (self._stores, self._loads, self._lookups):
+                    stack.callback(tasks.close)  # the tasks that run have deadlines
 
 
 def _bitmap(bits: Sequence[bool]) -> Bitmap:

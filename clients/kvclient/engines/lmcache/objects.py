@@ -6,15 +6,17 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvclient import HeadLookup, KVClient, KVStoreError, Outcome
+from kvclient.engines.fallbacks import LOOKUP_FAILURES
 from kvclient.engines.lmcache.counters import AdapterCounters
 from kvclient.engines.lmcache.layouts import ObjectLayout, SeenLayouts
-from kvclient.engines.lmcache.namespaces import NamespaceClients
+from kvclient.engines.lmcache.namespaces import REFUSALS, NamespaceClients
 from kvclient.engines.lmcache.object_keys import KeyParts, is_strong, store_key
 from kvclient.engines.lmcache.options import AdapterOptions
 from kvclient.results import HELD, Run
@@ -52,17 +54,11 @@ class ObjectStore:
     def __init__(self, options: AdapterOptions, counters: AdapterCounters) -> None:
         self._options = options
         self._counters = counters
-        self._clients = NamespaceClients(options.hook)
+        self._clients = NamespaceClients(options.hook, counters)
         self._seen = SeenLayouts(options.object_bytes)
-        self._answers = True
         self._lock = threading.Lock()
         self._found: OrderedDict[BlockKey, tuple[Run, ...]] = OrderedDict()
         """By key: the replicas that the last lookup named."""
-
-    @property
-    def answers(self) -> bool:
-        """Whether the store answered the last lookup; True before the first."""
-        return self._answers
 
     @property
     def namespaces(self) -> list[str]:
@@ -92,17 +88,21 @@ class ObjectStore:
             if not wanted:
                 continue
             try:
-                batch = self._batch(model, layout, wanted, keys, end_s)
-                found = batch.client.lookup_heads(batch.keys, deadline_s=_left_s(end_s))
+                with self._batch(model, layout, wanted, keys, end_s) as batch:
+                    found = batch.client.lookup_heads(batch.keys, deadline_s=_left_s(end_s))
                 self._remember(found)
                 for at, one in zip(batch.at, found.held.tolist(), strict=True):
                     held[at] = one
                 error = found.error
+            except REFUSALS as refusal:
+                self._counters.failed("objects_refused", len(wanted), "objects not looked up: reported as misses", refusal)
+                continue
             except KVStoreError as failure:
                 error = failure
-            self._answers = error is None
-            if error is not None:
-                self._counters.failed("lookup_failures", 1, "lookup failed: reported as misses", error)
+            if error is None:
+                self._counters.answered()
+            else:
+                self._counters.failed(LOOKUP_FAILURES, 1, "lookup failed: reported as misses", error)
         return held
 
     def _remember(self, found: HeadLookup) -> None:
@@ -154,16 +154,16 @@ class ObjectStore:
         cause: object = None
         for model, layout, every in self._by_layout(keys, objects):
             try:
-                batch = self._batch(model, layout, every, keys, end_s)
-                found = self._remembered(batch.keys)
-                if found is None:
-                    found = batch.client.lookup_heads(batch.keys, deadline_s=_left_s(end_s))
-                buffers = [objects[at].byte_array for at in batch.at]
-                result = batch.client.load(found, buffers, deadline_s=_left_s(end_s))
+                with self._batch(model, layout, every, keys, end_s) as batch:
+                    found = self._remembered(batch.keys)
+                    if found is None:
+                        found = batch.client.lookup_heads(batch.keys, deadline_s=_left_s(end_s))
+                    buffers = [objects[at].byte_array for at in batch.at]
+                    result = batch.client.load(found, buffers, deadline_s=_left_s(end_s))
                 for at, hit in zip(batch.at, (result.outcomes == Outcome.HIT).tolist(), strict=True):
                     arrived[at] = hit
-                corrupt = result.count(Outcome.CORRUPT)
-                cause = result.error or (f"{corrupt} corrupt" if corrupt else cause)
+                if missing := result.shortfall:
+                    cause = f"{missing}, lookup failed: {found.error}" if found.error is not None else missing
             except KVStoreError as failure:
                 cause = failure
         good = sum(arrived)
@@ -185,13 +185,13 @@ class ObjectStore:
         cause: object = None
         for model, layout, every in self._by_layout(keys, objects):
             try:
-                batch = self._batch(model, layout, every, keys, end_s)
-                buffers = [objects[at].byte_array for at in batch.at]
-                result = batch.client.store_heads(batch.keys, buffers, deadline_s=_left_s(end_s))
+                with self._batch(model, layout, every, keys, end_s) as batch:
+                    buffers = [objects[at].byte_array for at in batch.at]
+                    result = batch.client.store_heads(batch.keys, buffers, deadline_s=_left_s(end_s))
                 size += result.bytes_stored
                 stored = HELD[result.outcomes].tolist()
                 held += [(keys[at], layout.size) for at, one in zip(batch.at, stored, strict=True) if one]
-                cause = result.error or cause
+                cause = result.shortfall or cause
             except KVStoreError as failure:
                 cause = failure
         self._counters.add("stored_objects", len(held))
@@ -209,11 +209,12 @@ class ObjectStore:
                 if layout.size == size:
                     groups.setdefault((key.model_name, layout), []).append(at)
         for (model, layout), every in groups.items():
-            batch = self._batch(model, layout, every, keys, end_s)
-            found = batch.client.lookup_heads(batch.keys, deadline_s=_left_s(end_s))
-            self._answers = found.error is None
-            if not self._answers:
+            with self._batch(model, layout, every, keys, end_s) as batch:
+                found = batch.client.lookup_heads(batch.keys, deadline_s=_left_s(end_s))
+            if found.error is not None:
+                self._counters.failed(LOOKUP_FAILURES, 1, "usage not checked", found.error)
                 return None
+            self._counters.answered()
             for at in np.flatnonzero(found.held).tolist():
                 held[batch.at[at]] = True
         return held
@@ -239,10 +240,11 @@ class ObjectStore:
                 self._seen.record(model, group, layout)
             yield model, layout, every
 
-    def _batch(self, model: str, layout: ObjectLayout, at: list[int], keys: Sequence[KeyParts], end_s: float) -> _Batch:
-        client = self._clients.client(layout.spec(self._options.hook, model, self._options.chunk_tokens), end_s)
-        namespace = client.spec.namespace
-        return _Batch(client, at, [store_key(namespace, keys[one]) for one in at])
+    @contextmanager
+    def _batch(self, model: str, layout: ObjectLayout, at: list[int], keys: Sequence[KeyParts], end_s: float) -> Iterator[_Batch]:
+        spec = layout.spec(self._options.hook, model, self._options.chunk_tokens)
+        with self._clients.client(spec, end_s) as client:
+            yield _Batch(client, at, [store_key(spec.namespace, keys[one]) for one in at])
 
     def close(self) -> None:
         """Close all clients."""

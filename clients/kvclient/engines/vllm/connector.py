@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Tier
+from kvclient.engines.engine_log import share_handlers
 from kvclient.engines.vllm.announcements.messages import engine_hash_name, group_kinds
 from kvclient.engines.vllm.announcements.observer import RequestObserver
 from kvclient.engines.vllm.counters import ConnectorCounters
@@ -105,7 +106,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             InvalidArgument: an impossible option, or a model or way of running it that the connector cannot serve.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_as_the_engine()
+        share_handlers(logging.getLogger("vllm"))
         self._options = self.options_class.from_mapping(self._kv_transfer_config.kv_connector_extra_config or {})
         self._groups = read_groups(vllm_config, kv_cache_config)
         self._tables = len({group.table for group in self._groups})
@@ -460,12 +461,3 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
         if self._observer is not None:
             self._observer.events.close()
-
-
-def _log_as_the_engine() -> None:
-    """Send the client's log lines to vLLM's handlers, unless logging is configured."""
-    ours, engine = logging.getLogger("kvclient"), logging.getLogger("vllm")
-    if not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers = list(engine.handlers)
-        ours.setLevel(engine.level)
-        ours.propagate = False

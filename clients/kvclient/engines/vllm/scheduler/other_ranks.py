@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Final
 
 from kvclient import CacheSpec, KVClient, KVStoreError
@@ -53,7 +54,12 @@ class OtherRanks:
             return True
 
     def look(self, client: KVClient) -> None:
-        """Ask the metadata server, and log what it knows. Failures are ignored: this is only a hint."""
+        """Ask the metadata server in a separate thread, so that no lookup waits for the answer, and log what it knows."""
+        with suppress(RuntimeError):  # the process may start no further thread
+            threading.Thread(target=self._look, args=(client,), name="kvstore-other-ranks", daemon=True).start()
+
+    def _look(self, client: KVClient) -> None:
+        """Failures are ignored: this is only a hint."""
         metadata = client.context.metadata
         if metadata is None:
             return

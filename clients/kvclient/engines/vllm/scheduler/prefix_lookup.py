@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvclient import BlockKey, CacheSpec, KeyChain, KVClient, Lookup
@@ -113,8 +112,7 @@ class BackgroundLookup:
         if any(answer.error is not None for answer in answers):
             self._counters.add("lookup_failures")
         elif keys and not hit and self._other_ranks.due:
-            with suppress(RuntimeError):  # closed by now
-                self._requests.submit(self._other_ranks.look, first[1])
+            self._other_ranks.look(first[1])
         return PrefixMatch(hit, by_group)
 
     def _look_up(self, group: int, client: KVClient, masked: NamespaceKeyMask, keys: Sequence[BlockKey]) -> Lookup:

@@ -99,7 +99,7 @@ class ChunkStore:
     # ---- loads ----
     def load(
         self, chunks: Sequence[Chunk], chain: Sequence[bytes], found: Lookup | None, end_s: float, paths: Paths | None = None
-    ) -> tuple[list[bytes], Counter[str]]:
+    ) -> tuple[list[bytes], Counter[str], str]:
         """Load chunks into their rows. When this returns, nothing writes to them any more.
 
         Args:
@@ -110,37 +110,42 @@ class ChunkStore:
             paths: hosts whose storage links may be used; None: this host's.
 
         Returns:
-            vLLM's keys of the chunks that arrived, and their bytes by path; see ``LoadResult``.
+            vLLM's keys of the chunks that arrived, their bytes by path (see ``LoadResult``), and why chunks are missing.
         """
         arrived: list[bytes] = []
+        why = ""
         sizes: Counter[str] = Counter()
         for run, keys, rows, left_s in self._runs_in_time(chunks, end_s):
             start = run[0].position
             if start is None:
                 heads = self._client.lookup_heads(keys, deadline_s=left_s)
-                result = self._client.load(heads, rows, deadline_s=left_s, paths=paths)
+                result, failed = self._client.load(heads, rows, deadline_s=left_s, paths=paths), heads.error
             else:
                 stop = start + len(run)
                 if found is None or found.hit_blocks < stop or list(found.keys[start:stop]) != keys:
                     found = self._client.lookup(self.keys(chain[:stop]), deadline_s=left_s)
                 part = found.part(start, stop)
                 if list(part.keys) != keys:
-                    continue  # the chain is not that of the chunks
+                    why = "chunks of another prompt"
+                    continue
                 whole = Lookup(part.keys, len(part.keys), part.runs, part.parent, part.depth)
-                result = self._client.load(whole, rows, deadline_s=left_s, paths=paths)
+                result, failed = self._client.load(whole, rows, deadline_s=left_s, paths=paths), found.error
             hits = result.outcomes == Outcome.HIT
             arrived += [chunk.key for chunk, hit in zip(run, hits.tolist(), strict=True) if hit]
             sizes.update(result.bytes_by_path)
-        return arrived, sizes
+            if missing := result.shortfall:
+                why = f"{missing}, lookup failed: {failed}" if failed is not None else missing
+        return arrived, sizes, why
 
     # ---- stores ----
-    def store(self, chunks: Sequence[Chunk], chain: Sequence[bytes], end_s: float) -> tuple[list[bytes], int]:
+    def store(self, chunks: Sequence[Chunk], chain: Sequence[bytes], end_s: float) -> tuple[list[bytes], int, str]:
         """Store chunks; arguments as for ``load``.
 
         Returns:
-            vLLM's keys of the chunks that the store holds now, and the bytes that were stored.
+            vLLM's keys of the chunks that the store holds now, the bytes that were stored, and why chunks are missing.
         """
         held: list[bytes] = []
+        why = ""
         size = 0
         for run, keys, rows, left_s in self._runs_in_time(chunks, end_s):
             start = run[0].position
@@ -151,7 +156,8 @@ class ChunkStore:
                 result = self._client.store(keys, rows, parent=parent, depth=start, deadline_s=left_s)
             held += [chunk.key for chunk, one in zip(run, HELD[result.outcomes].tolist(), strict=True) if one]
             size += result.bytes_stored
-        return held, size
+            why = result.shortfall or why
+        return held, size, why
 
     def _runs_in_time(
         self, chunks: Sequence[Chunk], end_s: float

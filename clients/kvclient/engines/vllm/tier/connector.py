@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 
 from kvclient import CacheSpec, InvalidArgument, KVStoreError
+from kvclient.engines.engine_log import share_handlers
 from kvclient.engines.vllm.announcements.messages import engine_hash_name
 from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
@@ -63,6 +64,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         Raises:
             InvalidArgument: an impossible option, or an engine whose chunks cannot be shared safely.
         """
+        share_handlers(logging.getLogger("vllm"))
         self._block_hash = check_block_hash(vllm_config)
         transfer = vllm_config.kv_transfer_config
         transfer.kv_connector_extra_config = with_tier(transfer.kv_connector_extra_config or {})

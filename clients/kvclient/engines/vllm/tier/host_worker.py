@@ -22,9 +22,12 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvclient import InvalidArgument
 from kvclient.engines.vllm.tier.canonical import PageCopy, block_bytes
+from kvstore.core.errors import DeadlineExceeded
 from kvstore.native import CopyBatch, run
 
 _log = logging.getLogger(__name__)
+WAIT_S = 60.0
+"""Limit of a wait for copies in memory. They take milliseconds, so a copy that takes longer hangs."""
 _Ids = npt.NDArray[np.int64]
 
 
@@ -166,14 +169,23 @@ class HostWorker(OffloadingWorker):
             return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait for some transfers. They are copies in memory, so they end."""
+        """Wait for some transfers, because vLLM is about to use their pages.
+
+        Raises:
+            DeadlineExceeded: a copy hangs. vLLM ends the engine, since its pages cannot be used.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending & job_ids)
+            if not self._changed.wait_for(lambda: not self._pending & job_ids, WAIT_S):
+                hung = sorted(self._pending & job_ids)
+                raise DeadlineExceeded("copies between pages and host memory have not ended", jobs=hung, seconds=WAIT_S)
 
     def shutdown(self) -> None:
-        """End the thread and release host memory."""
+        """End the thread and release host memory. If a copy hangs, the memory stays mapped."""
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(WAIT_S)
+        if self._thread.is_alive():
+            _log.error("host memory not released: a copy has not ended (seconds=%g)", WAIT_S)
+            return
         self._chunks.clear()
         self._region.cleanup()
 

@@ -90,29 +90,32 @@ class ChunkJobs:
         began_s = time.monotonic()
         arrived: list[bytes] = []
         nbytes = 0
-        cause: BaseException | None = None
+        cause: object = None
         try:
             for part in parts:
                 if job.loads:
-                    good, sizes = part.store.load(part.chunks, part.chain, part.found, end_s, part.paths)
+                    good, sizes, why = part.store.load(part.chunks, part.chain, part.found, end_s, part.paths)
                     size = sizes.total()
                     for path, moved in sizes.items():
                         self._counters.add(f"load_{path}_path_bytes", moved)
                 else:
-                    good, size = part.store.store(part.chunks, part.chain, end_s)
+                    good, size, why = part.store.store(part.chunks, part.chain, end_s)
                 arrived += good
                 nbytes += size
+                cause = why or cause
         except KVStoreError as error:
             cause = error
         except Exception as error:  # noqa: BLE001  # the edge of the thread: the job must end
             self._counters.bug("load" if job.loads else "store", error)
-            cause = error
+            cause = repr(error)
         finally:
             self._ended.put(EndedJob(job.job_id, job.loads, job.keys, tuple(arrived), time.monotonic() - began_s, nbytes))
             if missing := len(job.keys) - len(arrived):
                 name, event = (
                     ("load_missing_chunks", "chunks not loaded") if job.loads else ("store_missing_chunks", "chunks not stored")
                 )
+                if cause is None:
+                    cause = "the deadline passed" if time.monotonic() >= end_s else "the tier has no namespace for them"
                 self._counters.failed(name, missing, event, cause)
             self._wake()
 

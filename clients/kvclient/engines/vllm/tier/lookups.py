@@ -45,8 +45,16 @@ class ChunkLookups:
         self._counters = counters
         self._wake = wake
         self._batches: dict[int, _Batch] = {}
+        self._lock = threading.Lock()
+        self._pending = 0
         self._stopping = threading.Event()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-tier-lookup")
+
+    @property
+    def busy(self) -> bool:
+        """Whether lookups wait or run; False once the answers of all are there."""
+        with self._lock:
+            return bool(self._pending)
 
     def ask(self, request: TierRequest, group_id: int, key: bytes, position: int | None) -> bool | None:
         """Return whether the store has a chunk; None: ask again in the next step.
@@ -80,6 +88,8 @@ class ChunkLookups:
                 chunks = max((at for at in positions.values() if at is not None), default=-1) + 1
                 chain = request.chain(groups[group_id], chunks) if group_id in groups else []
                 parts.append((group_id, stores.get(group_id), positions, chain))
+            with self._lock:
+                self._pending += 1
             self._pool.submit(self._look_up, request, parts)
 
     def _look_up(
@@ -106,6 +116,8 @@ class ChunkLookups:
             request.answers.update(answers)
         if not given_up:
             request.waits_since_s = None
+        with self._lock:
+            self._pending -= 1
         self._wake()
 
     def shutdown(self) -> None:

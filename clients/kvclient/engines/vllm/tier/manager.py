@@ -166,10 +166,10 @@ class KVStoreTier(SecondaryTierManager):
         """Wait until a load, a store or a lookup ends, for an engine that has nothing else to do.
 
         Args:
-            busy_s: limit while loads or stores are running.
+            busy_s: limit while loads, stores or lookups are running.
             idle_s: limit otherwise.
         """
-        self._ended.wait(busy_s if self._jobs.busy else idle_s)
+        self._ended.wait(busy_s if self._jobs.busy or self._lookups.busy else idle_s)
         self._ended.clear()
 
     # ---- vLLM's other hooks ----

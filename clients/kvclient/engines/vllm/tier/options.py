@@ -22,7 +22,7 @@ class TierOptions:
         weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
             the connector's cache. Without it, a reset begins an epoch that no other engine shares.
         workers: threads for loads, and as many for stores.
-        idle_wait_ms: how long a step without tokens waits for a load or store to end, so that an idle engine does not
+        idle_wait_ms: how long a step without tokens waits for a load, store or lookup to end, so that an idle engine does not
             spin.
         path_policy: over which hosts' storage links chunks in storage are read, by name: ``split``, ``shorter_queue``,
             ``round_robin``, ``prefill_only``; empty: the metadata server's choice.

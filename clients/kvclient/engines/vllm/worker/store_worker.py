@@ -48,12 +48,14 @@ class StoreWorker:
 
     Args:
         pages: memory per group.
+        blocks: how the pages of the groups divide a request.
         deadline_s: time from its step within which a job must be stored. Its pages are pinned until then at most.
         counters: counts the stores.
     """
 
-    def __init__(self, pages: Sequence[Pages], deadline_s: float, counters: ConnectorCounters) -> None:
+    def __init__(self, pages: Sequence[Pages], blocks: GroupBlocks, deadline_s: float, counters: ConnectorCounters) -> None:
         self._pages = pages
+        self._blocks = blocks
         self._deadline_s = deadline_s
         self._counters = counters
         self._queue: queue.SimpleQueue[_QueuedStore | _RetiredClients | None] = queue.SimpleQueue()
@@ -131,14 +133,13 @@ class StoreWorker:
     def _store_all(self, save: _QueuedStore) -> bool:
         """Store one job's blocks, part by part. Return whether the store now holds all of them."""
         try:
-            blocks = GroupBlocks([client.spec.block_tokens for client in save.clients])
-            return all(self._store(save, blocks, part) for part in range(len(save.clients)))
+            return all(self._store(save, part) for part in range(len(save.clients)))
         except Exception:  # noqa: BLE001  # top of a thread: pins must be released after any error
             self._counters.add("bugs")
             _log.exception("a store failed in a way that it should not")
             return False
 
-    def _store(self, save: _QueuedStore, blocks: GroupBlocks, part: int) -> bool:
+    def _store(self, save: _QueuedStore, part: int) -> bool:
         job, client, ids = save.job, save.clients[part], save.job.block_ids[part]
         left_s = save.deadline_s - time.monotonic()
         if left_s <= 0:
@@ -146,10 +147,10 @@ class StoreWorker:
             return False
         masked = NamespaceKeyMask(save.chain, client.spec.namespace)
         handle = client.start_store(
-            masked.keys(blocks.page_keys(part, job.keys)),
+            masked.keys(self._blocks.page_keys(part, job.keys)),
             self._pages[part].buffer(ids, save.after),
             parent=BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
-            depth=job.first_block * blocks.pages_per_block(part),
+            depth=job.first_block * self._blocks.pages_per_block(part),
             deadline_s=left_s,
         )
         with self._changed:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from kvclient import KVClient, KVStoreError, LoadHandle, LoadResult, ReadAhead, Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.options import RESET_GRACE_S, ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, WorkerOutput
@@ -182,7 +183,10 @@ class WorkerConnector:
         self._completions = LoadCompletions()
         self.step_failed = False
         """A layer-wise load or the forward pass of this step failed, so some computed blocks are wrong."""
-        self._store_worker = StoreWorker(pages, options.hook.store_deadline_s, self.counters) if stores else None
+        self._store_worker: StoreWorker | None = None
+        if stores:
+            blocks = GroupBlocks([client.spec.block_tokens for client in self.clients])
+            self._store_worker = StoreWorker(pages, blocks, options.hook.store_deadline_s, self.counters)
         self._output = WorkerOutput()
         self._before: Mark = None
         self._copied: dict[str, int] = {}
