@@ -43,6 +43,7 @@ from kvstore.index.contract import (
     IndexEntry,
     IndexListener,
     IndexStats,
+    PackedRecords,
     PrefixHit,
     PrefixIndex,
     RemovedKeys,
@@ -350,6 +351,10 @@ class LmdbIndex(PrefixIndex):
         while position is not None:
             position = self._read(work)
         return found
+
+    def packed_records(self, first: int, count: int) -> PackedRecords:
+        records = self.records_in_ranges(first, count)
+        return PackedRecords(b"".join([key for key, _ in records]), [value for _, value in records])
 
     def sweep(self, max_entries: int) -> bool:
         if max_entries < 1:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.core.types import KEY_BYTES
-from kvstore.index.contract import VolumeEpoch
+from kvstore.index.contract import PackedRecords, VolumeEpoch
+from kvstore.index.record import REPLICA_BYTES
 from kvstore.native import hash_parts
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.uint64]]
 _RANGE_BITS = 12
-_HEAD = 2
-"""Numbers of a record before its replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +29,21 @@ class ReplicaDigests:
     counts: Numbers
 
 
-def digest_replicas(records: Sequence[tuple[bytes, bytes]]) -> Iterator[ReplicaDigests]:
+def digest_replicas(records: PackedRecords) -> Iterator[ReplicaDigests]:
     """Compute the range digests (``kvstore.core.checksum``) of each volume epoch among the index's records."""
-    if not records:
+    volume_epochs, replicas = _replicas(records.values)
+    if not len(volume_epochs):
         return
-    keys = b"".join([key for key, _ in records])
-    hashes = np.asarray(hash_parts(memoryview(keys), KEY_BYTES))
-    heads = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[:, :2].astype(np.uint64)
-    ranges = heads[:, 0] << np.uint64(4) | heads[:, 1] >> np.uint64(4)
-    places, hashed = [], []  # of each replica: volume epoch and range in one number, and the key's hash
-    for chosen, numbers in _by_size(records):
-        volume_epochs = numbers[:, _HEAD::2].astype(np.uint64)
-        places.append((volume_epochs << np.uint64(_RANGE_BITS) | ranges[chosen, None]).ravel())
-        hashed.append(np.repeat(hashes[chosen], volume_epochs.shape[1]))
-    place, hash_of = np.concatenate(places), np.concatenate(hashed)
-    if not len(place):
-        return
-    order = np.argsort(place, kind="stable")
-    place, hash_of = place[order], hash_of[order]
+    hash_of = np.repeat(np.asarray(hash_parts(memoryview(records.keys), KEY_BYTES)), replicas)
+    heads = np.frombuffer(records.keys, ">u2")[:: KEY_BYTES // 2].astype(np.uint16)
+    ranges = np.repeat(heads >> (16 - _RANGE_BITS), replicas)
+    numbers = volume_epochs - volume_epochs.min()
+    if numbers.max() < 1 << 16:
+        numbers = numbers.astype(np.uint16)  # numpy sorts these faster
+    order = np.lexsort((ranges, numbers))
+    hash_of = hash_of[order]
+    # of each replica: volume epoch and range in one number
+    place = volume_epochs[order].astype(np.uint64) << np.uint64(_RANGE_BITS) | ranges[order]
     starts = np.flatnonzero(np.concatenate(([True], place[1:] != place[:-1])))
     digests = np.bitwise_xor.reduceat(hash_of, starts)
     counts = np.diff(np.concatenate((starts, [len(place)]))).astype(np.uint64)
@@ -57,19 +53,19 @@ def digest_replicas(records: Sequence[tuple[bytes, bytes]]) -> Iterator[ReplicaD
         yield ReplicaDigests(VolumeEpoch(int(owners[first])), found[first:last], digests[first:last], counts[first:last])
 
 
-def find_other_epochs(records: Sequence[tuple[bytes, bytes]], volume_epochs: Collection[VolumeEpoch]) -> list[int]:
+def find_other_epochs(values: Sequence[bytes], volume_epochs: Collection[VolumeEpoch]) -> list[int]:
     """Find the positions of records that name other volume epochs than these, in order."""
-    if not records:
-        return []
-    known, found = np.array(sorted(volume_epochs), np.uint32), []
-    for chosen, numbers in _by_size(records):
-        found += chosen[~np.isin(numbers[:, _HEAD::2], known).all(axis=1)].tolist()
-    return sorted(found)
+    found, replicas = _replicas(values)
+    other = ~np.isin(found, np.array(sorted(volume_epochs), np.uint32))
+    positions: list[int] = np.unique(np.repeat(np.arange(len(values)), replicas)[other]).tolist()
+    return positions
 
 
-def _by_size(records: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The records of each size: their positions, and their numbers in rows."""
-    sizes = np.fromiter((len(value) for _, value in records), np.int64, len(records))
-    for size in np.unique(sizes):
-        chosen = np.flatnonzero(sizes == size)
-        yield chosen, np.frombuffer(b"".join([records[at][1] for at in chosen.tolist()]), "<u4").reshape(len(chosen), -1)
+def _replicas(values: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """The volume epochs of all replicas in records, one after the other, and the number of replicas of each record."""
+    units = np.fromiter(map(len, values), np.int64, len(values)) // REPLICA_BYTES
+    firsts = np.frombuffer(b"".join(values), "<u4")[::2]
+    # a record is one unit of 8 bytes that begins with the namespace, and one per replica that begins with the volume epoch
+    is_replica = np.ones(len(firsts), np.bool_)
+    is_replica[np.cumsum(units) - units] = False
+    return firsts[is_replica], units - 1

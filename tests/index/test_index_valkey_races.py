@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import Unavailable
@@ -21,7 +23,7 @@ from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import FRESH_S, StreamPosition
 from kvstore.index.valkey.index import A, ValkeyIndex
 from kvstore.index.valkey.keys import STREAMS, TAGS, record_name
-from kvstore.index.valkey.records import records_of
+from kvstore.index.valkey.records import listed_names, read_names_command, records_of
 from kvstore.metadata.events.shared_feed import encode_events
 from kvstore.rpc.codec import keys_from_packed
 from kvstore.testing.index.small_records_suite import CHAIN, NAMESPACE
@@ -199,8 +201,35 @@ def test_record_damaged_is_unknown_and_harms_no_other(index: InterruptedIndex, a
 def test_records_of_range_damaged_and_absent_are_left_out() -> None:
     keys, record = [bytes([number]) * 16 for number in range(4)], bytes(16)
     names = [record_name(BlockKey(key)) for key in keys]
-    assert records_of(names, [record, None, b"damaged", bytes(24)]) == [(keys[0], record), (keys[3], bytes(24))]
-    assert records_of(names, [record] * 3 + [bytes(17)]) == [(key, record) for key in keys[:3]]
-    assert records_of(names, [record] * 4) == [(key, record) for key in keys]
-    with pytest.raises(Unavailable):
-        records_of(names, RuntimeError("ERR"))
+    found = records_of(names, [[record, None], [b"damaged", bytes(24)]])
+    assert found.pairs() == [(keys[0], record), (keys[3], bytes(24))]
+    assert records_of(names, [[record] * 3 + [bytes(17)]]).pairs() == [(key, record) for key in keys[:3]]
+    assert records_of(names[::-1], [[record] * 4]).pairs() == [(key, record) for key in keys]
+    assert records_of([], []).pairs() == []
+    for damaged in ([RuntimeError("ERR")], [[record] * 3]):
+        with pytest.raises(Unavailable):
+            records_of(names, damaged)
+
+
+@given(
+    st.lists(st.binary(max_size=22) | st.builds(bytes.__add__, st.sampled_from(TAGS[:2]), st.binary(max_size=18)), unique=True)
+)
+def test_names_of_other_keys_are_left_out(listing: list[bytes]) -> None:
+    names = [*listing, TAGS[1], TAGS[1] + b"k" * 16]
+    expected = {name for name in names if len(name) == 21 and name.startswith(TAGS[1])}
+    found = listed_names(1, list(names), None)
+    assert found is not None
+    assert (set(found), len(found)) == (expected, len(expected))
+
+
+def test_names_of_range_without_others_are_listed() -> None:
+    names = [record_name(BlockKey(b"\0\x10" + bytes([number]) * 14)) for number in range(50)]
+    assert listed_names(1, [TAGS[1], *names], None) == names
+    assert listed_names(1, [], None) == []
+    assert listed_names(1, RuntimeError("MOVED"), None) is None
+    assert listed_names(1, names, b"a key of another server") is None
+
+
+@given(st.lists(st.binary(min_size=21, max_size=21), min_size=1))
+def test_read_names_command_is_mget(names: list[bytes]) -> None:
+    assert read_names_command(5, names) == (5, pack("MGET", *names))

@@ -17,7 +17,7 @@ from kvstore.core.checksum import digest_keys, key_range
 from kvstore.core.clock import ManualClock
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import IndexStats, VolumeEpoch
+from kvstore.index.contract import IndexStats, PackedRecords, VolumeEpoch
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.index.record import encode
 from kvstore.index.replica_digests import digest_replicas, find_other_epochs
@@ -39,7 +39,7 @@ def test_range_digests_equal_a_simple_computation(held: dict[bytes, set[int]]) -
             expected[owner, key_range(BlockKey(key))].append(BlockKey(key))
     found = {
         (one.volume_epoch, where): (digest, count)
-        for one in digest_replicas(records)
+        for one in digest_replicas(PackedRecords(b"".join(sorted(held)), [value for _, value in records]))
         for where, digest, count in zip(one.ranges.tolist(), one.digests.tolist(), one.counts.tolist(), strict=True)
     }
     assert found == {place: (digest_keys(of), len(of)) for place, of in expected.items()}
@@ -49,7 +49,7 @@ def test_range_digests_equal_a_simple_computation(held: dict[bytes, set[int]]) -
 def test_other_epochs_equal_a_simple_search(held: dict[bytes, set[int]], known: set[int]) -> None:
     records = [(key, encode(1, 7, {VolumeEpoch(one): 3 for one in sorted(held[key])})) for key in sorted(held)]
     expected = [at for at, (key, _) in enumerate(records) if held[key] - known]
-    assert find_other_epochs(records, {VolumeEpoch(one) for one in known}) == expected
+    assert find_other_epochs([value for _, value in records], {VolumeEpoch(one) for one in known}) == expected
 
 
 class CountingIndex(LmdbIndex):

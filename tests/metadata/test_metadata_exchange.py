@@ -21,7 +21,8 @@ from kvstore.core.types import BootId, NodeId
 from kvstore.index.contract import Beat, PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.indexing.index_mutations import forget_node, register_node
-from kvstore.metadata.membership.node_table import READ_RATE_AGE_S, NodeTable
+from kvstore.metadata.membership import exchange
+from kvstore.metadata.membership.node_table import READ_RATE_AGE_S, NodeTable, UnsharedChanges
 from kvstore.metadata.membership.records import report_note
 from kvstore.observe.counters import Counters
 from samples import sample
@@ -352,6 +353,29 @@ def test_exchange_heartbeats_from_before_a_pause_are_dropped(index: LmdbIndex) -
     one.tick()
     assert index.beats()[NodeId("a")] == Beat(BOOT, 2, 2)
     assert one.table.status(NodeId("a")).usages[0].used_bytes == 2
+
+
+def test_exchange_heartbeats_whose_reports_waited_are_dropped(index: LmdbIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = Server(index), Server(index)
+    for number, most_s in ((1, -1.0), (2, 1.0)):
+        monkeypatch.setattr(exchange, "MAX_BEAT_AGE_S", most_s)
+        one.table.record_heartbeat(beat("a", number, usages=[pb.VolumeUsage(used_bytes=7)]))
+        assert index.beats() == {}
+        one.tick()
+    two.tick()
+    assert index.beats() == {NodeId("a"): Beat(BOOT, 2, 2)}
+    assert two.table.status(NodeId("a")).usages[0].used_bytes == 7
+
+
+def test_exchange_refusals_do_not_delay_heartbeats(index: LmdbIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_notes: object, *, announce: bool) -> None:
+        raise Unavailable(f"the index does not answer (announce={announce})")
+
+    monkeypatch.setattr(index, "put_notes", fail)
+    heard = {NodeId("a"): Beat(BOOT, 2, 1)}
+    with pytest.raises(Unavailable):
+        UnsharedChanges(exchange.UnsharedBeats(heard), {"refusal": b"r"}).write(index)
+    assert index.beats() == heard
 
 
 def test_exchange_late_heartbeat_of_forgotten_node_is_removed(index: LmdbIndex) -> None:

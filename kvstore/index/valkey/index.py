@@ -39,6 +39,7 @@ from kvstore.index.contract import (
     IndexListener,
     IndexStats,
     LeaseHolder,
+    PackedRecords,
     PrefixHit,
     PrefixIndex,
     RangeCheck,
@@ -58,8 +59,7 @@ from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import UNANSWERED, Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import FRESH_S, BlockFeed, still_true
-from kvstore.index.valkey.keys import RANGE_SLOTS
-from kvstore.index.valkey.range_audit import RangeAudit, names_in_ranges
+from kvstore.index.valkey.range_audit import RangeAudit, read_ranges
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
@@ -99,8 +99,6 @@ RACE_PAUSE_S: Final = 0.002
 """The longest pause before the second attempt, and by how much it grows with each."""
 _PART: Final = 2_048
 """Commands sent at once, so that the event loop is not held for long."""
-_NAMES: Final = 256
-"""Records of a range that one command reads."""
 _LISTED: Final = 1 << 14
 """Records whose names are listed at once, about: a shard answers no lookup while it lists a range."""
 _BEATS_POLLS: Final = 3
@@ -114,7 +112,7 @@ _QUIET_POLLS: Final = 10
 _STATS_POLLS: Final = 50
 QUIET_ASKED_S: Final = 5.0
 """How long after a question on the event loop the notes that are not announced are read once per second."""
-_RANGES_AT_ONCE: Final = 64
+_RANGES_AT_ONCE: Final = 128
 
 
 def _ignore() -> None:
@@ -444,17 +442,18 @@ class ValkeyIndex(PrefixIndex):
         return [BlockKey(key) for key, value in records if volume_epoch in decode(value)[2::2]]
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
+        return self.packed_records(first, count).pairs()
+
+    def packed_records(self, first: int, count: int) -> PackedRecords:
         check_ranges(first, count)
-        found: list[tuple[bytes, bytes]] = []
         width = self._width(_LISTED)
+        keys, values = list[bytes](), list[bytes]()
         for start in range(first, first + count, width):
             ranges = range(start, min(start + width, first + count))
-            listed = self._call(names_in_ranges(self._cluster, ranges, PART_S))
-            parts = [(at, of[i : i + _NAMES]) for at, of in zip(ranges, listed, strict=True) for i in range(0, len(of), _NAMES)]
-            replies = self._run([(RANGE_SLOTS[at], pack("MGET", *part)) for at, part in parts], at_once=_PART // _NAMES)
-            for (_, part), values in zip(parts, replies, strict=True):
-                found += records_of(part, values)
-        return found
+            found = records_of(*self._call(read_ranges(self._cluster, ranges, PART_S)))
+            keys.append(found.keys)
+            values += found.values
+        return PackedRecords(b"".join(keys), values)
 
     def range_checks(self) -> Sequence[RangeCheck]:
         return self._audit.states.checks()

@@ -5,7 +5,7 @@ shard every second. So a shard that an operator emptied is found within seconds,
 
 Changes of a shard that is away are not made. Nodes compare their ranges after it is back.
 
-``names_in_ranges`` lists the records of ranges.
+``read_ranges`` reads the records of ranges.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import Final
 
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.index.counts import Count
 from kvstore.index.valkey.cluster import Answer, Command, Lane, ValkeyClient
-from kvstore.index.valkey.connection import pack
+from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
 from kvstore.index.valkey.range_states import RangeState, RangeStates, complete_marker, new_token, repair_marker
-from kvstore.index.valkey.records import list_commands, listed_names
+from kvstore.index.valkey.records import list_commands, listed_names, read_names_command
 from kvstore.index.valkey.small_state import SmallStateStore
 from kvstore.index.valkey.topology import EMPTY, Topology
 from kvstore.observe.limited_log import LimitedLog
@@ -42,6 +43,10 @@ FOUNDING_S: Final = 2.0
 AGAIN_S: Final = 0.02
 """Pause before ranges that were not listed are listed again."""
 _PART: Final = 1_024
+_NAMES: Final = 256
+"""Records of a range that one command reads."""
+_READS: Final = 128
+"""Such commands that are sent at once."""
 _CLAIM: Final = """#!lua flags=allow-oom
 local now = redis.call('GET', KEYS[1])
 if now and string.sub(now, 1, 16) == ARGV[1] then return now end
@@ -231,14 +236,28 @@ class RangeAudit:
             states.read(found, epoch, time.monotonic())  # type: ignore[arg-type]  # checked above
 
 
-async def names_in_ranges(cluster: ValkeyClient, ranges: Sequence[int], timeout_s: float) -> list[list[bytes]]:
-    """List the names of the records of ranges: for each range, in the order of its keys.
+async def read_ranges(cluster: ValkeyClient, ranges: Sequence[int], timeout_s: float) -> tuple[list[bytes], list[Reply]]:
+    """Read the records of ranges. Returns arguments for ``records_of``.
 
     Raises:
-        Unavailable: some ranges cannot be listed in time, or their shard is away.
+        Unavailable: some ranges cannot be read in time, or their shard is away.
     """
-    found: dict[int, list[bytes]] = {}
     deadline_s = time.monotonic() + timeout_s
+    listed = await _names_in_ranges(cluster, ranges, deadline_s)
+    commands = [
+        read_names_command(RANGE_SLOTS[number], of[at : at + _NAMES])
+        for number, of in zip(ranges, listed, strict=True)
+        for at in range(0, len(of), _NAMES)
+    ]
+    replies: list[Reply] = []
+    for at in range(0, len(commands), _READS):
+        replies += await cluster.run_until(commands[at : at + _READS], deadline_s, Lane.READS)
+    return list(chain.from_iterable(listed)), replies
+
+
+async def _names_in_ranges(cluster: ValkeyClient, ranges: Sequence[int], deadline_s: float) -> list[list[bytes]]:
+    """List the names of the records of each range, in any order."""
+    found: dict[int, list[bytes]] = {}
     while left := [at for at in ranges if at not in found]:
         answers = await cluster.run(list_commands(left), budget_s=READ_S, follow=False)
         listed = [listed_names(*of) for of in zip(left, answers[::2], answers[1::2], strict=True)]

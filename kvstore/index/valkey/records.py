@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import compress, repeat
 from typing import Final, cast
+
+import numpy as np
 
 from kvstore.core.errors import CapacityExceeded, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, NamespaceId
-from kvstore.index.contract import VolumeEpoch
+from kvstore.index.contract import PackedRecords, VolumeEpoch
 from kvstore.index.record import decode, encode, is_record, is_record_size, replicas_of
 from kvstore.index.replica_digests import find_other_epochs
 from kvstore.index.valkey.cluster import Answer, Command
@@ -35,6 +39,8 @@ _CAS_NAME: Final = hashlib.sha1(CAS_SCRIPT.encode(), usedforsecurity=False).hexd
 # all names of records have the same length, and encoding these two commands costs as much as anything else of a publish
 _GET: Final = b"*2\r\n$3\r\nGET\r\n$%d\r\n" % NAME_BYTES
 _SET_NX: Final = b"*4\r\n$3\r\nSET\r\n$%d\r\n" % NAME_BYTES
+_MGET_HEAD: Final = b"*%d\r\n$4\r\nMGET"
+_NEXT_NAME: Final = b"\r\n$%d\r\n" % NAME_BYTES
 _KEYS_PER_RANGE: Final = 1 << 24
 _VERSION: Final = re.compile(r"^(valkey|redis)_version:(\d+)\.(\d+)", re.MULTILINE)
 
@@ -124,7 +130,7 @@ def sweep_commands(
 ) -> list[Command]:
     """Remove the replicas of other volume epochs. A record that changes at the same time is left to its writer."""
     changes: list[Command] = []
-    for at in find_other_epochs(records, volume_epochs):
+    for at in find_other_epochs([value for _, value in records], volume_epochs):
         key, value = records[at]
         record = decode(value)
         replicas = replicas_of(record, volume_epochs)
@@ -147,27 +153,45 @@ def list_commands(ranges: Sequence[int]) -> list[Command]:
 
 
 def listed_names(at: int, listing: object, nothing: object) -> list[bytes] | None:
-    """Names of the records of a range, in the order of its keys; None: the range was not listed."""
+    """Names of the records of a range, in any order; None: the range was not listed."""
     if not isinstance(listing, list) or nothing is not None:
         return None
-    of_records = [name for name in cast("list[bytes]", listing) if len(name) == NAME_BYTES]
-    return sorted([name for name in of_records if name.startswith(TAGS[at])])
+    names, tag = cast("list[bytes]", listing), TAGS[at]
+    with suppress(ValueError):
+        names.remove(tag)  # the marker
+    # a look at each name in Python would take longer than all else, and few ranges share their slot with another one
+    packed = b"".join(names)
+    if set(map(len, names)) == {NAME_BYTES} and all(packed[i::NAME_BYTES].count(tag[i]) == len(names) for i in range(TAG_BYTES)):
+        return names
+    named = [name for name in names if len(name) == NAME_BYTES]
+    return list(compress(named, map(bytes.startswith, named, repeat(tag))))
 
 
-def records_of(names: Sequence[bytes], values: object) -> list[tuple[bytes, bytes]]:
+def read_names_command(slot: int, names: Sequence[bytes]) -> Command:
+    """Read the records of some names of one slot."""
+    return slot, b"".join([_MGET_HEAD % (len(names) + 1), _NEXT_NAME, _NEXT_NAME.join(names), b"\r\n"])
+
+
+def records_of(names: Sequence[bytes], replies: Sequence[object]) -> PackedRecords:
     """Keys and records, without those that are absent or damaged.
 
     Args:
         names: names of records.
-        values: the reply to ``MGET`` of these.
+        replies: the replies to ``read_names_command``, in order.
 
     Raises:
-        Unavailable: the reply is an error.
+        Unavailable: a reply is an error.
     """
-    if not isinstance(values, list):
-        raise Unavailable("Valkey rejects a read", reply=str(values)[:200])
-    pairs = list(zip([name[TAG_BYTES:] for name in names], values, strict=True))
+    values: list[bytes | None] = []
+    for reply in replies:
+        if not isinstance(reply, list):
+            raise Unavailable("Valkey rejects a read", reply=str(reply)[:200])
+        values += reply
+    if len(values) != len(names):
+        raise Unavailable("Valkey sent an invalid answer", values=len(values), names=len(names))
     # a check per record would take longer than all else
-    if None not in values and all(is_record_size(size) for size in set(map(len, values))):
-        return pairs
-    return [pair for pair in pairs if is_record(pair[1])]
+    if None in values or not all(is_record_size(size) for size in set(map(len, cast("list[bytes]", values)))):
+        kept = [is_record(value) for value in values]
+        names, values = list(compress(names, kept)), list(compress(values, kept))
+    keys = np.frombuffer(b"".join(names), np.uint8).reshape(-1, NAME_BYTES)[:, TAG_BYTES:].tobytes()
+    return PackedRecords(keys, cast("list[bytes]", values))

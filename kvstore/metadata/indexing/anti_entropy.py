@@ -26,15 +26,15 @@ from kvstore.metadata.indexing.index_thread import IndexThread
 
 Digests = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
 """Digests of each range, then the numbers of keys; 64 KiB per volume epoch."""
-_SLICE: Final = 64
+_SLICE: Final = 128
 """Ranges per job of the thread."""
 _MOST_RECORDS: Final = 1 << 16
 """Records in memory at once, about. In a large index, a slice is read in parts."""
-_MAX_REREAD: Final = 4
+_MAX_REREAD: Final = 8
 """Ranges per slice that one comparison reads again without finding drift. Stores change ranges all the time."""
 _REST: Final = 10
 """Digests serve for as many times the duration of their pass, if the caller accepts older ones at all."""
-_REREAD_S: Final = 0.1
+_REREAD_S: Final = 0.2
 """Time that all comparisons may spend on reading ranges of a slice again in vain, if reading the slice took less."""
 
 
@@ -76,12 +76,12 @@ class IndexDigests:
         wanted = np.array([digests, counts], np.uint64)
         oldest_s = self._clock.now_s() - (max(max_age_s, _REST * sum(self._took_s)) if max_age_s else 0.0)
         self._turn += 1
-        for number in range(first // _SLICE, -(-(first + len(digests)) // _SLICE)):
-            fresh = await self._refresh(number, oldest_s)
-            start, end = max(first, number * _SLICE), min(first + len(digests), (number + 1) * _SLICE)
-            here = self._of(volume_epoch)[:, start:end]
-            suspects = start + np.flatnonzero((here != wanted[:, start - first : end - first]).any(axis=0))
-            if fresh:
+        end = first + len(digests)
+        fresh = {number for number in range(first // _SLICE, -(-end // _SLICE)) if await self._refresh(number, oldest_s)}
+        differing = first + np.flatnonzero((self._of(volume_epoch)[:, first:end] != wanted).any(axis=0))
+        for number in np.unique(differing // _SLICE).tolist():
+            suspects = differing[differing // _SLICE == number]
+            if number in fresh:
                 found += suspects.tolist()
                 continue
             unfounded = 0
@@ -107,7 +107,7 @@ class IndexDigests:
             if self._read_s[number] > oldest_s:
                 return False
             now_s = self._clock.now_s()
-            found = await self._thread.run(_digest, self._index, number * _SLICE)
+            found = await self._thread.run(_digest, self._index, number * _SLICE, self._index.stats().blocks)
             part = slice(number * _SLICE, (number + 1) * _SLICE)
             for known in self._digests.values():
                 known[:, part] = 0
@@ -123,7 +123,7 @@ class IndexDigests:
 _NOTHING: Final[Digests] = np.zeros((2, DIGEST_RANGES), np.uint64)
 
 
-def _digest(index: PrefixIndex, first: int) -> list[ReplicaDigests]:
-    width = max(1, min(_SLICE, _MOST_RECORDS * DIGEST_RANGES // (index.stats().blocks + 1)))
+def _digest(index: PrefixIndex, first: int, blocks: int) -> list[ReplicaDigests]:
+    width = max(1, min(_SLICE, _MOST_RECORDS * DIGEST_RANGES // (blocks + 1)))
     parts = [(at, min(width, first + _SLICE - at)) for at in range(first, first + _SLICE, width)]
-    return [one for at, count in parts for one in digest_replicas(index.records_in_ranges(at, count))]
+    return [one for at, count in parts for one in digest_replicas(index.packed_records(at, count))]

@@ -11,18 +11,22 @@ Theory of operation.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvstore.core.clock import Clock
+from kvstore.core.errors import Unavailable
 from kvstore.core.types import BootId, NodeId
 from kvstore.index.contract import Beat, PrefixIndex
 from kvstore.metadata.membership.records import REPORT_PREFIX, BootReport, report_note
 
 _MOST_SINGLE_READS: Final = 16
 """If more reports are to be read, all are read at once."""
+MAX_BEAT_AGE_S: Final = 1.0
+"""Age up to which heartbeats are written. Older ones would replace newer ones, and make silent nodes look alive."""
 _COUNTER_MASK: Final = (1 << 64) - 1
 
 
@@ -34,11 +38,18 @@ class UnsharedBeats:
     reports: dict[NodeId, BootReport] = field(default_factory=dict)
 
     def write(self, index: PrefixIndex) -> None:
-        """Write all to the index: reports first, so that no record names a report that cannot be read."""
+        """Write all to the index: reports first, so that no record names a report that cannot be read.
+
+        Raises:
+            Unavailable: the index does not answer, or the reports took so long that the records are too old.
+        """
+        began_s = time.monotonic()
         if self.reports:
             notes = {report_note(node_id): report.encode() for node_id, report in self.reports.items()}
             index.put_notes(notes, announce=False)
         if self.beats:
+            if (waited_s := time.monotonic() - began_s) > MAX_BEAT_AGE_S:
+                raise Unavailable("heartbeats not shared: their reports took too long", waited_s=round(waited_s, 1))
             index.put_beats(self.beats)
 
 

@@ -52,10 +52,10 @@ class UnsharedChanges:
         return bool(self.beats.beats or self.refusals)
 
     def write(self, index: PrefixIndex) -> None:
-        """Write them to the index."""
+        """Write them to the index: heartbeats first, which must not wait."""
+        self.beats.write(index)
         if self.refusals:
             index.put_notes(self.refusals, announce=False)
-        self.beats.write(index)
 
 
 class NodeTable:

@@ -316,6 +316,8 @@ class IndexSuite(SmallRecordsSuite, LeasesSuite):
         for first, count in ((-1, 1), (0, 0), (limits.DIGEST_RANGES, 1), (limits.DIGEST_RANGES - 1, 2)):
             with pytest.raises(InvalidArgument):
                 index.records_in_ranges(first, count)
+            with pytest.raises(InvalidArgument):
+                index.packed_records(first, count)
         with pytest.raises(InvalidArgument):
             index.sweep(0)
         with pytest.raises(InvalidArgument):
@@ -416,6 +418,9 @@ class IndexSuite(SmallRecordsSuite, LeasesSuite):
             assert set(index.keys_in_range(volume_epoch, key_range)) == expected
             assert set(index.keys_in_range(other, key_range)) == expected & set(CHAIN.keys)
         assert index.keys_in_range(VolumeEpoch(4_000_000), 0) == []
+        records = index.records_in_ranges(0, limits.DIGEST_RANGES)
+        assert [key for key, _ in records] == sorted(keys)
+        assert index.packed_records(0, limits.DIGEST_RANGES).pairs() == records
 
     def test_sweep_drops_records_of_dead_volume_epochs(self, index: PrefixIndex) -> None:
         assert index.sweep(1)
