@@ -53,7 +53,7 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
     """Measure one prompt length."""
     prefixes, tails = prompts(tokens, options.seed)
     volume = len(prefixes[0]) * SIZE.kv_bytes
-    node = NodeSpec("bench", dram_bytes=3 * volume + 64 * MIB, nvme_bytes=4 * volume + 64 * MIB)
+    node = NodeSpec("bench", dram_bytes=6 * volume + 64 * MIB, nvme_bytes=12 * volume + 64 * MIB)  # KV of the tier, and tails
     engine = {"max_model_len": tokens + 64, "max_num_seqs": 4, "kv_cache_memory_bytes": int(2.5 * volume) + 64 * MIB}
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster([node], scratch / f"store-{tokens}"))
