@@ -185,9 +185,9 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))
     try:
-        sizes = options.pick(full=[50_000, 100_000, 200_000], quick=[30_000, 60_000], smoke=[4_096, 8_192])
+        sizes = options.pick(full=[50_000, 100_000, 200_000], quick=[30_000, 60_000], smoke=[1_024, 2_048])
         measure_filled(options, folder, sizes)
-        measure_churned(options, folder, options.pick(full=40_000, quick=20_000, smoke=2_048))
+        measure_churned(options, folder, options.pick(full=40_000, quick=20_000, smoke=1_024))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

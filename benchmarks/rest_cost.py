@@ -115,7 +115,8 @@ def p99(times: list[float]) -> float:
 def main() -> None:
     """Measure both figures."""
     options = harness.options("rest_cost", __doc__, repetitions=7)
-    lookups = options.pick(full=3_000, quick=1_500, smoke=200)
+    lookups = options.pick(full=3_000, quick=1_500, smoke=50)
+    settled_s = options.pick(full=SETTLED_S, quick=SETTLED_S, smoke=0.1)
     with ExitStack() as stack:
         bed = Bed(stack, options)
         times: dict[str, list[list[float]]] = {"with": [], "without": [], "work": []}
@@ -132,7 +133,7 @@ def main() -> None:
 
         def asked() -> float:
             bed.load.begin()
-            time.sleep(SETTLED_S)
+            time.sleep(settled_s)
             try:
                 return look("with")
             finally:
@@ -146,7 +147,7 @@ def main() -> None:
                 if process not in {"client", "metadata"}  # they do less while they wait for a processor
             )
             with PeriodicWork(RATE, extra / RATE):
-                time.sleep(SETTLED_S)
+                time.sleep(settled_s)
                 return look("work")
 
         samples = harness.interleave({"with": asked, "without": lambda: look("without"), "work": worked}, options.repetitions)

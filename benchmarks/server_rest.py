@@ -96,7 +96,7 @@ class Heartbeats:
 
 def measure(stack: ExitStack, opts: Options, scratch: Path) -> None:
     """Keep the figures of all numbers of servers and nodes."""
-    seconds = opts.pick(full=10.0, quick=6.0, smoke=1.0)
+    seconds = opts.pick(full=10.0, quick=6.0, smoke=0.2)
     cluster = stack.enter_context(ValkeyServers(scratch / "valkey", shards=SHARDS))
     index = open_valkey(cluster.seeds)
     stack.callback(index.close)
@@ -116,7 +116,7 @@ def measure(stack: ExitStack, opts: Options, scratch: Path) -> None:
             components = shared.components()
             for nodes in opts.pick(full=(0, 1_000, 10_000), quick=(0, 1_000), smoke=(0, 10)):
                 heartbeats = Heartbeats(index, nodes)
-                heartbeats.run(opts.pick(full=SETTLE_S, quick=SETTLE_S, smoke=0.5), servers)
+                heartbeats.run(opts.pick(full=SETTLE_S, quick=SETTLE_S, smoke=0.2), servers)
                 found: list[Counter[str]] = []
                 used, _ = components.rates(
                     lambda: found.extend(rates(heartbeats, servers) for _ in range(opts.repetitions))  # noqa: B023  # called at once

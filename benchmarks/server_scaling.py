@@ -148,8 +148,8 @@ class Bed:
 
     def __init__(self, stack: ExitStack, opts: Options, scratch: Path, settings: Sequence[Setting]) -> None:
         self._scratch = scratch
-        self._seconds = opts.pick(full=5.0, quick=3.0, smoke=0.4)
-        self._settle_s = opts.pick(full=SETTLE_S, quick=SETTLE_S, smoke=0.5)
+        self._seconds = opts.pick(full=5.0, quick=3.0, smoke=0.1)
+        self._settle_s = opts.pick(full=SETTLE_S, quick=SETTLE_S, smoke=0.1)
         self._clusters: dict[int, ValkeyServers] = {}
         self._chains: dict[int, list[bytes]] = {}
         self._node = 0

@@ -32,15 +32,15 @@ OUT = 0.25
 APPEND = {"storage": 1.0, "compute": 64.0}
 
 
-def settings_of(bound: str) -> EngineSettings:
+def settings_of(options: Options, bound: str) -> EngineSettings:
     """Settings of the engines."""
-    return EngineSettings(dilation=1.5, in_flight=6 if bound == "compute" else 4)
+    return EngineSettings(dilation=options.pick(full=1.5, quick=1.5, smoke=0.1), in_flight=6 if bound == "compute" else 4)
 
 
 def measure(options: Options, prefill: int, decode: int, bound: str, agents: int) -> tuple[list[Row], str]:
     """Measure one bed with one workload. Returns rows by policy, and the description of the bottleneck."""
     bed = LabBed(prefill, decode, 1, SNIC_MBIT, SNIC_MBIT * CNIC_TIMES, STORAGE_MBIT)
-    settings = settings_of(bound)
+    settings = settings_of(options, bound)
     made = trajectories(PROFILE, agents * prefill, 2, options.seed, append_factor=APPEND[bound], out_factor=OUT)
     group = GROUPS if bound == "compute" else 0
     variants = [Variant(policy, policy, layer_group=group) for policy in POLICIES]
@@ -75,7 +75,7 @@ def main() -> None:
     reason = available()
     if reason is not None:
         sys.exit(f"no network lab can run here: {reason}")
-    agents = options.pick(full=6, quick=4, smoke=2)
+    agents = options.pick(full=6, quick=4, smoke=1)
     kept: list[Row] = []
     facts: dict[str, str] = {}
     file = None if options.results is None else options.results / "netlab" / "simulate_lab.json"

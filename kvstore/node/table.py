@@ -357,6 +357,11 @@ class BlockTable:
                 self.residency.has_writes.wait(wait_s)
             return self._writes.take(max_blocks, max_bytes)
 
+    def wake_write_back(self) -> None:
+        """End the wait of ``take_pending``, which then returns no blocks unless some are pending."""
+        with self._lock:
+            self.residency.has_writes.notify_all()
+
     def writeback_done(self, block: Block, node_volume: NodeVolume | None, slot: Slot | None) -> None:
         """Note that a block is durable: in a slot of ``node_volume``, or (None) on another node."""
         with self._lock:

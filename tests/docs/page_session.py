@@ -119,7 +119,6 @@ class Session:
         self._ports: dict[int, int] = {}
         self._terminals: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         self._printed: str | None = None
-        """Output of the last command; None: the last step opened a terminal."""
         programs = folder / "bin"
         programs.mkdir()
         python, kvstore = (sys.executable, f"{sys.executable} -m kvstore.cli")
@@ -147,6 +146,11 @@ class Session:
             process.kill()
             process.wait(WAIT_S)
         self._run.close()
+
+    @property
+    def printed(self) -> str | None:
+        """Output of the last command; None if the last step opened a terminal."""
+        return self._printed
 
     def follow(self, step: Fence | Stop) -> None:
         """Run one step. Fail if the result differs from the page."""

@@ -1,9 +1,12 @@
-"""vLLM with a whole LMCache server over the store: another server and engine hit what the first stored, with the same tokens."""
+"""The page of LMCache's adapter, followed like a reader does: another server hits what the first stored, with right tokens."""
 
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -12,32 +15,61 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
-from lmcache_bed import CHUNK_TOKENS, WAIT_S, adapter_status, ask, lmcache_server
-from vllm_bed import text, tiny
+from lmcache_bed import STARTED_S, WAIT_S, adapter_status
+from page_session import Session, Stop, steps
+from vllm_bed import tiny
 
-from kvstore.testing.connector.driver import StoreAddress
+import kvclient.engines.lmcache
 from support.ports import free_ports
-from support.wait import wait_until
 
-PROMPTS = [text(1, 300), text(2, 200)]
-FULL = [len(prompt) // CHUNK_TOKENS for prompt in PROMPTS]
+PAGE = Path(kvclient.engines.lmcache.__file__).with_name("README.md")
+MODEL = "Qwen/Qwen3-0.6B"
+CONNECTOR = ", kv_transfer_config=connector"
+CHUNKS = 2
+ANSWER = re.compile(r"answer (\[.+\]): (\d+) of 700 tokens were cached")
 
 
-def test_lmcache_server_hits_what_another_stored(model_folder: Path, store: StoreAddress, tmp_path: Path) -> None:
-    model, prompts = tiny("llama", model_folder), tmp_path / "prompts.json"
-    prompts.write_text(json.dumps(PROMPTS))
-    ports = list(free_ports(6))
-    with ThreadPoolExecutor(1) as pool:
-        alone = pool.submit(ask, model, None, prompts)
-        with lmcache_server(store, ports[:3], tmp_path / "first.log") as first:
-            right = [tokens for tokens, _ in alone.result()]
-            assert [tokens for tokens, _ in ask(model, ports[0], prompts)] == right
-            wait_until(lambda: adapter_status(first)["counters"]["stored_objects"] == sum(FULL), "LMCache stores the chunks")
-            with urlopen(f"{first}/cache/objects?tier=l2", timeout=WAIT_S) as listed:
-                assert len(json.load(listed)["entries"]) == sum(FULL)
-    with lmcache_server(store, ports[3:], tmp_path / "second.log") as second:
-        assert ask(model, ports[3], prompts) == list(zip(right, [chunks * CHUNK_TOKENS for chunks in FULL], strict=True))
-        counters = adapter_status(second)["counters"]
-        assert counters["loaded_objects"] == sum(FULL)
+def here(model: Path, server: int, http: int, metrics: int) -> str:
+    """The page with a tiny model and free ports."""
+    text = PAGE.read_text(encoding="utf-8")
+    for shown, replacement in (
+        (MODEL, str(model)),
+        ("lmcache server", f"lmcache server --port {server} --http-port {http} --prometheus-port {metrics}"),
+        (":8080/", f":{http}/"),
+        ('kv_role="kv_both",', f'kv_role="kv_both", kv_connector_extra_config={{"lmcache.mp.port": {server}}},'),
+    ):
+        assert shown in text
+        text = text.replace(shown, replacement)
+    return text
+
+
+def answer(printed: str | None) -> tuple[str, int] | None:
+    """Tokens and the number of cached tokens that the page's program printed."""
+    found = ANSWER.search(printed or "")
+    return None if found is None else (found[1], int(found[2]))
+
+
+def test_lmcache_server_hits_what_another_stored(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    server, http, metrics = free_ports(3)
+    address, page = f"http://127.0.0.1:{http}", tmp_path / "page.md"
+    page.write_text(here(tiny("llama", model_folder), server, http, metrics), encoding="utf-8")
+    answers: list[tuple[str, int]] = []
+    with Session(tmp_path, foreign="lmcache") as session:
+        for step in steps(page):
+            if isinstance(step, Stop):
+                with urlopen(f"{address}/cache/objects?tier=l2", timeout=WAIT_S) as listed:
+                    assert len(json.load(listed)["entries"]) == CHUNKS
+            session.follow(step)
+            if (said := answer(session.printed)) is not None and said not in answers:
+                answers.append(said)
+        counters = adapter_status(address)["counters"]
+        assert counters["loaded_objects"] == CHUNKS
         assert not counters["bugs"]
         assert not counters["load_missing_objects"]
+    program = (tmp_path / "ask.py").read_text(encoding="utf-8")
+    assert CONNECTOR in program
+    command = [sys.executable, "-c", program.replace(CONNECTOR, "")]
+    alone = answer(subprocess.run(command, capture_output=True, text=True, timeout=STARTED_S, check=True).stdout)
+    assert alone is not None
+    assert answers == [alone, (alone[0], CHUNKS * 256)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from kvstore.core.errors import Internal
 from kvstore.core.types import BlockKey, Tier, VolumeId
+from kvstore.node.durability import writeback
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown, heat_in_dram
 from kvstore.node.durability.writeback import WriteBack, WriteTarget
 from kvstore.node.eviction.execution import evict_tier
@@ -19,6 +21,7 @@ from kvstore.observe.counters import Counters
 from kvstore.tiers.nvme.slab import NvmeSlab
 from support.chains import key_of
 from support.session_harness import SessionHarness
+from support.wait import wait_until
 
 POLICIES = ("reuse-distance", "s3-fifo", "lru")
 DEADLINE_S = 60.0
@@ -227,4 +230,22 @@ def test_heat_in_dram_loads_and_stores_meanwhile(tmp_path: Path, policy: str, mo
     heat = heat_in_dram(node.table)
     assert calls > 3
     assert sorted(heat) == sorted(chain_keys(*range(6)) | {key_of(50, 0)})
+    node.close()
+
+
+def test_idle_write_back_stopped_ends_its_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a wait that is longer than the test may take."""
+    monkeypatch.setattr(writeback, "IDLE_WAIT_S", 1e6)
+    node = SessionHarness(tmp_path)
+    before = set(threading.enumerate())
+    writer = WriteBack(node.table, node.target, Counters())
+    writer.start()
+    threads = set(threading.enumerate()) - before
+
+    def ended() -> bool:
+        writer.stop(0.0)  # again if the thread has not waited yet
+        return not any(thread.is_alive() for thread in threads)
+
+    wait_until(ended, "the threads of write-back end")
+    assert threads
     node.close()

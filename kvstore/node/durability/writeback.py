@@ -338,6 +338,7 @@ class WriteBack:
     def stop(self, timeout_s: float) -> None:
         """Finish the batches in progress and stop. Blocks that wait stay in DRAM."""
         self._stopping.set()
+        self._table.wake_write_back()
         for thread in self._threads:
             thread.join(timeout_s)
 
