@@ -8,7 +8,7 @@ VENV_BENCH := .venv-bench
 VENV_ENGINES := .venv-engines
 BIN := $(VENV)/bin
 TEST_ARGS ?=
-# A worker runs whole files, the slowest first (tests/file_times.py). Many tests of the store wait more than they compute.
+# A worker runs whole files, the slowest first (tests/file_times.py). Tests of the store wait for more than half of their time.
 SPREAD := --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 ENGINE_TEST_ARGS ?=
@@ -95,7 +95,7 @@ run: install  ## starts the store, runs the demo workload with every byte checke
 test: test-store test-engines  ## all tests that this machine can run
 
 test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy $(VENV)/.stamp-valkey  ## the tests of the store itself
-	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' $(TEST_ARGS),-n 4 $(SPREAD))
+	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' $(TEST_ARGS),-n 5 $(SPREAD))
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m alone $(or $(TEST_ARGS),tests/netlab),)
 
 test-engines: install-engines  ## the tests of the hooks, with real vLLM, transformers and SGLang on the CPU

@@ -225,6 +225,7 @@ class ValkeyServers:
             "save": "",
             "appendonly": "no",
             "maxmemory-policy": "noeviction",
+            "repl-diskless-sync-delay": 0,  # a primary would wait 5 s for more replicas
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         with (folder / "log").open("ab") as log:

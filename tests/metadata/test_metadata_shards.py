@@ -17,6 +17,7 @@ from kvstore.config.metadata import MetadataConfig
 from kvstore.core.index_backend import MetadataServerRecord
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
 from kvstore.index.valkey.keys import SMALL_SLOT
+from kvstore.index.valkey.servers import watch
 from kvstore.metadata.membership.server_table import FORGET_S, SeenServers
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
@@ -68,6 +69,12 @@ async def metadata_server(folder: Path, seeds: tuple[str, ...] = ()) -> AsyncIte
     async with connect_aio(await server.start(), own_connection=True) as channel:
         yield Asked(server, MetadataAdminStub(channel))
     await server.stop(0.0)
+
+
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the shards ten times as often."""
+    monkeypatch.setattr(watch, "ROUND_S", watch.ROUND_S / 10)
 
 
 @pytest.fixture(scope="module")
