@@ -95,7 +95,7 @@ run: install  ## starts the store, runs the demo workload with every byte checke
 test: test-store test-engines  ## all tests that this machine can run
 
 test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy $(VENV)/.stamp-valkey  ## the tests of the store itself
-	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' $(TEST_ARGS),-n 5 $(SPREAD))
+	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' $(TEST_ARGS),-n 4 $(SPREAD))
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m alone $(or $(TEST_ARGS),tests/netlab),)
 
 test-engines: install-engines  ## the tests of the hooks, with real vLLM, transformers and SGLang on the CPU

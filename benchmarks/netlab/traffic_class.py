@@ -296,7 +296,7 @@ def ping(ip: str, port: int, seconds: float) -> None:
 # ---------------------------------------------------------------- the benchmark
 def measure(options: Options, mbit: float) -> None:
     """All cases in turn, as often as asked for."""
-    seconds = options.pick(full=1.5, quick=1.0, smoke=0.1)
+    seconds = options.pick(full=1.5, quick=1.0, smoke=0.5)
     chosen = cases(mbit)[: options.pick(full=3, quick=3, smoke=2)]
     seen: dict[str, list[Seen]] = {"alone": [], **{case.name: [] for case in chosen}}
     with TrafficBed(mbit, chosen) as bed:
