@@ -24,6 +24,7 @@ import numpy as np
 import harness
 from harness import Figure, Options, Reference, Target
 from kvclient import KVClient, Lookup, ReadAhead
+from kvstore.core.types import BlockKey, Tier
 from kvstore.embedded.cluster import NodeSpec
 from rig import OPTIONS, Chains, NodeControl, cluster, found, loaded, space_for, spec, stored
 
@@ -95,6 +96,15 @@ def arrivals(count: int, mean_s: float, seed: int) -> list[float]:
     return [draw.expovariate(1 / mean_s) for _ in range(count)]
 
 
+def on_nvme(client: KVClient, keys: list[BlockKey]) -> Lookup:
+    """Look keys up until the index shows that they have left DRAM."""
+    while True:
+        lookup = found(client, keys)
+        if all(run.tier is not Tier.DRAM for run in lookup.runs):
+            return lookup
+        time.sleep(0.01)
+
+
 def measure(options: Options, folder: Path, total: int, prefixes: int, requests: int) -> None:
     """Measure one size of prefixes."""
     cache = spec(BLOCK_BYTES, LAYERS)
@@ -114,7 +124,7 @@ def measure(options: Options, folder: Path, total: int, prefixes: int, requests:
             chain = chains.next()
             stored(client.store(chain.keys, chain.payload, durable=True))
             keys.append(chain.keys)
-        lookups = [found(client, one) for one in keys]
+        lookups = [on_nvme(client, one) for one in keys]
         turn = iter(range(1 << 30))
 
         def next_lookup() -> Lookup:

@@ -1,11 +1,9 @@
-"""Every benchmark runs with tiny sizes. Its figures are not checked.
-
-They run in this process: its imports are those of all scripts, and the tests' nursery starts their daemons.
-"""
+"""Every benchmark runs with tiny sizes. Its figures are not checked."""
 
 from __future__ import annotations
 
-import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,12 +14,21 @@ from kvstore.netlab.lab import available
 
 
 @pytest.mark.parametrize("script", run_all.SCRIPTS)
-def test_benchmark_tiny_run_keeps_records(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_tiny_run_keeps_records(script: str, tmp_path: Path) -> None:
     if script.startswith("netlab") and (reason := available()) is not None:
         pytest.skip(f"network lab cannot run: {reason}")
-    results, program = tmp_path / "results", str(run_all.HERE / f"{script}.py")
-    monkeypatch.setattr("sys.argv", [program, "--smoke", "--results", str(results), "--scratch", str(tmp_path)])
-    runpy.run_path(program, run_name="__main__")
+    results = tmp_path / "results"
+    command = [
+        sys.executable,
+        str(run_all.HERE / f"{script}.py"),
+        "--smoke",
+        "--results",
+        str(results),
+        "--scratch",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
     records = report.read_records(results)
     assert records
     for record in records:
