@@ -113,7 +113,7 @@ def test_nodes_are_listed_with_links(store: Store) -> None:
     assert detail["unreached"] is None
     assert detail["process"]["sessions"] == 1
     assert detail["process"]["traffic_cap_bytes_per_s"] == 10**10
-    assert {one["name"] for one in detail["process"]["staging"]} == {"prefill_buffer", "decode_buffer"}
+    assert {one["name"] for one in detail["process"]["staging"]} == {"prefill_buffer", "decode_buffer", "read_ahead"}
     assert store.http.get("/v1/nodes/b")["process"]["traffic_cap_bytes_per_s"] is None
     store.http.get("/v1/nodes/nobody", 404)
     page = store.http.get("/v1/nodes?limit=1")
