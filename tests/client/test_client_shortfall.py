@@ -1,4 +1,4 @@
-"""What results say about missing blocks, for log lines."""
+"""The reasons that results give for missing blocks, for log lines."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ class FallbackCounters:
         Args:
             name: of the count.
             amount: added to it.
-            event: what happened: the kind of the line.
-            cause: why; None or empty: the event says so.
+            event: the failure, which is also the kind of the line.
+            cause: why; None or empty: the event includes the reason.
         """
         self.add(name, amount)
         if name == LOOKUP_FAILURES:

@@ -6,7 +6,7 @@
     if ahead is not None:
         ahead.end()
 
-The node reads them while it has no load to read for, within a budget of its arena (``node.read_ahead``), and holds them until the
+The node reads them while no load is reading, within a budget of its arena (``node.read_ahead``), and holds them until the
 call ends. Nothing here waits. Blocks that could not be read ahead are read by the load itself.
 """
 
@@ -52,7 +52,7 @@ class ReadAhead:
 
 
 def read_ahead(context: ClientContext, chain: ChainSlice, runs: Sequence[Run], deadline_s: float | None) -> ReadAhead | None:
-    """Start to read ahead. None: all blocks are in the DRAM of this host, or the client has no local node.
+    """Start to read ahead. None: all blocks are in the DRAM of this host, or the client is without a local node.
 
     Args:
         context: the client's parts.

@@ -6,7 +6,7 @@ pass may have changed since then, so it is read again before it is reported.
 
 Reading a large index is slow. It runs on a separate thread, in slices, so that neither lookups nor writes wait for it, and a
 cancelled caller stops it. The next pass begins at the earliest after ten times the duration of the last one, and reading ranges
-again takes no longer than the pass. So anti-entropy takes a fifth of a processor at most, whatever the size of the index.
+again takes no longer than the pass. So anti-entropy uses a fifth of a processor at most, for an index of any size.
 """
 
 from __future__ import annotations

@@ -226,8 +226,12 @@ class WorkerConnector:
             self._end_ahead(request_id)
         for job in plan.ahead if not self._outdated else ():
             client = self.clients[0]
-            lookup = job.lookups.get(client.spec.namespace)
-            ahead = None if lookup is None else client.read_ahead(lookup, deadline_s=READ_AHEAD_S)
+            try:
+                ahead = client.read_ahead(job.lookups[client.spec.namespace], deadline_s=READ_AHEAD_S)
+            except (KVStoreError, KeyError):  # a scheduler and a worker of different minds
+                self.counters.add("bugs")
+                _log.exception("a read ahead could not begin: the load reads the blocks itself")
+                continue
             if ahead is not None:
                 self.counters.add("reads_ahead")
                 self._ahead[job.request_id] = ahead
