@@ -8,43 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.clock import MonotonicClock
-from kvstore.core.types import Outcome, Tier
-from kvstore.node.eviction.execution import evict_tier
+from kvstore.core.types import Outcome
 from kvstore.node.loads.runs import LoadedRun
 from support.callers import CancellableCall
-from support.node_harness import MIB, NodeHarness
-from support.slow_slab import WAIT_S, SlowSlab
+from support.slow_slab import WAIT_S, SlowNode
 
 BLOCKS = 32
 """Four windows: each is 1/8 of the read-ahead, which is 1/4 of the arena."""
 
 
-class Node(NodeHarness):
-    """A node with one chain on its volume, and nothing in DRAM."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, volumes=[MIB], policy="reuse-distance", clock=MonotonicClock(), slab=SlowSlab)
-        (slab,) = self.slabs
-        assert isinstance(slab, SlowSlab)
-        self.slab = slab
-        self.slab.gate = threading.Event()
-        self.chain = self.store_durably("chain", BLOCKS)
-        assert evict_tier(self.table, Tier.DRAM) == BLOCKS
-
-    def close(self) -> None:
-        self.slab.gate.set()
-        super().close()
-
-
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
+def node(tmp_path: Path) -> Iterator[SlowNode]:
+    made = SlowNode(tmp_path, BLOCKS)
     yield made
     made.close()
 
 
-def test_load_resident_pins_all_blocks_or_none(node: Node) -> None:
+def test_load_resident_pins_all_blocks_or_none(node: SlowNode) -> None:
     request = node.request(node.chain[:4], WAIT_S)
     assert node.loader.load_resident(request) is None
     for run in node.loader.load(node.request(node.chain[:3], WAIT_S)):
@@ -60,7 +40,7 @@ def test_load_resident_pins_all_blocks_or_none(node: Node) -> None:
 
 
 @pytest.mark.parametrize("slow", [0, 9, BLOCKS - 1])
-def test_load_slow_window_does_not_delay_others(node: Node, slow: int) -> None:
+def test_load_slow_window_does_not_delay_others(node: SlowNode, slow: int) -> None:
     node.slab.slow = frozenset((node.chain[slow],))
     runs = node.loader.load(node.request(node.chain, WAIT_S))
     window = range(slow // 8 * 8, slow // 8 * 8 + 8)
@@ -80,7 +60,7 @@ def test_load_slow_window_does_not_delay_others(node: Node, slow: int) -> None:
     node.table.unpin(last.pinned())
 
 
-def test_load_of_block_never_completed_delays_no_other(node: Node) -> None:
+def test_load_of_block_never_completed_delays_no_other(node: SlowNode) -> None:
     """More loads wait for the block of a store that does not complete than the loader has threads."""
     grant = node.prepare("store", 0, 1)
     keys = [*grant.slots, node.chain[0]]
@@ -102,7 +82,7 @@ def test_load_of_block_never_completed_delays_no_other(node: Node) -> None:
 
 
 @pytest.mark.parametrize("waiters", [2, 0], ids=["loader's thread", "caller's thread"])
-def test_load_of_block_given_up_by_its_writer_fetches_it(node: Node, waiters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_of_block_given_up_by_its_writer_fetches_it(node: SlowNode, waiters: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of the loader waits for the block, or, if none may wait any more, the caller's own."""
     keys = node.chain[:8]
     monkeypatch.setattr(node.loader, "_waiters", threading.Semaphore(waiters))
@@ -114,7 +94,7 @@ def test_load_of_block_given_up_by_its_writer_fetches_it(node: Node, waiters: in
     assert node.outcomes(iter(runs), 8) == [Outcome.HIT] * 8
 
 
-def test_run_extend_joins_runs_of_one_source_only(node: Node) -> None:
+def test_run_extend_joins_runs_of_one_source_only(node: SlowNode) -> None:
     first, *others = list(node.loader.load(node.request(node.chain[:8], WAIT_S)))
     far = LoadedRun(first.first + len(first.blocks), [Outcome.MISS], [None], first.tier, first.node)
     assert first.extend(far)

@@ -10,14 +10,12 @@ from typing import cast
 
 import pytest
 
-from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, Outcome, Tier
 from kvstore.node.ahead.read_ahead import AheadReader
 from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.eviction.execution import evict_tier
 from support.callers import CancellableCall
-from support.node_harness import MIB, NodeHarness
-from support.slow_slab import SlowSlab
+from support.slow_slab import SlowNode
 from support.wait import wait_until
 
 BLOCKS = 32
@@ -26,17 +24,12 @@ WINDOW = 8
 LONG_S = 60.0
 
 
-class Node(NodeHarness):
-    """A node with two chains on its volume, and nothing in DRAM."""
+class Node(SlowNode):
+    """A node with two chains on its volume, which reads ahead."""
 
     def __init__(self, folder: Path, budget_blocks: int = BLOCKS) -> None:
-        super().__init__(folder, volumes=[MIB], policy="reuse-distance", clock=MonotonicClock(), slab=SlowSlab)
-        (slab,) = self.slabs
-        assert isinstance(slab, SlowSlab)
-        self.slab = slab
-        self.slab.gate = threading.Event()
-        self.chain, self.other = self.store_durably("chain", BLOCKS), self.store_durably("other", BLOCKS)
-        assert evict_tier(self.table, Tier.DRAM) == 2 * BLOCKS
+        super().__init__(folder, BLOCKS, ("chain", "other"))
+        (self.other,) = self.others
         self.block_bytes = self.namespace.shape.block_bytes
         self.budget = BufferBudget("read_ahead", budget_blocks * self.block_bytes, self.clock, self.counters)
         self.ahead = AheadReader(self.table, self.loader, self.budget, self.counters, self.clock)
@@ -53,10 +46,6 @@ class Node(NodeHarness):
     def read_bytes(self, unused: bool = False) -> int:
         name = "node_read_ahead_unused_bytes_total" if unused else "node_read_ahead_bytes_total"
         return self.counters.snapshot().get(name, 0)
-
-    def close(self) -> None:
-        self.slab.gate.set()
-        super().close()
 
 
 @pytest.fixture
