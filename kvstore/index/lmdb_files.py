@@ -236,7 +236,7 @@ class IndexFiles:
         """Whether the file contains all pages that LMDB may read: a mapped read beyond its end is a SIGBUS."""
         fd = os.open(self.path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return lmdb_meta.is_whole(os.fstat(fd).st_size, lambda offset, size: os.pread(fd, size, offset))
+            return lmdb_meta.is_whole(lambda: os.fstat(fd).st_size, lambda offset, size: os.pread(fd, size, offset))
         finally:
             os.close(fd)
 

@@ -4,8 +4,12 @@ LMDB maps the file without checks: access to a page that is missing raises SIGBU
 opening that each page that can be in use is within the file.
 
 A valid file may end before its last page number: a page that a transaction allocated at the end and freed before its commit is
-never written. Such pages are in the list of free pages, so that list decides if the file is short. Format of LMDB 0.9, 64 bit,
-little-endian; no I/O here.
+never written. Such pages are in the list of free pages, so that list decides if the file is short.
+
+Another process may write the file meanwhile. LMDB writes pages before the meta page that counts them, so the length is read after
+the meta page; and a file that looks short is looked at again if the meta page has changed.
+
+Format of LMDB 0.9, 64 bit, little-endian; no I/O here.
 """
 
 from __future__ import annotations
@@ -28,11 +32,14 @@ _BRANCH, _LEAF, _META_PAGE = 0x01, 0x02, 0x08
 _BIG_DATA: Final = 0x01
 _NO_PAGE: Final = (1 << 64) - 1
 _MAX_DEPTH: Final = 32
+_MAX_LOOKS: Final = 1_000
+"""A file that another process writes is looked at so often: each look takes less time than a commit."""
 
 
 class LmdbMeta(NamedTuple):
     """The newer meta page."""
 
+    transaction: int
     page_size: int
     last_page: int
     free_root: int
@@ -50,27 +57,38 @@ def parse_meta(head: bytes) -> LmdbMeta | None:
     (page_size,) = struct.unpack_from("<I", head, 40)
     if not 256 <= page_size <= MAX_PAGE_BYTES or page_size & (page_size - 1) or len(head) < page_size + 152:
         return None
-    found: list[tuple[int, LmdbMeta]] = []
+    found: list[LmdbMeta] = []
     for at in (0, page_size):
         magic, version, _, _ = _META.unpack_from(head, at + 16)
         if magic != _MAGIC or version != _VERSION or not _PAGE_HEADER.unpack_from(head, at)[2] & _META_PAGE:
             return None
         free_root = _U64.unpack_from(head, at + 80)[0]
         last_page, transaction = struct.unpack_from("<QQ", head, at + 136)
-        found.append((transaction, LmdbMeta(page_size, last_page, free_root)))
-    return max(found)[1]
+        found.append(LmdbMeta(transaction, page_size, last_page, free_root))
+    return max(found)
 
 
-def is_whole(file_bytes: int, read: Callable[[int, int], bytes]) -> bool:
+def is_whole(size: Callable[[], int], read: Callable[[int, int], bytes]) -> bool:
     """Whether the meta pages are valid, and every page that can be in use is within the file.
 
     Args:
-        file_bytes: length of the file.
+        size: the present length of the file.
         read: ``read(offset, size)`` of it; fewer bytes at its end.
     """
     meta = parse_meta(read(0, META_BYTES))
-    if meta is None:
-        return False
+    for _ in range(_MAX_LOOKS):
+        if meta is None:
+            return False
+        if _contains_pages(meta, size(), read):
+            return True
+        latest = parse_meta(read(0, META_BYTES))
+        if latest == meta:
+            return False
+        meta = latest
+    return False
+
+
+def _contains_pages(meta: LmdbMeta, file_bytes: int, read: Callable[[int, int], bytes]) -> bool:
     there = file_bytes // meta.page_size
     missing = meta.last_page + 1 - there
     if missing <= 0:
