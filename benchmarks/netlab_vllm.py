@@ -8,8 +8,8 @@ answer of one token. All policies must produce the same tokens.
 Links are slow enough to be the bottleneck instead of the CPU. Computing this small model is faster than loading over these links,
 so the figures do not compare loading with computing.
 
-On a second bed one engine answers alone, by vLLM's own offloading with the store as its secondary tier. The other host has no
-engine, and its storage link is that of an idle host. Requires root, iproute2 and vLLM.
+On two further beds one engine answers alone: by the connector, and by vLLM's own offloading with the store as its secondary tier.
+The other host has no engine, and its storage link is that of an idle host. Requires root, iproute2 and vLLM.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ KV_BYTES = MODEL.layers * 2 * MODEL.kv_heads * MODEL.head_dim * 4
 """KV bytes per token."""
 PREFILL, DECODE, STORAGE = "prefill-0", "decode-0", "storage-0"
 POLICIES = ("prefill_only", "split", "shorter_queue")
-TIER_POLICIES = POLICIES[:2]
 _BUSY = (
     "kv_offload_tiering_active_cascade_jobs",
     "kv_offload_tiering_active_promotion_jobs",
@@ -209,34 +208,66 @@ class Bed:
                 node.Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=common_pb2.TIER_DRAM), timeout=_CALL_S)
 
 
-class TierBed(Bed):
-    """Hosts, servers and one engine with the store as the secondary tier of vLLM's offloading."""
+class ConnectorBed(Bed):
+    """Hosts, servers and one engine with the connector. It prefills and decodes itself."""
 
     _engine_hosts = (PREFILL,)
 
     def _transfer(self, name: str) -> dict[str, Any]:
-        epoch = self.folder / "weights-epoch"  # of the same name after each reset, so that the contexts are found again
-        epoch.write_text("bench")
-        return tier_transfer(
+        return store_transfer(
             self.cluster.metadata_address,
             self.cluster.node(name).local_socket,
-            (self.context_tokens + 1024) * KV_BYTES,
             load_deadline_s=60.0,
-            weights_epoch_file=str(epoch),
+            read_ahead_requests=0,
+            pinned_share=1.0,  # a prompt fills most of this engine's cache
+            weights_epoch_file=self._epoch_file(),
         )
+
+    def _epoch_file(self) -> str:
+        """A file with an epoch of the same name after each reset, so that the contexts are found again."""
+        path = self.folder / "weights-epoch"
+        path.write_text("bench")
+        return str(path)
 
     def ask(self, prompt: Sequence[int], policy: str) -> Answer:
         """Send one question to the engine with empty caches."""
         engine = self.engines.engine(PREFILL)
-        self._asking.submit(partial(engine.reset_prefix_cache, connector=True)).result()
+        self._empty(engine)
         before = self._counts(engine)
         began_s = time.perf_counter()
         answer = self._asking.submit(engine.complete, prompt, 1, kv_transfer_params={"path_policy": policy}).result()
         seconds = time.perf_counter() - began_s
         self._await_stores(engine)
         grown = {name: value - before.get(name, 0) for name, value in self._counts(engine).items()}
-        loading_s = grown.get("kv_offload_tiering_read_time", 0)
-        return Answer(seconds, loading_s, 0.0, bytes_by_path(grown), token_ids_of(answer)[0])
+        return Answer(seconds, self._load_seconds(grown), 0.0, bytes_by_path(grown), token_ids_of(answer)[0])
+
+    def _empty(self, engine: ServedEngine) -> None:
+        self._asking.submit(engine.reset_prefix_cache).result()
+
+    def _await_stores(self, engine: ServedEngine) -> None:
+        """Wait until a reset of the engine's cache disturbs no store. The connector finishes its stores by itself."""
+
+    def _load_seconds(self, grown: Mapping[str, float]) -> float:
+        return grown.get("load_seconds", 0)
+
+
+class TierBed(ConnectorBed):
+    """Hosts, servers and one engine with the store as the secondary tier of vLLM's offloading."""
+
+    def _transfer(self, name: str) -> dict[str, Any]:
+        return tier_transfer(
+            self.cluster.metadata_address,
+            self.cluster.node(name).local_socket,
+            (self.context_tokens + 1024) * KV_BYTES,
+            load_deadline_s=60.0,
+            weights_epoch_file=self._epoch_file(),
+        )
+
+    def _empty(self, engine: ServedEngine) -> None:
+        self._asking.submit(partial(engine.reset_prefix_cache, connector=True)).result()
+
+    def _load_seconds(self, grown: Mapping[str, float]) -> float:
+        return grown.get("kv_offload_tiering_read_time", 0)
 
     def _await_stores(self, engine: ServedEngine) -> None:
         """Wait until no pages are copied or stored, because a reset would fail."""
@@ -260,13 +291,32 @@ def bytes_by_path(counts: Mapping[str, float]) -> dict[str, int]:
     return {path: int(counts.get(f"load_{path}_path_bytes", 0)) for path in ("local", "prefill", "decode", "relay")}
 
 
-def measure(options: Options, folder: Path, *, tier: bool) -> None:
+@dataclass(frozen=True)
+class Series:
+    """What is measured on one kind of bed."""
+
+    bed: type[Bed]
+    name: str
+    title: str
+    policies: tuple[str, ...]
+    most: float
+    """Target of ``split``: most time, relative to one link."""
+
+
+SERIES = {
+    "pd": Series(Bed, "netlab_vllm_ttft", "vLLM prefill and decode", POLICIES, 0.75),
+    "connector": Series(ConnectorBed, "netlab_vllm_connector_ttft", "vLLM with the connector, without roles", POLICIES[:2], 0.6),
+    "tier": Series(TierBed, "netlab_vllm_tier_ttft", "vLLM with the secondary tier", POLICIES[:2], 0.6),
+}
+
+
+def measure(options: Options, folder: Path, series: Series) -> None:
     """Compute and store the contexts once. Each round then sends one question per context with each policy.
 
     Args:
         options: of the benchmark.
         folder: for logs and data.
-        tier: use the bed with the secondary tier.
+        series: what to measure.
     """
     extra = options.extra
     tokens = options.pick(full=2016, quick=1024, smoke=512)
@@ -276,9 +326,8 @@ def measure(options: Options, folder: Path, *, tier: bool) -> None:
     contexts = [dice.choices(range(32, 127), k=tokens) for _ in range(2)]
     told: dict[str, list[Answer]] = {policy: [] for policy in POLICIES}
     first_tokens: dict[int, int] = {}
-    slowest = 0.6 if tier else 0.75
-    policies = TIER_POLICIES if tier else POLICIES
-    with (TierBed if tier else Bed)(links, tokens, extra.load_mode, extra.layer_group, folder) as bed:
+    policies = series.policies
+    with series.bed(links, tokens, extra.load_mode, extra.layer_group, folder) as bed:
         for context in contexts:
             bed.ask(context + dice.choices(range(32, 127), k=BLOCK), "prefill_only")
         bed.settle()
@@ -305,7 +354,7 @@ def measure(options: Options, folder: Path, *, tier: bool) -> None:
         "snic_mbit": links.snic_mbit,
         "cnic_mbit": links.cnic_mbit,
         "context_tokens": tokens,
-        **({} if tier else {"load_mode": extra.load_mode, "layer_group": extra.layer_group}),
+        **({"load_mode": extra.load_mode, "layer_group": extra.layer_group} if series.bed is Bed else {}),
     }
     for policy in policies:
         answers = told[policy][-len(samples[policy]) :]
@@ -314,19 +363,19 @@ def measure(options: Options, folder: Path, *, tier: bool) -> None:
         over = {path: statistics.median(one.bytes[path] for one in answers) / 1e6 for path in answers[0].bytes}
         options.keep(
             Figure(
-                f"netlab_vllm_{'tier_' * tier}ttft",
-                f"vLLM {'with the secondary tier' if tier else 'prefill and decode'} on emulated hosts: time to first token",
+                series.name,
+                f"{series.title} on emulated hosts: time to first token",
                 shared | {"policy": policy},
                 "s",
                 True,
             ),
             samples[policy],
             peer=None if policy == policies[0] else Reference(policies[0], samples[policies[0]]),
-            target=Target("peer", slowest) if policy == "split" else None,
+            target=Target("peer", series.most) if policy == "split" else None,
             transport="tcp over shaped veth links",
             verified=True,
             notes=f"share of loading {share:.2f}; "
-            + ("" if tier else f"handoff {handed:.2f} s, overlapping; ")
+            + (f"handoff {handed:.2f} s, overlapping; " if handed else "")
             + "MB by path "
             + ", ".join(f"{path} {size:.1f}" for path, size in over.items() if size),
         )
@@ -338,7 +387,7 @@ def main() -> None:
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--snic-mbit", type=float, default=200.0, help="rate of each storage link (default 200); compute: 5x")
         parser.add_argument("--load-mode", default="layerwise", help="mode of the prefill engine (default layerwise)")
-        parser.add_argument("--beds", nargs="+", choices=("pd", "tier"), default=["pd", "tier"], help="beds (default both)")
+        parser.add_argument("--beds", nargs="+", choices=SERIES, default=list(SERIES), help="beds (default all)")
         parser.add_argument("--layer-group", type=int, default=0, help="layers read together (default 0: whole blocks)")
 
     options = harness.options("netlab_vllm", __doc__, arguments=arguments)
@@ -346,7 +395,7 @@ def main() -> None:
         sys.exit(f"SKIPPED: {reason}")
     with tempfile.TemporaryDirectory(prefix="kvstore-netlab-vllm-", dir=options.scratch) as folder:
         for bed in options.extra.beds:
-            measure(options, Path(folder) / bed, tier=bed == "tier")
+            measure(options, Path(folder) / bed, SERIES[bed])
 
 
 if __name__ == "__main__":

@@ -298,7 +298,7 @@ class KVClient:
             verify: whether checksums are compared here; None: the option's.
             parent: with keys: the key before the first, unless that is the head of its chain.
             depth: with keys: position of the first in its chain.
-            paths: hosts whose storage links may be used for blocks in storage; None: this host's.
+            paths: hosts whose storage links may be used for blocks in storage; None: as the client's options say.
 
         Raises:
             InvalidArgument: a buffer or keys that do not fit.
@@ -377,6 +377,7 @@ class KVClient:
         if barrier is not None:
             barrier.promised_blocks = len(chain)
         scope = self._scope(deadline_s, self._context.options.default_deadline_s)
+        paths = paths or self._context.options.paths
         return Load(self._context, chain, lookup, blocks, scope, verify, barrier=barrier, layerwise=layerwise, paths=paths)
 
     # ---- stores ----

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvclient.call.arguments import check_seconds
+from kvclient.load.paths import Paths
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.address import check_metrics_address
 from kvstore.rpc.auth.tokens import TokenSource
@@ -41,6 +42,7 @@ class ClientOptions:
         require_store: ``connect`` raises if the metadata server or the named node does not answer; False: it continues without
             them, and everything is a miss until they answer.
         verify: default of ``load``: ``auto``, ``always`` or ``never``, see ``Verify``.
+        paths: hosts whose storage links a load may use that names none itself, for blocks in storage; None: only this host's.
         local_roles: with ``node="auto"``: preferred roles if several nodes run on this host, best first.
         local_node: with ``node="auto"``: id of the node to use if several run on this host; None: the first by role, then by id.
         store_node: without a local node: id of the node to store to; None: the first living one by ``store_roles``.
@@ -79,6 +81,7 @@ class ClientOptions:
     strict: bool = False
     require_store: bool = True
     verify: Verify = "auto"
+    paths: Paths | None = None
     local_roles: tuple[str, ...] = ("prefill", "decode", "storage")
     local_node: str | None = None
     store_node: str | None = None

@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvclient import CacheSpec, ClientOptions, KVClient, LoadResult, StoreResult
+from kvclient import CacheSpec, ClientOptions, KVClient, LoadResult, Paths, StoreResult
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
@@ -28,12 +28,20 @@ class Engine:
     """A client that generates its blocks and checks loaded blocks byte for byte."""
 
     def __init__(
-        self, cluster: LocalCluster, node: str | None, *, layers: int = 4, layer_bytes: int = 4096, **spec: object
+        self,
+        cluster: LocalCluster,
+        node: str | None,
+        *,
+        layers: int = 4,
+        layer_bytes: int = 4096,
+        paths: Paths | None = None,
+        **spec: object,
     ) -> None:
         fields = {"model": "test", "block_tokens": 16, "layers": layers, "layer_block_bytes": layer_bytes, **spec}
         self.spec = CacheSpec(**fields)  # type: ignore[arg-type]
         local = cluster.node(node).local_socket if node is not None else None
-        self.client = KVClient.connect(cluster.metadata_address, self.spec, node=local, options=ClientOptions(client_name="e2e"))
+        options = ClientOptions(client_name="e2e", paths=paths)
+        self.client = KVClient.connect(cluster.metadata_address, self.spec, node=local, options=options)
         self.payloads = Payloads(self.spec.block_bytes)
 
     def keys(self, chain: str, blocks: int) -> list[BlockKey]:

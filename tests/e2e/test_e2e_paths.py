@@ -167,6 +167,15 @@ def test_paths_every_policy_and_group_loads_all(make_store: MakeStore) -> None:
     settled(store, "p", "d", "r")
 
 
+def test_paths_of_the_client_apply_to_its_loads(make_store: MakeStore) -> None:
+    store = make_store(*three_nodes())
+    engine = store.engine("p", layers=LAYERS, paths=Paths(policy="oracle"))  # reads nothing from storage, so it shows
+    found = put(store, engine, "c", 20)
+    assert engine.client.load(found, engine.allocate(20)).hit_blocks == 0
+    assert load(engine, found, paths("prefill_only")).hit_blocks == 20
+    assert engine.load_keys(found.keys).hit_blocks == 20, "blocks in the DRAM of this host need no plan"
+
+
 def test_paths_oracle_reads_nothing(make_store: MakeStore) -> None:
     store = make_store(*three_nodes())
     engine = store.engine("p", layers=LAYERS)

@@ -27,7 +27,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-NAMES = ("do_remote_decode", "do_remote_prefill", "transfer_id", "decode_node", "path_policy")
+NAMES = ("do_remote_decode", "do_remote_prefill", "transfer_id", "decode_node")
 
 
 # ---- parameters ----
@@ -43,9 +43,9 @@ def test_transfer_params_are_accepted_absent_or_rejected(params: Any) -> None:
 
 
 def test_transfer_prefill_answer_is_read_by_decode() -> None:
-    told = {"do_remote_decode": True, "transfer_id": "a.b-c_1", "decode_node": "d0", "path_policy": "split", "other": [1]}
+    told = {"do_remote_decode": True, "transfer_id": "a.b-c_1", "decode_node": "d0", "other": [1]}
     transfer = read_transfer(told)
-    assert transfer == Transfer(Role.PREFILL, "a.b-c_1", "d0", "split")
+    assert transfer == Transfer(Role.PREFILL, "a.b-c_1", "d0")
     assert read_transfer(transfer.for_decode()) == Transfer(Role.DECODE, "a.b-c_1")
     assert read_transfer(transfer.for_decode(whole=False)) is None, "nobody waits for what will not come"
 
@@ -71,13 +71,6 @@ def test_tail_keys_of_two_transfers_differ() -> None:
 def test_options_invalid_values_are_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         PdOptions.from_mapping(wrong)
-
-
-def test_request_may_choose_path_policy() -> None:
-    options = PdOptions.from_mapping({"path_policy": "split", "load_mode": "layerwise", "path_layer_group": 2})
-    assert options.paths("d0", "").policy == "split"
-    assert options.paths("d0", "prefill_only").policy == "prefill_only"
-    assert options.paths("d0", "").layer_group == 2
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def put(store: ChunkStore, node: str) -> dict[str, int]:
     return stored
 
 
-def get(store: ChunkStore, policy: str) -> dict[str, dict[str, int]]:
+def get(store: ChunkStore) -> dict[str, dict[str, int]]:
     """Load all chunks as the tier does, and compare them."""
     told = {}
     for kind in ("chain", "heads"):
@@ -55,7 +55,7 @@ def get(store: ChunkStore, policy: str) -> dict[str, dict[str, int]]:
         chain = [one.block_hash for one in chunks] if kind == "chain" else []
         held, found, _ = store.find({one.key: one.position for one in chunks}, chain)
         began_s = time.monotonic()
-        arrived, sizes, _ = store.load(chunks, chain, found, began_s + DEADLINE_S, Paths(policy=policy))
+        arrived, sizes, _ = store.load(chunks, chain, found, began_s + DEADLINE_S)
         wrong = sum(not np.array_equal(row, one) for row, one in zip(rows, wanted, strict=True))
         told[kind] = {"held": sum(held.values()), "arrived": len(arrived), "wrong": wrong, **sizes}
     return told
@@ -63,9 +63,10 @@ def get(store: ChunkStore, policy: str) -> dict[str, dict[str, int]]:
 
 def main(what: str, metadata: str, local: str, argument: str) -> None:
     """Store or load, and print what happened."""
-    with KVClient.connect(metadata, SPEC, node=local, options=ClientOptions(client_name=what)) as client:
+    paths = Paths(policy=argument) if what == "get" else None
+    with KVClient.connect(metadata, SPEC, node=local, options=ClientOptions(client_name=what, paths=paths)) as client:
         store = ChunkStore(client)
-        print(json.dumps(put(store, argument) if what == "put" else get(store, argument)))
+        print(json.dumps(put(store, argument) if what == "put" else get(store)))
 
 
 if __name__ == "__main__":

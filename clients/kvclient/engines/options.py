@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, TlsConfig
+from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, Paths, TlsConfig
 from kvclient.call.arguments import check_seconds
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class HookOptions:
         load_deadline_s: bound of a load; the engine computes the rest.
         store_deadline_s: bound of a store, waiting for space included; the rest is skipped.
         verify: when the engine itself compares checksums: ``auto``, ``always``, ``never``; see ``ClientOptions``.
+        path_policy: over which hosts' storage links blocks are read that other hosts hold in storage, by name: ``split``,
+            ``shorter_queue``, ``round_robin``; ``prefill_only``: this host's alone; empty: the metadata server's choice.
+        path_layer_group: layers of such blocks that are read together over all blocks; 0: whole blocks. Where an engine waits for
+            layers instead of blocks, it computes the first ones while the later ones are still read.
         require_store: fail at the start if the store does not answer, instead of serving without it until it does.
         tls_ca: PEM file of the CA certificates that sign the store's; empty: no TLS.
         tls_cert: PEM file of this client's certificate, if the store requires one.
@@ -66,6 +70,8 @@ class HookOptions:
     load_deadline_s: float = 10.0
     store_deadline_s: float = 10.0
     verify: str = "auto"
+    path_policy: str = ""
+    path_layer_group: int = 0
     require_store: bool = False
     tls_ca: str = ""
     tls_cert: str = ""
@@ -138,8 +144,21 @@ class HookOptions:
             default_deadline_s=max(self.load_deadline_s, self.store_deadline_s),
             require_store=self.require_store,
             verify=self.verify,  # type: ignore[arg-type]  # checked there
+            paths=self.paths(),
             token_file=Path(self.token_file) if self.token_file else None,
         )
+
+    def paths(self, decode_node: str = "", policy: str = "") -> Paths:
+        """Return the storage links that a load may use: this host's, the decode host's, and those of idle hosts.
+
+        Args:
+            decode_node: the store's node on the host that will decode the request; empty: none, or this one.
+            policy: of this request; empty: the option's.
+
+        Raises:
+            InvalidArgument: an impossible option.
+        """
+        return Paths(decode_node or None, policy or self.path_policy or None, layer_group=self.path_layer_group)
 
     def spec(
         self,

@@ -19,7 +19,7 @@ from kvclient.call.execution import CallScope
 from kvclient.load.accounting import LoadTrace
 from kvclient.load.layerwise import LayerBarrier
 from kvclient.load.paths import Paths
-from kvclient.load.planned import PlannedSource
+from kvclient.load.planned import PlannedSource, may_need_plan
 from kvclient.load.sink import BlockSink, LoadRequest, LoadSource, fetch_from
 from kvclient.load.sources.engine_pool import EnginePoolSource
 from kvclient.load.sources.gds import GdsSource
@@ -186,16 +186,17 @@ class Load:
         runs.sort(key=lambda run: run.distance)
         request = LoadRequest(context, chain, runs, self._buffer, self.scope, self._verify, self._layerwise, trace)
         barrier = self._barrier if self._layerwise else None
-        sink = BlockSink(len(chain), context.shape.layers, self._buffer, barrier, track_layers=self._paths is not None)
+        paths = self._paths if context.metadata is not None and may_need_plan(runs, context.local) else None
+        sink = BlockSink(len(chain), context.shape.layers, self._buffer, barrier, track_layers=paths is not None)
         if lookup.error is not None:
             sink.record_error(lookup.error)
         pool_source = None if pool is None else EnginePoolSource(pool)
         if pool_source is not None:
             fetch_from([pool_source], request, sink)
-        if self._paths is None or context.metadata is None:
+        if paths is None or context.metadata is None:
             fetch_from(self._sources(pool), request, sink)
         else:
-            planned = PlannedSource(self._sources(pool), context.local, context.metadata, self._paths)
+            planned = PlannedSource(self._sources(pool), context.local, context.metadata, paths)
             fetch_from([planned], request, sink)
         sink.flush_to_device()
         if pool_source is not None:

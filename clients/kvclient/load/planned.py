@@ -287,6 +287,11 @@ class _PlannedLoad:
         return int(self._sink.ready_layers(self._positions(planned)).sum()) // self._context.shape.layers
 
 
+def may_need_plan(runs: Iterable[Run], local: LocalNode | None) -> bool:
+    """Whether another host might read a run over its storage link for this one. Without a local node nothing is planned."""
+    return local is not None and any(_over_storage_link(run) and run.node_id != local.node_id for run in runs)
+
+
 def _needs_plan(request: LoadRequest, session: Session | None) -> Mask:
     """Return which blocks only other hosts' storage links reach, according to the lookup."""
     beyond = np.zeros(len(request.chain), bool)

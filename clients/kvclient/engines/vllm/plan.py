@@ -36,7 +36,7 @@ class LoadJob:
         request_id: the request to load.
         groups: one part per group with missing blocks.
         layerwise: the request is in this step's batch, and each layer waits.
-        paths: the hosts whose storage links are used to read it; None: this host only.
+        paths: the hosts whose storage links are used to read it; None: as the options say.
     """
 
     request_id: str

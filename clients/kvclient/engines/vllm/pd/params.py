@@ -6,10 +6,10 @@ A router that chose a prefill and a decode engine sends requests to both, at onc
   ``{"do_remote_decode": true, "transfer_id": ID, "decode_node": NODE}``; NODE is the store's node on the decode engine's host;
 * the decode engine: the unchanged request, and ``{"do_remote_prefill": true, "transfer_id": ID}``.
 
-ID is any name of up to 64 characters, a new one for each attempt. ``"path_policy": NAME`` beside the node's name chooses, for
-this request, over which hosts' storage links its prefix is read; see ``PdOptions``. The prefill engine's answer contains
-the parameters for the decode engine, for routers that send the requests in sequence. ``"do_remote_prefill": false`` in the answer
-means that the prompt could not be handed over. Unknown fields are ignored: they may belong to other components.
+ID is any name of up to 64 characters, a new one for each attempt. The prefix is read over the storage links of both hosts;
+``"path_policy": NAME`` may choose for this request, see ``request_paths``. The prefill engine's answer contains the
+parameters for the decode engine, for routers that send the requests in sequence. ``"do_remote_prefill": false`` in it means that
+the prompt could not be handed over. Unknown fields are ignored: they may belong to other components.
 
 The fields come from clients and are not trusted. Invalid fields are ignored, and the request is served without them. They never
 raise an error that could stop an engine.
@@ -27,10 +27,9 @@ from typing import Any
 import numpy as np
 
 from kvclient import BlockKey, InvalidArgument
+from kvclient.engines.vllm.request_paths import NODE
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_NODE = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_POLICY = re.compile(r"[a-z_]{0,64}")
 
 
 class Role(StrEnum):
@@ -48,13 +47,11 @@ class Transfer:
         role: role of this engine.
         transfer_id: id of the attempt.
         decode_node: the store's node on the decode engine's host; only the prefill engine knows it.
-        path_policy: how the prefix is read; empty: the engine's option applies.
     """
 
     role: Role
     transfer_id: str
     decode_node: str = ""
-    path_policy: str = ""
 
     def tail_key(self, key: BlockKey) -> BlockKey:
         """The key of the partial last block of this attempt, unique so that no other request consumes the block."""
@@ -88,9 +85,6 @@ def read_transfer(params: object) -> Transfer | None:
     if receives:
         return Transfer(Role.DECODE, transfer_id)
     node = params.get("decode_node")
-    if not isinstance(node, str) or not _NODE.fullmatch(node):
+    if not isinstance(node, str) or not NODE.fullmatch(node):
         raise InvalidArgument("a prompt is handed over to a node of the store by its id", got=type(node).__name__)
-    policy = params.get("path_policy", "")
-    if not isinstance(policy, str) or not _POLICY.fullmatch(policy):
-        raise InvalidArgument("a path policy is a name", got=type(policy).__name__)
-    return Transfer(Role.PREFILL, transfer_id, node, policy)
+    return Transfer(Role.PREFILL, transfer_id, node)

@@ -34,6 +34,7 @@ from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, is_has
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, WorkerOutput
+from kvclient.engines.vllm.request_paths import request_paths
 from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLookup, PrefixMatch
 from kvclient.engines.vllm.scheduler.reads_ahead import ReadsAhead
 
@@ -314,7 +315,8 @@ class SchedulerConnector:
                 lookups = {name: lookup.part(first, stop * each) for name, lookup in by_namespace.items()}
                 parts.append(GroupLoad(group, ids[skipped:], first, lookups, behind))
         state.loading = {part.group: part.block_ids for part in parts}
-        self._loads.append(LoadJob(request.request_id, parts, self._layerwise))
+        paths = request_paths(request, self._options.hook)
+        self._loads.append(LoadJob(request.request_id, parts, self._layerwise, paths))
         self.counters.add("loads")
         self.counters.add("load_tokens", external_tokens)
 

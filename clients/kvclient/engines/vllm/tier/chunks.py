@@ -107,7 +107,7 @@ class ChunkStore:
             chain: hashes of the request's chain, for chunks with a position.
             found: an earlier lookup of this chain, if there was one.
             end_s: monotonic time at which the load ends, even if chunks are missing.
-            paths: hosts whose storage links may be used; None: this host's.
+            paths: hosts whose storage links may be used; None: as the options say.
 
         Returns:
             vLLM's keys of the chunks that arrived, their bytes by path (see ``LoadResult``), and why chunks are missing.

@@ -22,7 +22,7 @@ class JobPart:
         chunks: its chunks.
         chain: vLLM's hashes of the request's leading chunks.
         found: the last lookup of this chain, if there was one.
-        paths: hosts whose storage links a load may use; None: this host's.
+        paths: hosts whose storage links a load may use; None: as the options say.
     """
 
     store: ChunkStore

@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvclient import InvalidArgument
 from kvclient.engines.vllm.announcements.chunk_observer import ChunkObserver
+from kvclient.engines.vllm.request_paths import request_paths
 from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore
 from kvclient.engines.vllm.tier.counters import CONNECTED, COUNTERS, GAUGES, TierCounters, metric_name
 from kvclient.engines.vllm.tier.facts import TierGroup
@@ -137,7 +138,7 @@ class KVStoreTier(SecondaryTierManager):
             chunk = Chunk(key, get_offload_block_hash(key), self._position(key, job.req_context), self._rows[row])
             by_group.setdefault(get_offload_group_idx(key), []).append(chunk)
         parts: list[JobPart] = []
-        paths = self._options.paths(*request.storage_paths) if job.is_promotion else None
+        paths = request_paths(request.request, self._options.hook) if job.is_promotion else None
         for group_id, chunks in by_group.items():
             if (store := self.stores.get(group_id)) is not None:
                 last = max((chunk.position for chunk in chunks if chunk.position is not None), default=-1)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from kvclient import InvalidArgument, Paths
+from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 
 OPTIONS_KEY = "kvstore"
-_OWN = ("weights_epoch_file", "workers", "idle_wait_ms", "path_policy", "block_labels", "events_blocks")
+_OWN = ("weights_epoch_file", "workers", "idle_wait_ms", "block_labels", "events_blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,6 @@ class TierOptions:
         workers: threads for loads, and as many for stores.
         idle_wait_ms: how long a step without tokens waits for a load, store or lookup to end, so that an idle engine does not
             spin.
-        path_policy: over which hosts' storage links chunks in storage are read, by name: ``split``, ``shorter_queue``,
-            ``round_robin``, ``prefill_only``; empty: the metadata server's choice.
         block_labels: whether tokens and hashes of stored chunks are stored beside them, so that ``kvstore events --model`` can
             publish these chunks to routers.
         events_blocks: stored chunks per KV cache group that this engine announces as KV events, if vLLM publishes them; older
@@ -36,7 +34,6 @@ class TierOptions:
     weights_epoch_file: str = ""
     workers: int = 4
     idle_wait_ms: float = 5.0
-    path_policy: str = ""
     block_labels: bool = False
     events_blocks: int = 262_144
 
@@ -50,19 +47,6 @@ class TierOptions:
             raise InvalidArgument("the option must be true or false", option="block_labels", value=self.block_labels)
         if not isinstance(self.events_blocks, int) or isinstance(self.events_blocks, bool) or self.events_blocks < 1:
             raise InvalidArgument("the option must be an integer of at least 1", option="events_blocks", value=self.events_blocks)
-        self.paths("")
-
-    def paths(self, decode_node: str, policy: str = "") -> Paths:
-        """Return the storage links that a load may use: this host's, the decode host's, and those of idle hosts.
-
-        Args:
-            decode_node: the store's node on the host that will decode the request; empty: none.
-            policy: of this request; empty: the option's.
-
-        Raises:
-            InvalidArgument: an impossible option.
-        """
-        return Paths(decode_node or None, policy or self.path_policy or None)
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Self:

@@ -6,15 +6,12 @@ the answers of the request that they were given.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvclient import Lookup
 from kvclient.engines.vllm.tier.facts import TierGroup
-
-_NODE, _POLICY = re.compile(r"[A-Za-z0-9._-]{1,128}"), re.compile(r"[a-z_]{1,64}")
 
 
 @dataclass(slots=True, eq=False)
@@ -40,17 +37,6 @@ class TierRequest:
     waits_since_s: float | None = None
     gave_up: bool = False
     ended: bool = False
-
-    @property
-    def storage_paths(self) -> tuple[str, str]:
-        """The request's ``decode_node`` and ``path_policy`` in ``kv_transfer_params``; empty: not given, or not a name."""
-        params = getattr(self.request, "kv_transfer_params", None)
-        given = params if isinstance(params, Mapping) else {}
-        node, policy = given.get("decode_node"), given.get("path_policy")
-        return (
-            node if isinstance(node, str) and _NODE.fullmatch(node) else "",
-            policy if isinstance(policy, str) and _POLICY.fullmatch(policy) else "",
-        )
 
     def chain(self, group: TierGroup, chunks: int) -> list[bytes]:
         """Return vLLM's hashes of the leading chunks."""
