@@ -19,7 +19,7 @@ from netlab.coordinator import LADDER, ORACLE, Coordinator, Variant
 from netlab.engine_bed import EngineBed, EngineSettings
 from netlab.engine_report import TPOT_S, TTFT_S, Summary, plot, summarize
 from netlab.engine_rounds import GROUPS, PROFILE, facts_of, notes_of, parameters_of, ratios, read_s_of, rounds_of
-from netlab.engine_steps import run_steps
+from netlab.engine_steps import FEW, PAIRS, run_steps
 
 BED = LabBed(1, 1, 1, snic_mbit=240.0, cnic_mbit=1920.0, storage_mbit=1920.0)
 """A compute link is eight storage links, as in the paper."""
@@ -33,7 +33,7 @@ RATES = tuple(round(0.7 * 1.1**step, 3) for step in range(7))
 
 def main(description: str | None) -> None:
     """Command line."""
-    parts = ("offline", "compute", "steps", "online")
+    parts = ("offline", "compute", "steps", "pairs", "online")
 
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="what to run (default: all; smoke: offline)")
@@ -49,7 +49,9 @@ def main(description: str | None) -> None:
     if "compute" in chosen:
         run_compute_bound(options)
     if "steps" in chosen:
-        run_steps(options)
+        run_steps(options, FEW)
+    if "pairs" in chosen:
+        run_steps(options, PAIRS)
     if "online" in chosen:
         made["online"] = run_online(options)
     if options.results is not None:
