@@ -101,12 +101,12 @@ class AsyncKVClient:
         """
         return await self._run(self.blocking.load_call(what, buffer, deadline_s, verify, parent, depth, paths))
 
-    def read_ahead(self, lookup: Lookup, *, deadline_s: float | None = None) -> ReadAhead | None:
+    def read_ahead(self, lookup: Lookup, *, deadline_s: float | None = None, paths: Paths | None = None) -> ReadAhead | None:
         """See ``KVClient.read_ahead``, which does not wait.
 
         Example: ``ahead = client.read_ahead(lookup)``
         """
-        return self.blocking.read_ahead(lookup, deadline_s=deadline_s)
+        return self.blocking.read_ahead(lookup, deadline_s=deadline_s, paths=paths)
 
     async def store(
         self,

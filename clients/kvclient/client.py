@@ -342,10 +342,10 @@ class KVClient:
         wait_on_stream = buffer.wait_on_stream if layerwise and isinstance(buffer, DeviceBuffer) else None
         return LoadHandle(call.scope, barrier, future, self._context.shape.layers, wait_on_stream)
 
-    def read_ahead(self, lookup: Lookup, *, deadline_s: float | None = None) -> ReadAhead | None:
-        """Bring found blocks into the DRAM of this host while their request waits: ``ahead = client.read_ahead(lookup)``."""
+    def read_ahead(self, lookup: Lookup, *, deadline_s: float | None = None, paths: Paths | None = None) -> ReadAhead | None:
+        """Bring found blocks into DRAM while their request waits: ``ahead = client.read_ahead(lookup)``; see ``ReadAhead``."""
         chain = self._slice(lookup.keys[: lookup.hit_blocks], lookup.parent, lookup.depth)
-        return read_ahead(self._context, chain, lookup.runs, deadline_s)
+        return read_ahead(self._context, chain, lookup.runs, deadline_s, paths or self._context.options.paths)
 
     def load_call(
         self,

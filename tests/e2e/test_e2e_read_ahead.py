@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from conftest import Engine, Store
-from kvclient import Lookup, ReadAhead, Tier
+from kvclient import Lookup, Paths, ReadAhead, Tier
 from kvstore.embedded.cluster import NodeSpec
 from support.wait import wait_until
 
@@ -21,6 +21,11 @@ MIB = 1 << 20
 BLOCKS = 48
 NODE = NodeSpec("n1", dram_bytes=32 * MIB, nvme_bytes=128 * MIB)
 OTHER = NodeSpec("n2", dram_bytes=32 * MIB)
+THREE = (
+    NodeSpec("s", roles=("storage",), dram_bytes=32 * MIB, nvme_bytes=128 * MIB),
+    NodeSpec("p", dram_bytes=32 * MIB, write_back_to="s"),
+    NodeSpec("d", roles=("decode",), dram_bytes=32 * MIB),
+)
 
 
 def stored(store: Store, node: str = "n1") -> Engine:
@@ -28,6 +33,16 @@ def stored(store: Store, node: str = "n1") -> Engine:
     engine = store.engine(node)
     assert engine.store("chain", BLOCKS, durable=True, wait_visible=True).durable
     store.empty_dram(node)
+    wait_until(lambda: looked_up(engine, Tier.NVME).hit_blocks == BLOCKS)
+    return engine
+
+
+def stored_beyond(store: Store) -> Engine:
+    """An engine on the prefill host that has stored a chain, which is now in the storage of a third host only."""
+    engine = store.engine("p", layer_bytes=64 << 10)  # so large that a plan divides the load
+    assert engine.store("chain", BLOCKS, durable=True, wait_visible=True).durable
+    for node in "ps":
+        store.empty_dram(node)
     wait_until(lambda: looked_up(engine, Tier.NVME).hit_blocks == BLOCKS)
     return engine
 
@@ -40,6 +55,10 @@ def looked_up(engine: Engine, tier: Tier) -> Lookup:
 
 def counter(store: Store, name: str, node: str = "n1") -> int:
     return int(store.node_stats(node).counters.get(f"node_read_ahead_{name}_total", 0))
+
+
+def sent_bytes(store: Store, node: str) -> int:
+    return int(store.node_stats(node).counters.get("transport_bytes_sent_total", 0))
 
 
 def begun(engine: Engine, lookup: Lookup, deadline_s: float = 30.0) -> ReadAhead:
@@ -104,6 +123,49 @@ def test_read_ahead_nobody_used_is_released(make_store: Callable[..., Store], wa
         engine.client.close()
     wait_until(lambda: counter(store, "unused_bytes") == size)
     assert store.evict("n1") == BLOCKS
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+def test_read_ahead_planned_reads_each_block_once(make_store: Callable[..., Store], late: bool) -> None:
+    """Blocks in the storage of a third host: two hosts read a part each, and the load takes each part from where it is."""
+    store = make_store(*THREE)
+    engine = stored_beyond(store)
+    size, lookup = BLOCKS * engine.spec.block_bytes, looked_up(engine, Tier.NVME)
+    sent_before = sent_bytes(store, "s")
+    ahead = engine.client.read_ahead(lookup, deadline_s=30.0, paths=Paths(decode_node="d", policy="split"))
+    assert ahead is not None
+    if not late:
+        wait_until(lambda: counter(store, "bytes", "p") + counter(store, "bytes", "d") == size)
+    data = engine.allocate(BLOCKS)
+    loaded = engine.client.load(lookup, data, paths=ahead.paths)
+    assert loaded.hit_blocks == BLOCKS
+    assert list(engine.payloads.wrong_blocks(list(lookup.keys), data)) == []
+    if not late:
+        assert engine.client.stats()["client_plans_read_ahead_total"] == 1
+        assert set(loaded.bytes_by_path) == {"prefill", "decode"}
+    assert sent_bytes(store, "s") - sent_before == size, "no block is read twice"
+    ahead.end()
+    wait_until(lambda: store.evict("p") + store.evict("d") > 0, "released")
+    assert counter(store, "unused_bytes", "p") + counter(store, "unused_bytes", "d") == 0
+
+
+@pytest.mark.parametrize("gone", ["d", "metadata"])
+def test_read_ahead_planned_with_host_gone(make_store: Callable[..., Store], gone: str) -> None:
+    store = make_store(*THREE)
+    engine = stored_beyond(store)
+    lookup, paths = looked_up(engine, Tier.NVME), Paths(decode_node="d", policy="split", stall_s=0.5)
+    if gone == "metadata":
+        store.cluster.kill("metadata")
+    ahead = engine.client.read_ahead(lookup, deadline_s=30.0, paths=paths)
+    assert ahead is not None
+    if gone == "d":
+        wait_until(lambda: counter(store, "bytes", "d") > 0)
+        store.cluster.kill("d")
+    data = engine.allocate(BLOCKS)
+    assert engine.client.load(lookup, data, paths=ahead.paths).hit_blocks == BLOCKS
+    assert list(engine.payloads.wrong_blocks(list(lookup.keys), data)) == []
+    ahead.end()
+    wait_until(lambda: ahead.ended)
 
 
 @pytest.mark.parametrize("seed", range(3))

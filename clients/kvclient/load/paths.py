@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvclient.call.arguments import check_name, check_seconds
 from kvclient.results import PATH_DECODE, PATH_PREFILL, PATH_RELAY, NodeRef
@@ -18,6 +22,13 @@ PATHS_BY_SIDE = {
     metadata_pb2.READ_SIDE_DECODE: PATH_DECODE,
     metadata_pb2.READ_SIDE_RELAY: PATH_RELAY,
 }
+
+
+class PlanAhead(Protocol):
+    """A plan that was made for reads ahead of a load."""
+
+    def plan_for(self, blocks: npt.NDArray[np.intp]) -> Plan | None:
+        """Return the plan for these blocks of the load; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,7 @@ class Paths:
             are read. 0: whole blocks, which need the fewest requests.
         stall_s: a part without progress for this long is given to other hosts.
         attempts: how often the rest of failed parts may be planned again.
+        ahead: a read ahead of these blocks, whose plan is used; see ``ReadAhead.paths``.
     """
 
     decode_node: str | None = None
@@ -43,6 +55,7 @@ class Paths:
     layer_group: int = 0
     stall_s: float = 1.0
     attempts: int = 3
+    ahead: PlanAhead | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, least in (("layer_group", 0), ("attempts", 0)):

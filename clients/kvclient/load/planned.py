@@ -54,8 +54,11 @@ class PlannedSource:
     def fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
         """See ``LoadSource``."""
         session = self._local.session() if self._local is not None else None
-        planned = missing[_needs_plan(request, session)[missing]]
-        if self._local is None or session is None or not len(planned):
+        if self._local is None or session is None:
+            fetch_from(self._usual, request, sink, missing)
+            return
+        planned = missing[blocks_beyond(request.runs, len(request.chain), session.node_id)[missing]]
+        if not len(planned):
             fetch_from(self._usual, request, sink, missing)
             return
         near = np.setdiff1d(missing, planned, assume_unique=True)
@@ -104,7 +107,7 @@ class _PlannedLoad:
         paths: Paths,
         blocks: Positions,
     ) -> None:
-        self._request = replace(request, runs=_storage_runs(request.runs, session))
+        self._request = replace(request, runs=storage_runs(request.runs, session.node_id))
         self._context = request.context
         self._scope = request.scope
         self._sink = sink
@@ -132,6 +135,11 @@ class _PlannedLoad:
 
     # ---- starting parts ----
     def _start(self) -> None:
+        if self._paths.ahead is not None and (plan := self._paths.ahead.plan_for(self._blocks)) is not None:
+            self._context.incidents.counters.add(client_metrics.PLANS_READ_AHEAD)
+            self._plan_ids.append(plan.plan_id)
+            self._start_parts(plan)
+            return
         try:
             with self._request.trace.phase("plan"):
                 plan = self._metadata.plan_load(
@@ -292,23 +300,22 @@ def may_need_plan(runs: Iterable[Run], local: LocalNode | None) -> bool:
     return local is not None and any(_over_storage_link(run) and run.node_id != local.node_id for run in runs)
 
 
-def _needs_plan(request: LoadRequest, session: Session | None) -> Mask:
-    """Return which blocks only other hosts' storage links reach, according to the lookup."""
-    beyond = np.zeros(len(request.chain), bool)
-    near = np.zeros(len(request.chain), bool)
-    for run in request.runs:
-        own = session is not None and run.node_id == session.node_id
-        (near if own or not _over_storage_link(run) else beyond)[run.start : run.end] = True
-    needed: Mask = beyond & ~near
-    return needed
+def blocks_beyond(runs: Iterable[Run], blocks: int, node_id: str) -> Mask:
+    """Return which of a load's blocks only the storage links of hosts without this node reach, according to the lookup."""
+    beyond = np.zeros(blocks, bool)
+    near = np.zeros(blocks, bool)
+    for run in runs:
+        (near if run.node_id == node_id or not _over_storage_link(run) else beyond)[run.start : run.end] = True
+    found: Mask = beyond & ~near
+    return found
 
 
-def _storage_runs(runs: Sequence[Run], session: Session) -> list[Run]:
-    """Return runs that other hosts read over storage links. A node is asked once for its blocks on NVMe."""
+def storage_runs(runs: Sequence[Run], node_id: str) -> list[Run]:
+    """Return runs that hosts without this node read over storage links. A node is asked once for its blocks on NVMe."""
     stored: list[Run] = []
     for run in sorted((run for run in runs if _over_storage_link(run)), key=lambda run: run.distance, reverse=True):
         covered = any(one.node_id == run.node_id and one.start <= run.start and run.end <= one.end for one in stored)
-        if run.node_id != session.node_id and not covered:
+        if run.node_id != node_id and not covered:
             stored.append(run)
     return stored
 

@@ -1,25 +1,38 @@
-"""Reads ahead: the node of this host brings found blocks into its DRAM while their request still waits in the engine's queue.
+"""Reads ahead: nodes bring found blocks into their DRAM while the request still waits in the engine's queue.
 
-    ahead = client.read_ahead(lookup)
+    ahead = client.read_ahead(lookup, paths=Paths())
     ...                                  # the request waits
-    result = client.load(lookup, buffer)
+    result = client.load(lookup, buffer, paths=ahead.paths if ahead is not None else None)
     if ahead is not None:
         ahead.end()
 
-The node reads them while no load is reading, within a budget of its arena (``node.read_ahead``), and holds them until the
+Each node reads while no load is reading there, within a budget of its arena (``node.read_ahead``), and holds the blocks until the
 call ends. Nothing here waits. Blocks that could not be read ahead are read by the load itself.
+
+Blocks that only other hosts' storage has are read ahead by plan, as a load would read them: by this host's node, that of the
+decode host, and idle ones, each over its own storage link. The load that follows uses the same plan, so each node finds its part
+in its DRAM. A load that begins before the plan is made revokes the read ahead of these blocks, and plans by itself.
 """
 
 from __future__ import annotations
 
+import threading
+from contextvars import copy_context
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
+import numpy as np
 
 from kvclient.call.arguments import check_seconds
-from kvclient.load.sources.node_stream import load_sources
-from kvclient.nodes.local_session import new_operation_id
+from kvclient.load.planned import blocks_beyond, storage_runs
+from kvclient.load.sink import Positions, spans
+from kvclient.load.sources.node_stream import NodeSession, load_sources
+from kvclient.load.sources.storage_path import OPEN_SESSION_S
+from kvclient.nodes.local_session import Session, new_operation_id
+from kvclient.results import Run
 from kvproto.v1 import node_pb2
+from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Tier
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.tracing import inject
@@ -29,36 +42,85 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvclient.call.context import ClientContext
-    from kvclient.results import Run
+    from kvclient.load.paths import Paths, Plan
+    from kvclient.nodes.metadata_client import MetadataClient
     from kvstore.core.chain import ChainSlice
 
 _ENDED = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+_MAX_CALLS = 64
+"""Of one read ahead: a prefix in more pieces is read ahead in part."""
 
 
 class ReadAhead:
-    """Blocks that the local node reads ahead and holds."""
+    """Blocks that nodes read ahead and hold.
 
-    def __init__(self, call: grpc.Future[Any]) -> None:
-        self._call = call
+    Attributes:
+        paths: for the load that follows: those of the read ahead, with its plan.
+    """
+
+    def __init__(self, paths: Paths | None) -> None:
+        self.paths = None if paths is None else replace(paths, ahead=self)
+        self._lock = threading.Lock()
+        self._calls: list[grpc.Future[Any]] = []
+        self._over = False
+        self._planning = False
+        self._planned: tuple[Positions, Plan] | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether the node has ended the call: its deadline is over, or it was refused or lost."""
-        return bool(self._call.done())
+        """Whether no node holds blocks any more: deadlines are over, or the calls were refused, lost or ended."""
+        with self._lock:
+            return not self._planning and all(call.done() for call in self._calls)
 
     def end(self) -> None:
-        """Have the node release the blocks soon. Idempotent; does not wait."""
-        self._call.cancel()
+        """Have the nodes release the blocks soon. Idempotent; does not wait."""
+        with self._lock:
+            self._over = True
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
+    def plan_for(self, blocks: Positions) -> Plan | None:
+        """Return the plan by which these blocks are read ahead. None: there is none, so the load makes another."""
+        with self._lock:
+            if self._planning:  # revoked, lest two hosts read the same block
+                self._over = True
+            planned, self._planned = self._planned, None
+        return planned[1] if planned is not None and np.array_equal(planned[0], blocks) else None
+
+    def plan_begun(self) -> None:
+        """A plan for some of the blocks is being made."""
+        self._planning = True
+
+    def plan_ended(self, blocks: Positions, plan: Plan | None) -> bool:
+        """Record the plan. False: the read ahead was ended or revoked meanwhile."""
+        with self._lock:
+            self._planning = False
+            if self._over or plan is None:
+                return False
+            self._planned = blocks, plan
+            return True
+
+    def add_call(self, call: grpc.Future[Any]) -> None:
+        """Add a node's call."""
+        with self._lock:
+            self._calls.append(call)
+            over = self._over
+        if over:
+            call.cancel()
 
 
-def read_ahead(context: ClientContext, chain: ChainSlice, runs: Sequence[Run], deadline_s: float | None) -> ReadAhead | None:
+def read_ahead(
+    context: ClientContext, chain: ChainSlice, runs: Sequence[Run], deadline_s: float | None, paths: Paths | None
+) -> ReadAhead | None:
     """Start to read ahead. None: all blocks are in the DRAM of this host, or the client is without a local node.
 
     Args:
         context: the client's parts.
         chain: the blocks.
         runs: their replicas.
-        deadline_s: how long the node holds them at most, in seconds from now; None: the option ``default_deadline_s``.
+        deadline_s: how long nodes hold them at most, in seconds from now; None: the option ``default_deadline_s``.
+        paths: hosts whose storage links may be used for blocks in storage; None: this host's.
 
     Raises:
         InvalidArgument: ``deadline_s`` is not a number of seconds.
@@ -67,34 +129,101 @@ def read_ahead(context: ClientContext, chain: ChainSlice, runs: Sequence[Run], d
     session = context.local.session() if context.local is not None else None
     if not len(chain) or session is None or _resident(runs, session.node_id) >= len(chain):
         return None
-    others = sorted((run for run in runs if run.node_id != session.node_id), key=lambda run: run.distance)
-    request = node_pb2.LoadRequest(
-        session_id=session.session_id,
-        operation_id=new_operation_id(),
-        keys=chain.packed,
-        sources=load_sources(others, 0, len(chain), storage=False),
-        parent=chain.parent or b"",
-        depth=chain.depth,
-    )
-    counters, incidents = context.incidents.counters, context.incidents
+    context.incidents.counters.add(client_metrics.READS_AHEAD)
+    ahead = ReadAhead(paths)
+    begin = _Begin(context, chain, runs, timeout_s, ahead)
+    beyond = blocks_beyond(runs, len(chain), session.node_id)
+    if paths is None or context.metadata is None or not beyond.any():
+        begin.near(session, np.arange(len(chain)))
+        return ahead
+    begin.near(session, np.flatnonzero(~beyond))
+    ahead.plan_begun()
     try:
-        call = session.stub.ReadAhead.future(request, timeout=timeout_s, metadata=inject())
-    except ValueError:  # the channel was closed
-        return None
+        context.part_threads.submit(copy_context().run, begin.planned, session, context.metadata, paths, np.flatnonzero(beyond))
+    except RuntimeError:  # the client was closed
+        ahead.plan_ended(np.flatnonzero(beyond), None)
+    return ahead
 
-    def ended(done: grpc.Future[Any]) -> None:
+
+class _Begin:
+    """Begins the calls of one read ahead."""
+
+    def __init__(
+        self, context: ClientContext, chain: ChainSlice, runs: Sequence[Run], timeout_s: float, ahead: ReadAhead
+    ) -> None:
+        self._context = context
+        self._chain = chain
+        self._runs = runs
+        self._timeout_s = timeout_s
+        self._ahead = ahead
+        self._calls_left = _MAX_CALLS
+
+    def near(self, session: Session, positions: Positions) -> None:
+        """Have this host's node read from its volumes, and from other nodes over the compute network."""
+        others = sorted((run for run in self._runs if run.node_id != session.node_id), key=lambda run: run.distance)
+        self._call(session, positions, others, storage=False)
+
+    def planned(self, session: Session, metadata: MetadataClient, paths: Paths, positions: Positions) -> None:
+        """Plan blocks in other hosts' storage, and have each node read its part. Runs in a thread: it waits for answers."""
+        plan = None
+        try:
+            plan = metadata.plan_load(
+                session.node_id,
+                paths.decode_node,
+                paths.policy,
+                len(positions),
+                self._context.spec,
+                self._timeout_s,
+                relays=paths.relays,
+            )
+        except KVStoreError as error:
+            self._context.incidents.report(client_metrics.READS_AHEAD_FAILED, "read ahead not planned", error)
+        finally:
+            goes_on = self._ahead.plan_ended(positions, plan)
+        if plan is None or not goes_on:
+            return
+        stored = storage_runs(self._runs, session.node_id)
+        for part in plan.parts:
+            node: NodeSession = session
+            if part.node.node_id != session.node_id:
+                try:
+                    node = self._context.remote_sessions.session(part.node, OPEN_SESSION_S)
+                except KVStoreError as error:
+                    message = f"read ahead failed at node {part.node.node_id}"
+                    self._context.incidents.report(client_metrics.READS_AHEAD_FAILED, message, error)
+                    continue
+            self._call(node, positions[part.start : part.start + part.count], stored, storage=True)
+
+    def _call(self, session: NodeSession, positions: Positions, runs: Sequence[Run], *, storage: bool) -> None:
+        for start, stop in spans(positions):
+            if not self._calls_left:
+                return
+            self._calls_left -= 1
+            part = self._chain.part(start, stop)
+            request = node_pb2.LoadRequest(
+                session_id=session.session_id,
+                operation_id=new_operation_id(),
+                keys=part.packed,
+                sources=load_sources(runs, start, stop, storage=storage),
+                parent=part.parent or b"",
+                depth=part.depth,
+            )
+            try:
+                call = session.stub.ReadAhead.future(request, timeout=self._timeout_s, metadata=inject())
+            except ValueError:  # the channel was closed
+                return
+            self._ahead.add_call(call)
+            call.add_done_callback(self._ended)
+
+    def _ended(self, done: grpc.Future[Any]) -> None:
         failed = None if done.cancelled() else done.exception()
         if not isinstance(failed, grpc.RpcError) or (code := cast("FailedCall", failed).code()) in _ENDED:
             return
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            counters.add(client_metrics.READS_AHEAD_REFUSED)
+            self._context.incidents.counters.add(client_metrics.READS_AHEAD_REFUSED)
             return
         error = from_rpc_error(cast("FailedCall", failed))
-        incidents.report(client_metrics.READS_AHEAD_FAILED, "read ahead failed", error)
-
-    counters.add(client_metrics.READS_AHEAD)
-    call.add_done_callback(ended)
-    return ReadAhead(call)
+        self._context.incidents.report(client_metrics.READS_AHEAD_FAILED, "read ahead failed", error)
 
 
 def _resident(runs: Sequence[Run], node_id: str) -> int:

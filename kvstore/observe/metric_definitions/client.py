@@ -70,6 +70,9 @@ READS_AHEAD: Final = group.counter("client_reads_ahead_total", "reads ahead of l
 READS_AHEAD_REFUSED: Final = group.counter(
     "client_reads_ahead_refused_total", "reads ahead that the node refused, because too many were in progress"
 )
+PLANS_READ_AHEAD: Final = group.counter(
+    "client_plans_read_ahead_total", "loads over storage links that used the plan by which their blocks were read ahead"
+)
 READS_AHEAD_FAILED: Final = group.counter("client_reads_ahead_failed_total", "reads ahead that failed")
 STORE_SKIPPED_DRAINING_BLOCKS: Final = group.counter(
     "client_store_skipped_draining_blocks_total", "blocks not stored because the local node was draining or stopping"

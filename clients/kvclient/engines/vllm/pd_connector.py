@@ -152,8 +152,6 @@ class KVStorePDConnector(KVStoreConnector):
         """Return the plan of a step, which vLLM sends to the workers."""
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, StepMetadata)
-        plan = metadata.plan  # prompts that are handed over are loaded by plan, over the storage links of both hosts
-        plan.ahead = [job for job in plan.ahead if self._pd_side.transfer_from_here(job.request_id) is None]
         pd = self._pd_side.build_step_plan(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.scheduled_spec_decode_tokens,

@@ -52,10 +52,12 @@ class AheadJob:
     Attributes:
         request_id: the request.
         lookups: the lookup of each namespace, as in ``GroupLoad``.
+        paths: as in ``LoadJob``.
     """
 
     request_id: str
     lookups: Mapping[bytes, Lookup]
+    paths: Paths | None = None
 
 
 @dataclass(slots=True)

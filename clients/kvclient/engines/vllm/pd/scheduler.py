@@ -148,11 +148,6 @@ class PdScheduler:
         self._receiving[request.request_id] = Receiving(request, keys, job)
         self._plan.awaits.append(job)
 
-    def transfer_from_here(self, request_id: str) -> Transfer | None:
-        """Return the transfer of a request that this engine hands over; None: another request."""
-        sending = self._sending.get(request_id)
-        return sending.transfer if sending is not None else None
-
     def state(self, request_id: str) -> TransferState:
         """Return the state of a request's prompt; ENDED also if none is awaited."""
         receiving = self._receiving.get(request_id)

@@ -362,6 +362,8 @@ class SchedulerConnector:
         if not self._check_planned:
             plan.weights_check, self._check_planned = self._weights_check, True
         plan.ahead, plan.ahead_ended = self._ahead.plan(self._answer_of)
+        for ahead in plan.ahead:
+            ahead.paths = request_paths(self._requests[ahead.request_id].request, self._options.hook)
         self._step_pages = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
         self._loads, self._pending = [], {}
         self._wait_left_s = self._options.lookup_wait_s

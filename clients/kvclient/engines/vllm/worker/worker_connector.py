@@ -227,7 +227,8 @@ class WorkerConnector:
         for job in plan.ahead if not self._outdated else ():
             client = self.clients[0]
             try:
-                ahead = client.read_ahead(job.lookups[client.spec.namespace], deadline_s=READ_AHEAD_S)
+                lookup = job.lookups[client.spec.namespace]
+                ahead = client.read_ahead(lookup, deadline_s=READ_AHEAD_S, paths=job.paths)
             except (KVStoreError, KeyError):  # a scheduler and a worker of different minds
                 self.counters.add("bugs")
                 _log.exception("a read ahead could not begin: the load reads the blocks itself")
@@ -272,6 +273,7 @@ class WorkerConnector:
 
     def _begin(self, job: LoadJob, after: Mark) -> InflightLoad:
         parts = []
+        ahead = self._ahead.get(job.request_id)
         for part in job.groups:
             client, pages = self.clients[part.group], self.pages[part.group]
             handle = None
@@ -284,7 +286,7 @@ class WorkerConnector:
                     pages.buffer(part.block_ids, after),
                     deadline_s=self._options.hook.load_deadline_s,
                     layerwise=job.layerwise,
-                    paths=job.paths,
+                    paths=job.paths if ahead is None else ahead.paths,
                 )
             except (KVStoreError, KeyError):  # a scheduler and a worker of different minds: the pages count as not loaded
                 self.counters.add("bugs")
