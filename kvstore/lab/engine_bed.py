@@ -51,7 +51,7 @@ _KEEPER = 'read -r _; kill -KILL "-$0"'
 def store_transfer(
     metadata: str, node: str = "auto", *, role: str = "kv_both", policy: str = "recompute", **options: object
 ) -> dict[str, Any]:
-    """Build the ``--kv-transfer-config`` of our connector.
+    """Build the ``--kv-transfer-config`` of our connector. It loads all that it finds, unless ``load_choice`` says otherwise.
 
     Args:
         metadata: address of the metadata server.
@@ -66,7 +66,7 @@ def store_transfer(
         "kv_connector_module_path": f"kvclient.engines.vllm.{module}",
         "kv_role": role,
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"metadata": metadata, "node": node, **options},
+        "kv_connector_extra_config": {"metadata": metadata, "node": node, "load_choice": "always", **options},
     }
 
 

@@ -41,6 +41,13 @@ def test_plan_for_all_or_no_blocks_is_accepted() -> None:
     assert plan_from_proto(answer(), 5).parts == ()
 
 
+def test_plan_keeps_the_predicted_time() -> None:
+    made = answer((0, 5))
+    made.predicted_seconds = 1.5
+    assert plan_from_proto(made, 5).predicted_s == 1.5
+    assert plan_from_proto(answer((0, 5)), 5).predicted_s == 0.0, "an older server"
+
+
 @pytest.mark.parametrize(
     "parts",
     [

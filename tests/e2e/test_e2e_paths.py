@@ -507,6 +507,7 @@ def test_paths_expired_remote_session_costs_no_path(ready: Ready, monkeypatch: p
     # at least one: later loads find the blocks of the first
     assert any(result.bytes_by_path.get("decode", 0) > 0 for result in results)
     assert engine.client.stats().get("client_parts_failed_total", 0) == 0
+    assert {"client_plan_predicted_seconds", "client_plan_error_seconds"} <= engine.client.counters.distributions().keys()
 
 
 def test_paths_many_loads_in_small_arena_all_end(make_store: MakeStore) -> None:

@@ -87,7 +87,13 @@ class VllmDriver:
             "seed": 0,
         }
         if store is not None:
-            extra = {"metadata": store.metadata, "node": store.node, "load_mode": self.load_mode, **options}
+            extra: dict[str, object] = {
+                "metadata": store.metadata,
+                "node": store.node,
+                "load_mode": self.load_mode,
+                "load_choice": "always",
+            }
+            extra |= options
             given["kv_transfer_config"] = KVTransferConfig(
                 kv_connector=self.connector,
                 kv_connector_module_path=self.module,

@@ -99,6 +99,7 @@ async def test_plan_covers_each_block_once(running: Running) -> None:
         assert covered(answer) == list(range(100)), policy
         assert {part.node_id for part in answer.parts} <= {"p", "d", "r"}, "a storage node has no link to lend"
         assert answer.plan_id
+        assert answer.predicted_seconds > 0
     answer = await plan(p, asked(relays=False))
     assert {part.node_id for part in answer.parts} == {"p", "d"}
     assert (await plan(p, asked(policy="oracle"))).parts == []

@@ -13,6 +13,7 @@ from kvclient.nodes.remote_sessions import RemoteSessionCache
 from kvclient.nodes.run_ends import RunEndMemory
 from kvclient.nodes.store_node import StoreNodeFinder
 from kvclient.options import ClientOptions
+from kvclient.results import Lookup
 from kvstore.core.clock import Clock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockShape, NamespaceId
@@ -43,6 +44,20 @@ class ClientContext:
     """Threads for the parts of planned loads and for prompts that are awaited."""
     pool: PoolNamespace | None = None
     """The engine's own pool, nearer than any node."""
+
+    def predict_load(self, lookup: Lookup) -> float | None:
+        """Return how long the load of found blocks should take, for an engine that may compute them instead.
+
+            seconds = client.context.predict_load(client.lookup(keys))
+
+        Args:
+            lookup: what would be loaded.
+
+        Returns:
+            Seconds, by the recent loads of this client; None: it has not loaded from one of the sources yet.
+        """
+        own_node = self.local.node_id if self.local is not None else None
+        return self.accounting.predictor.predict(lookup, own_node or "")
 
     def close(self) -> None:
         """End the threads and close all connections."""

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from kvclient.load.prediction import LoadPredictor
 from kvclient.options import ClientOptions
 from kvclient.results import LoadResult, Outcomes
 from kvstore.core.clock import Clock
@@ -133,6 +134,7 @@ class HitAccounting:
         self._counters = incidents.counters
         self._slow_s = options.slow_load_s
         self.recent = RecentLoads()
+        self.predictor = LoadPredictor(block_bytes)
 
     def not_found(self, missed: int, error: KVStoreError | None) -> None:
         """Count the blocks that an engine's lookup did not find, or could not, because of an error."""
@@ -178,6 +180,7 @@ class HitAccounting:
             self._block_bytes,
         )
         self.recent.add(load.seconds, load.record)
+        self.predictor.record(result)
         if tracing.on():
             tracing.note(blocks=blocks, hit_blocks=load.hit_blocks, reason=load.reason())
         if result.seconds > self._slow_s:

@@ -90,6 +90,8 @@ class Plan:
     parts: tuple[PlannedPart, ...]
     policy: str
     reason: str
+    predicted_s: float = 0.0
+    """Time until the last part should have arrived; 0: an older server, or nothing is read."""
 
 
 def largest_ranges(ranges: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
@@ -144,4 +146,4 @@ def _checked(answer: metadata_pb2.LoadPlan, taken: bytearray, *, whole: bool) ->
         parts.append(PlannedPart(part.index, part.start, part.count, PATHS_BY_SIDE[part.side], node))
     if whole and not all(taken):
         raise Internal("the metadata server answered a plan that leaves blocks out", first=taken.index(0))
-    return Plan(answer.plan_id, answer.attempt, tuple(parts), answer.policy, answer.reason)
+    return Plan(answer.plan_id, answer.attempt, tuple(parts), answer.policy, answer.reason, answer.predicted_seconds)

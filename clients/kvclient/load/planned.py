@@ -120,18 +120,30 @@ class _PlannedLoad:
         self._plan_ids: list[int] = []
         self._parts: list[_RunningPart] = []
         self._replans = 0
+        self._predicted_s = 0.0
+        """Of the first plan."""
 
     def run(self) -> None:
         """Load the planned blocks; parts that fail are planned again."""
         try:
             self._start()
+            began_s = self._context.clock.now_s()
             with self._request.trace.phase("parts over storage links"):
                 self._watch()
+            self._count_prediction(self._context.clock.now_s() - began_s)
         finally:
             for part in self._parts:
                 part.source.scope.cancel()
             wait([part.future for part in self._parts])  # until then they may write to the buffer
             self._report(finished=True)
+
+    def _count_prediction(self, took_s: float) -> None:
+        """Count how well the planner predicted a load that its first plan brought whole."""
+        if not self._predicted_s or self._replans or len(self._missing(self._blocks)):
+            return
+        counters = self._context.incidents.counters
+        counters.observe(client_metrics.PLAN_PREDICTED_SECONDS, self._predicted_s)
+        counters.observe(client_metrics.PLAN_ERROR_SECONDS, abs(self._predicted_s - took_s))
 
     # ---- starting parts ----
     def _start(self) -> None:
@@ -156,6 +168,7 @@ class _PlannedLoad:
             self._start_here(self._blocks)
             return
         self._plan_ids.append(plan.plan_id)
+        self._predicted_s = plan.predicted_s
         if not plan.parts:  # the oracle policy reads nothing
             self._context.incidents.counters.add(client_metrics.ORACLE_LOADS)
             return

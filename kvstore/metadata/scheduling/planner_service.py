@@ -276,7 +276,14 @@ class PlannerService:
 
     def _message(self, plan: LoadPlan) -> pb.LoadPlan:
         records = self._nodes.last_view.nodes
-        answer = pb.LoadPlan(plan_id=plan.plan_id, attempt=plan.attempt, policy=plan.reasons.policy, reason=_explain(plan))
+        reasons = plan.reasons
+        answer = pb.LoadPlan(
+            plan_id=plan.plan_id,
+            attempt=plan.attempt,
+            policy=reasons.policy,
+            reason=_explain(plan),
+            predicted_seconds=reasons.predicted_seconds,
+        )
         for part in plan.parts:
             info: NodeInfo | None = records.get(NodeId(part.node))
             if info is None:

@@ -98,7 +98,7 @@ KNOWN: Final[Mapping[str, ConnectorTarget]] = {
                 "kv_connector_module_path": "kvclient.engines.vllm.connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": _STORE,
+                "kv_connector_extra_config": {**_STORE, "load_choice": "always"},  # every hit is tested
             },
             uses_store=True,
         ),

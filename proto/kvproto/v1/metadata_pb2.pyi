@@ -508,18 +508,20 @@ class PlanPart(_message.Message):
     def __init__(self, index: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., side: _Optional[_Union[ReadSide, str]] = ..., node_id: _Optional[str] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...
 
 class LoadPlan(_message.Message):
-    __slots__ = ("plan_id", "attempt", "parts", "policy", "reason")
+    __slots__ = ("plan_id", "attempt", "parts", "policy", "reason", "predicted_seconds")
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     plan_id: int
     attempt: int
     parts: _containers.RepeatedCompositeFieldContainer[PlanPart]
     policy: str
     reason: str
-    def __init__(self, plan_id: _Optional[int] = ..., attempt: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PlanPart, _Mapping]]] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    predicted_seconds: float
+    def __init__(self, plan_id: _Optional[int] = ..., attempt: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PlanPart, _Mapping]]] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_seconds: _Optional[float] = ...) -> None: ...
 
 class ReportLoadsRequest(_message.Message):
     __slots__ = ("loads",)

@@ -48,8 +48,11 @@ from kvclient.engines.vllm.options import RECONNECT_S, RESET_GRACE_S, ConnectorO
 from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
+from kvclient.engines.vllm.scheduler.verdicts import Verdicts
 from kvclient.engines.vllm.worker.cpu_affinity import unbound
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions, WorkerConnector
+from kvstore.recompute.decisions import LoadDecisions
+from kvstore.recompute.verdict import Overlap
 
 _log = logging.getLogger(__name__)
 _MAX_PENDING = 1_024
@@ -239,8 +242,23 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         running = self.scheduler_side.prefix_lookup is not None
         finder = BackgroundLookup(self._options.hook, shards, self.scheduler_side.counters, running=running)
         self.scheduler_side.connect(finder, self._epochs.number, name)
+        if self._options.load_choice == "auto" and len(shards) == 1 and not running:
+            self.scheduler_side.use_verdicts(self._make_verdicts(shards[0][0], finder.blocks.block_tokens))
         if self._observer is not None:
             self._observer.connect([spec for group in shards for spec in group], finder.chain.spec)
+
+    def _make_verdicts(self, spec: CacheSpec, block_tokens: int) -> Verdicts:
+        """Return what decides whether found blocks are loaded or computed. Its estimates outlive changes of the weights."""
+        options = self._options
+        decisions = LoadDecisions(
+            block_tokens,
+            spec.shape.block_bytes,
+            step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+            overlap=Overlap.LAYERS if options.load_mode == "layerwise" else Overlap.NONE,
+            least_tokens=options.min_load_tokens,
+            deadline_s=options.hook.load_deadline_s,
+        )
+        return Verdicts(decisions, self.scheduler_side.counters)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
         """Receive vLLM's block pool, in which pages are pinned while they are stored. vLLM calls this in the scheduler."""
@@ -305,12 +323,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
         """Apply the output of the workers. vLLM calls this in the scheduler after each step."""
+        meta = connector_output.kv_connector_worker_meta
+        self.scheduler_side.output_arrived(meta.answer if meta is not None else None)
         invalid, failed = connector_output.invalid_block_ids, connector_output.failed_recving
         if invalid or failed:
             self.scheduler_side.on_loads_failed(set(invalid or ()), set(failed or ()))
         if connector_output.finished_recving:
             self.scheduler_side.on_loads_finished(connector_output.finished_recving)
-        meta = connector_output.kv_connector_worker_meta
         if meta is not None:
             self.scheduler_side.on_worker_output(meta.answer)
             self._end_weights_check()

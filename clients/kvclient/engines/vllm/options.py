@@ -14,6 +14,7 @@ RECONNECT_S = 0.5
 RESET_GRACE_S = 0.5
 """Time that stores in progress get to complete before they are cancelled, if the engine needs their pages."""
 LOAD_MODES = ("async", "layerwise")
+LOAD_CHOICES = ("auto", "always")
 DEVICE_COPIES = ("auto", "staged", "batched", "direct")
 LOCALITIES = ("", "LOCAL", "REMOTE")
 _MS = 1_000
@@ -30,6 +31,8 @@ class ConnectorOptions:
         lookup_wait_ms: how long one scheduling step may wait, all its requests together, for answers of the metadata server;
             later answers are used in the next step.
         min_load_tokens: shorter hits (beyond what the engine's own prefix cache holds) are computed rather than loaded.
+        load_choice: ``auto``: found blocks are loaded only as far as that is predicted to be faster than to compute them;
+            ``always``: all are loaded, whatever it takes.
         read_ahead_requests: requests in the engine's queue whose prefix is read into the DRAM of this host, at the same time; 0:
             none. The node bounds the bytes (``node.read_ahead``).
         pinned_share: the part of the engine's blocks that may wait to be stored; more are not stored.
@@ -52,6 +55,7 @@ class ConnectorOptions:
     load_mode: str = "async"
     lookup_wait_ms: float = 2.0
     min_load_tokens: int = 0
+    load_choice: str = "auto"
     read_ahead_requests: int = 8
     pinned_share: float = 0.5
     weights_epoch_file: str = ""
@@ -66,6 +70,8 @@ class ConnectorOptions:
     def __post_init__(self) -> None:
         if self.load_mode not in LOAD_MODES:
             raise InvalidArgument("unknown choice", option="load_mode", value=self.load_mode, choices=LOAD_MODES)
+        if self.load_choice not in LOAD_CHOICES:
+            raise InvalidArgument("unknown choice", option="load_choice", value=self.load_choice, choices=LOAD_CHOICES)
         if self.device_copies not in DEVICE_COPIES:
             raise InvalidArgument("unknown choice", option="device_copies", value=self.device_copies, choices=DEVICE_COPIES)
         if self.events_locality not in LOCALITIES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvclient import BlockKey, Lookup, Paths
@@ -98,6 +98,7 @@ class StepPlan:
         weights_check: number of a check of the weights that each worker makes before this step; 0: none.
         ahead: prefixes to read ahead.
         ahead_ended: requests that left the queue without a load: the blocks that were read ahead for them are released.
+        step: number of a step that is timed, for the output; 0: it is not.
     """
 
     epoch: int = 0
@@ -110,6 +111,24 @@ class StepPlan:
     weights_check: int = 0
     ahead: list[AheadJob] = field(default_factory=list)
     ahead_ended: list[str] = field(default_factory=list)
+    step: int = 0
+
+
+@dataclass(slots=True)
+class LoadSample:
+    """How long a worker's load took, from which the next ones are predicted.
+
+    Attributes:
+        sources: bytes that it brought, by source; empty: none.
+        seconds: its duration.
+        layerwise: whether a step waited for its layers.
+        own_node: the node of the worker's host; empty: none.
+    """
+
+    sources: dict[Hashable, int]
+    seconds: float
+    layerwise: bool
+    own_node: str = ""
 
 
 @dataclass(slots=True)
@@ -121,15 +140,19 @@ class WorkerOutput:
         stores_failed: jobs of which at least one worker could not store everything.
         weights: digest of the weights, by check number and rank.
         weights_changed: a check found other weights than the previous check.
+        loads: by request: its load, of models with one KV cache group.
+        step: number of the last timed step; 0: none.
     """
 
     stores_done: dict[int, int] = field(default_factory=dict)
     stores_failed: set[int] = field(default_factory=set)
     weights: dict[tuple[int, int], str] = field(default_factory=dict)
     weights_changed: bool = False
+    loads: dict[str, LoadSample] = field(default_factory=dict)
+    step: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.stores_done or self.weights)
+        return bool(self.stores_done or self.weights or self.loads or self.step)
 
     def merge(self, other: WorkerOutput) -> None:
         """Merge another worker's output."""
@@ -138,3 +161,7 @@ class WorkerOutput:
         self.stores_failed |= other.stores_failed
         self.weights |= other.weights
         self.weights_changed |= other.weights_changed
+        for request_id, sample in other.loads.items():  # a request waits for its slowest worker
+            if request_id not in self.loads or self.loads[request_id].seconds < sample.seconds:
+                self.loads[request_id] = sample
+        self.step = max(self.step, other.step)

@@ -37,6 +37,7 @@ from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, W
 from kvclient.engines.vllm.request_paths import request_paths
 from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLookup, PrefixMatch
 from kvclient.engines.vllm.scheduler.reads_ahead import ReadsAhead
+from kvclient.engines.vllm.scheduler.verdicts import Verdicts
 
 _log = logging.getLogger(__name__)
 _STORE_FAILURES = 2
@@ -80,6 +81,8 @@ class RequestState:
     adapter: AdapterWeights | None = None
     lookup: Future[PrefixMatch] | None = None
     found: PrefixMatch = NOTHING
+    verdict: tuple[int, int] | None = None
+    """Tokens that the engine had, and tokens to load; None: not decided yet."""
     preemptions: int = 0
     first_offered: int = 0
     """Position of the first block that a load would fill."""
@@ -150,6 +153,7 @@ class SchedulerConnector:
         """Lookups that the scheduler asked for in this step and that are not answered."""
         self._ahead = ReadsAhead(options.read_ahead_requests)
         self._layerwise = options.load_mode == "layerwise"
+        self._verdicts: Verdicts | None = None
         self._step_pages: list[Sequence[Sequence[int]]] = []
         """By request of a step with layer-wise loads: its pages, by group."""
         self._epoch = 0
@@ -183,6 +187,10 @@ class SchedulerConnector:
     def prefix_lookup(self) -> BackgroundLookup | None:
         """The prefix lookup; None: not connected yet."""
         return self._prefix_lookup
+
+    def use_verdicts(self, verdicts: Verdicts) -> None:
+        """Decide for each request whether its blocks are loaded; without it, all are."""
+        self._verdicts = verdicts
 
     def bind_pool(self, pool: BlockPool) -> None:
         """Receive the engine's block pool. Without it, nothing is stored."""
@@ -236,7 +244,7 @@ class SchedulerConnector:
         assert self._prefix_lookup is not None
         request = state.request
         state.preemptions = request.num_preemptions
-        state.found, state.loading = NOTHING, {}
+        state.found, state.loading, state.verdict = NOTHING, {}, None
         blocks = (request.num_tokens - 1) // self._block_tokens  # at least one token is computed
         state.lookup = self._prefix_lookup.begin(state.keys, list(request.all_token_ids), blocks) if blocks else None
         if blocks:
@@ -270,7 +278,21 @@ class SchedulerConnector:
         if tokens <= 0 or tokens < self._options.min_load_tokens or computed_tokens % self._block_tokens:
             return 0, False
         state.first_offered = computed_tokens // self._block_tokens
-        return tokens, not self._layerwise
+        tokens = self._tokens_to_load(state, computed_tokens, tokens)
+        return tokens, bool(tokens) and not self._layerwise
+
+    def _tokens_to_load(self, state: RequestState, computed_tokens: int, found_tokens: int) -> int:
+        """Return how many of the found tokens are loaded. One verdict per request: vLLM asks again if it has no pages yet."""
+        if self._verdicts is None:
+            return found_tokens
+        if state.verdict is None or state.verdict[0] != computed_tokens:
+            lookup = next(iter(state.found.by_group[0].values())).part(0, state.found.hit_blocks)
+            request = state.request
+            blocks = self._verdicts.blocks_to_load(
+                request.request_id, lookup, state.first_offered, computed_tokens, request.num_tokens
+            )
+            state.verdict = computed_tokens, blocks * self._block_tokens
+        return state.verdict[1]
 
     def _shares_a_load(self, state: RequestState, computed_tokens: int) -> bool:
         """Whether tokens that the engine regards as computed are still being loaded, layer by layer, in this step.
@@ -302,6 +324,8 @@ class SchedulerConnector:
         if state is None or external_tokens == 0:
             return
         self._ahead.left(request.request_id, loads=True)
+        if self._verdicts is not None:
+            self._verdicts.load_planned(request.request_id)
         start, found = state.first_offered, state.found
         stop = start + external_tokens // self._block_tokens
         parts = []
@@ -364,6 +388,8 @@ class SchedulerConnector:
         plan.ahead, plan.ahead_ended = self._ahead.plan(self._answer_of)
         for ahead in plan.ahead:
             ahead.paths = request_paths(self._requests[ahead.request_id].request, self._options.hook)
+        if self._verdicts is not None:
+            plan.step = self._verdicts.step_planned(self._chunks(scheduled, plan))
         self._step_pages = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
         self._loads, self._pending = [], {}
         self._wait_left_s = self._options.lookup_wait_s
@@ -381,6 +407,19 @@ class SchedulerConnector:
                 if full > state.stored_blocks and (job := self._plan_store(state, full, resolve(request_id))) is not None:
                     stores.append(job)
         return plan
+
+    def _chunks(self, scheduled: Mapping[str, int], plan: StepPlan) -> list[tuple[int, int]] | None:
+        """Return the tokens that a step computes: by request, those in the cache and the new ones; None: it does more."""
+        if plan.weights_check or any(job.layerwise for job in plan.loads):
+            return None
+        states = [(self._requests.get(request_id), tokens) for request_id, tokens in scheduled.items()]
+        chunks = [(state.request.num_computed_tokens, tokens) for state, tokens in states if state is not None]
+        return chunks if len(chunks) == len(states) else None
+
+    def output_arrived(self, answer: WorkerOutput | None) -> None:
+        """Record the output of a step; None: the workers report nothing."""
+        if self._verdicts is not None:
+            self._verdicts.output_arrived(answer)
 
     def _answer_of(self, request_id: str) -> PrefixMatch | None:
         """Return what the store has of a request; None: the lookup is not answered."""
@@ -449,6 +488,8 @@ class SchedulerConnector:
     # ---- answers ----
     def on_worker_output(self, answer: WorkerOutput) -> None:
         """Unpin the pages of stores that have ended in all workers."""
+        if self._verdicts is not None:
+            self._verdicts.loads_ended(answer.loads)
         self._weights_changed |= answer.weights_changed
         self._rank_digests |= {rank: digest for (check, rank), digest in answer.weights.items() if check == self._weights_check}
         for job_id in answer.stores_failed:
@@ -524,6 +565,8 @@ class SchedulerConnector:
     def request_finished(self, request: VllmRequest) -> None:
         """Forget a request that has ended."""
         self._ahead.left(request.request_id)
+        if self._verdicts is not None:
+            self._verdicts.request_left(request.request_id)
         self._requests.pop(request.request_id, None)
 
     def release_pins(self, release_pages: Callable[[], WorkerOutput] | None) -> None:

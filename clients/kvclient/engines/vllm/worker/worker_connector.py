@@ -22,8 +22,9 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.options import RESET_GRACE_S, ConnectorOptions
-from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, WorkerOutput
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, LoadSample, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.worker.store_worker import StoreWorker
+from kvclient.load.prediction import sources_of
 
 _log = logging.getLogger(__name__)
 READ_AHEAD_S = 60.0
@@ -50,6 +51,8 @@ class InflightGroupLoad:
         self._handle = handle
         self._pages = pages
         self._spoiled = handle is None
+        self.result: LoadResult | None = None
+        """Result of the load, after its end."""
         self._waited: set[int] = set()
 
     @property
@@ -87,7 +90,7 @@ class InflightGroupLoad:
 
     def end(self, counters: ConnectorCounters) -> list[int]:
         """Wait for the end of the load, count it, and return the pages that were not loaded. These pages are cleared."""
-        result = self._handle.result() if self._handle is not None else None
+        result = self.result = self._handle.result() if self._handle is not None else None
         good = 0 if result is None or self._spoiled else result.hit_blocks
         if result is not None:
             _count_load(counters, result)
@@ -210,6 +213,7 @@ class WorkerConnector:
         made here and need not wait for the computation of this step.
         """
         self._apply_epoch(plan)
+        self._output.step = plan.step
         self._read_ahead(plan)
         self._before = self.pages[0].mark() if plan.loads else None
 
@@ -311,6 +315,7 @@ class WorkerConnector:
         self.step_failed = not computed or self._outdated
         for flight in self._layerwise_loads:
             missing = [page for part in flight.parts for page in part.end_in_step(self.counters)]
+            self._sample(flight, layerwise=True)
             self._end_ahead(flight.request_id)
             self._completions.missing.update(missing)
             self.step_failed |= bool(missing)
@@ -346,6 +351,7 @@ class WorkerConnector:
         for flight in [flight for flight in self._loads_in_flight if flight.done]:
             self._loads_in_flight.remove(flight)
             missing = [page for part in flight.parts for page in part.end(self.counters)]
+            self._sample(flight, layerwise=False)
             self._end_ahead(flight.request_id)
             self._completions.received.add(flight.request_id)
             if missing:
@@ -353,6 +359,15 @@ class WorkerConnector:
                 self._completions.missing.update(missing)
         found, self._completions = self._completions, LoadCompletions()
         return found
+
+    def _sample(self, flight: InflightLoad, *, layerwise: bool) -> None:
+        """Report how long a load took. Several parts run at once, so that their times say little about each source."""
+        if len(flight.parts) == 1 and (result := flight.parts[0].result) is not None:
+            local = self.clients[0].context.local
+            own_node = (local.node_id or "") if local is not None else ""
+            self._output.loads[flight.request_id] = LoadSample(
+                sources_of(result), result.seconds, layerwise=layerwise, own_node=own_node
+            )
 
     def _wait_idle(self) -> None:
         """Wait briefly in a step without tokens, so that an engine that waits for loads and stores does not spin."""

@@ -1,0 +1,158 @@
+"""Load or recompute: decides for each request whether its found blocks are loaded, by the durations of earlier loads and steps.
+
+Models with one KV cache group only: of others, a load reads some of the found pages, and which ones is known when the engine
+gives the request its pages. Until loads from a request's sources and some steps were measured, its blocks are loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvclient import Lookup
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.plan import LoadSample, WorkerOutput
+from kvclient.load.prediction import bytes_by_source, nearest_segments
+from kvstore.recompute.decisions import LoadDecisions
+from kvstore.recompute.prefill_estimate import pairs
+from kvstore.recompute.verdict import Choice, LoadVerdict
+
+_TIMED_TOKENS = 32
+"""A step is timed if a request computes at least this many tokens in it."""
+_STEPS_IN_FLIGHT = 16
+_COUNTERS = {
+    Choice.LOAD: "verdicts_load",
+    Choice.CUT: "verdicts_cut",
+    Choice.COMPUTE: "verdicts_compute",
+    Choice.PROBE: "verdicts_probe",
+}
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A load to come or under way.
+
+    Attributes:
+        sizes: bytes by source, as the index names them.
+        load_s: how long it should take; None: not known.
+        planned_s: when it was planned; 0: not yet.
+    """
+
+    sizes: dict[Hashable, int]
+    load_s: float | None
+    planned_s: float = 0.0
+
+
+class Verdicts:
+    """Verdicts of one engine. Called by the scheduler's one thread.
+
+    Args:
+        decisions: estimates and decisions.
+        counters: receive the counts.
+    """
+
+    def __init__(self, decisions: LoadDecisions, counters: ConnectorCounters) -> None:
+        self._decisions = decisions
+        self._counters = counters
+        self._loads: dict[str, _Expected] = {}
+        """By request with a load to come or under way."""
+        self._steps: deque[tuple[int, float, list[tuple[int, int]]]] = deque(maxlen=_STEPS_IN_FLIGHT)
+        """Timed steps without output: number, time of the plan, tokens by request."""
+        self._next_step = 0
+        self._last_output_s = 0.0
+        self._own_node = ""
+        """The node of the workers' host; empty: none, or it is not known yet."""
+
+    # ---- decisions ----
+    def blocks_to_load(self, request_id: str, lookup: Lookup, first: int, cached: int, tokens: int) -> int:
+        """Return how many of the found blocks of a request to load, from block ``first`` on.
+
+        Args:
+            request_id: the request.
+            lookup: the blocks of it that the store has.
+            first: the first block that the engine lacks.
+            cached: tokens that the engine has.
+            tokens: all tokens of the request.
+        """
+        segments = nearest_segments(lookup.runs, first, lookup.hit_blocks, self._decisions.loads, self._own_node)
+        verdict = self._decisions.decide(segments, cached, tokens) if segments is not None else None
+        blocks = lookup.hit_blocks - first if verdict is None else verdict.blocks
+        self._counters.add("verdicts_unmeasured" if verdict is None else _COUNTERS[verdict.choice])
+        if verdict is not None:
+            self._count(verdict)
+        if blocks:
+            sizes = bytes_by_source(segments or (), blocks, self._decisions.block_bytes)
+            self._loads[request_id] = _Expected(sizes, None if verdict is None else verdict.load_s - self._decisions.delay_s)
+        return blocks
+
+    def _count(self, verdict: LoadVerdict) -> None:
+        if verdict.choice is Choice.LOAD:
+            return
+        self._counters.add("verdict_saved_seconds", max(0.0, verdict.load_all_s - verdict.seconds))
+
+    # ---- loads ----
+    def load_planned(self, request_id: str) -> None:
+        """Record that the load of a request goes to the workers with this step."""
+        if (load := self._loads.get(request_id)) is not None:
+            load.planned_s = time.monotonic()
+
+    def loads_ended(self, samples: Mapping[str, LoadSample]) -> None:
+        """Record the loads that have ended."""
+        for request_id, sample in samples.items():
+            self._own_node = sample.own_node
+            if (expected := self._loads.pop(request_id, None)) is None:  # another worker's
+                continue
+            if not sample.sources:
+                if expected.sizes:
+                    self._decisions.load_failed(expected.sizes, sample.seconds)
+                continue
+            self._decisions.load_ended(sample.sources, sample.seconds)
+            if expected.planned_s and not sample.layerwise:
+                self._decisions.load_noticed(time.monotonic() - expected.planned_s - sample.seconds)
+            if expected.load_s is not None and sum(sample.sources.values()) == sum(expected.sizes.values()):
+                self._counters.add("load_predictions")
+                self._counters.add("load_predicted_seconds", expected.load_s)
+                self._counters.add("load_prediction_error_seconds", abs(expected.load_s - sample.seconds))
+
+    def request_left(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._loads.pop(request_id, None)
+
+    # ---- steps ----
+    def step_planned(self, chunks: Sequence[tuple[int, int]] | None) -> int:
+        """Record a step that is given to the workers.
+
+        Args:
+            chunks: by request: tokens in the cache, and new tokens; None: the step does more than compute, or it is unknown what.
+
+        Returns:
+            The number under which its output is reported; 0: it is not timed.
+        """
+        if chunks is None or max((new for _, new in chunks), default=0) < _TIMED_TOKENS:
+            return 0
+        self._next_step += 1
+        self._steps.append((self._next_step, time.monotonic(), list(chunks)))
+        return self._next_step
+
+    def output_arrived(self, answer: WorkerOutput | None) -> None:
+        """Record the output of a step. Workers begin a step when the one before is done, even if its plan was made earlier."""
+        now_s, before_s = time.monotonic(), self._last_output_s
+        self._last_output_s = now_s
+        number = answer.step if answer is not None else 0
+        while number and self._steps and self._steps[0][0] <= number:
+            planned, began_s, chunks = self._steps.popleft()
+            if planned == number:
+                self._step_ended(chunks, now_s - max(began_s, before_s))
+
+    def _step_ended(self, chunks: Iterable[tuple[int, int]], seconds: float) -> None:
+        chunks = list(chunks)
+        prefill = self._decisions.prefill
+        if prefill.is_known:
+            tokens, work = sum(new for _, new in chunks), sum(pairs(cached, new) for cached, new in chunks)
+            expected_s = prefill.step_seconds(1, tokens, work)
+            self._counters.add("step_predictions")
+            self._counters.add("step_predicted_seconds", expected_s)
+            self._counters.add("step_prediction_error_seconds", abs(expected_s - seconds))
+        self._decisions.step_ended(chunks, seconds)

@@ -1,0 +1,123 @@
+"""Verdicts of one engine: samples of its loads and steps in, verdicts on its requests out.
+
+A source that is not loaded from is not measured. So each verdict against loading earns a small share of its price, and once
+that pays for it, a few blocks are loaded as a probe: a link that has become fast again is found, and the probes together cost
+at most that share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from kvstore.recompute.load_estimate import LoadEstimates, LoadLine
+from kvstore.recompute.prefill_estimate import PrefillEstimate
+from kvstore.recompute.verdict import Choice, FoundPrefix, LoadVerdict, Overlap, Piece, judge
+
+PROBE_SHARE = 0.02
+"""Share of the time of verdicts against loading that may be spent on probes."""
+
+
+DELAYS = 9
+"""Loads whose delays give the estimate of the next one."""
+
+
+class Segment(NamedTuple):
+    """Consecutive found blocks and their source."""
+
+    source: Hashable
+    blocks: int
+
+
+class LoadDecisions:
+    """Estimates of one engine, and its verdicts. Not thread-safe.
+
+    Args:
+        block_tokens: tokens of a block.
+        block_bytes: bytes of a block that one worker loads.
+        step_tokens: tokens that the engine computes in one step at most.
+        overlap: computation during a load.
+        least_tokens: fewer tokens are not loaded.
+        deadline_s: bound of a load.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        block_bytes: int,
+        *,
+        step_tokens: int,
+        overlap: Overlap = Overlap.NONE,
+        least_tokens: int = 0,
+        deadline_s: float = float("inf"),
+    ) -> None:
+        self._block_tokens = block_tokens
+        self.block_bytes = block_bytes
+        self._overlap = overlap
+        self._least_blocks = max(1, -(-least_tokens // block_tokens))
+        self._deadline_s = deadline_s
+        self._probe_s = 0.0
+        """Time that probes may take."""
+        self._delays_s: deque[float] = deque(maxlen=DELAYS)
+        self.loads = LoadEstimates()
+        self.prefill = PrefillEstimate(step_tokens)
+
+    def load_ended(self, sources: Mapping[Hashable, int], seconds: float) -> None:
+        """Record a load: its bytes by source, and its duration."""
+        self.loads.record(sources, seconds)
+
+    def load_failed(self, sources: Mapping[Hashable, int], seconds: float) -> None:
+        """Record a load that brought nothing. It counts if it took at least as long as it should have: a hung link."""
+        expected = self.loads.seconds(sources)
+        if expected is None or seconds >= expected:
+            self.loads.record(sources, seconds)
+
+    def load_noticed(self, delay_s: float) -> None:
+        """Record how much longer than the load itself it took until the engine could go on with a request."""
+        self._delays_s.append(max(0.0, delay_s))
+
+    @property
+    def delay_s(self) -> float:
+        """Estimated delay of a load: a median, since a load that ends during a long step is noticed late."""
+        return median(self._delays_s) if self._delays_s else 0.0
+
+    def step_ended(self, chunks: Iterable[tuple[int, int]], seconds: float) -> None:
+        """Record a step: by request, the cached and the new tokens, and the duration."""
+        self.prefill.record(chunks, seconds)
+
+    def decide(self, segments: Sequence[Segment], cached: int, tokens: int) -> LoadVerdict | None:
+        """Return the verdict on a request; None: too little was measured, so its blocks should be loaded.
+
+        Args:
+            segments: the found blocks beyond the cached ones.
+            cached: tokens that the engine has.
+            tokens: all tokens of the request.
+        """
+        lines = [self.loads.line(segment.source) for segment in segments]
+        if not self.prefill.is_known or not any(lines):
+            return None
+        pieces, delay_s = [], self.delay_s
+        for segment, line in zip(segments, lines, strict=True):
+            if line is None:  # tried as if it were fast, and measured by that
+                line = LoadLine(0.0, 0.0)
+            pieces.append(Piece(segment.blocks, line.fixed_s + delay_s, line.per_byte_s * self.block_bytes))
+        prompt = FoundPrefix(pieces, self._block_tokens, cached, tokens)
+        verdict = judge(
+            prompt,
+            self.prefill.seconds,
+            overlap=self._overlap,
+            least_blocks=self._least_blocks,
+            deadline_s=self._deadline_s,
+        )
+        if verdict.blocks == prompt.blocks:
+            return verdict
+        self._probe_s += PROBE_SHARE * verdict.seconds
+        blocks = min(prompt.blocks, max(verdict.blocks + 1, self._least_blocks))
+        load_s = prompt.load_seconds(blocks)
+        if load_s - verdict.load_s > self._probe_s:
+            return verdict
+        self._probe_s = 0.0
+        return replace(verdict, choice=Choice.PROBE, blocks=blocks, load_s=load_s)

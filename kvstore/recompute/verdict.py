@@ -1,0 +1,192 @@
+"""The verdict on one request: load all found blocks, load only the first of them, or compute everything.
+
+Let ``k`` be the number of blocks that are loaded. The load takes longer with each block, and the rest of the prompt is computed
+faster: later blocks save more, since attention compares them with everything before them. Within the blocks of one source, the
+sum of both is therefore concave in ``k``, and smallest at an end: only the ends of sources are candidates. Where load and
+computation overlap, it is smallest where both take equally long, which a bisection finds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+MARGIN = 0.02
+"""A load that takes longer by this share is still preferred: it leaves the engine to other requests."""
+DEADLINE_SHARE = 0.8
+"""Share of its deadline that a load may be predicted to take."""
+
+
+class Choice(StrEnum):
+    """Decision about the found blocks of a request."""
+
+    LOAD = "load"
+    """All are loaded."""
+    CUT = "cut"
+    """The first ones are loaded, the rest is computed."""
+    COMPUTE = "compute"
+    """None is loaded."""
+    PROBE = "probe"
+    """Computing is faster, and a few are loaded to measure their source again."""
+
+
+class Overlap(StrEnum):
+    """Computation for a request while its blocks are read."""
+
+    NONE = "none"
+    """Nothing: the rest of the prompt is computed after the load."""
+    LAYERS = "layers"
+    """The rest of the prompt: each layer is computed once it is loaded."""
+    HEAD = "head"
+    """The first blocks, while later ones are read. vLLM's connector interface does not allow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive blocks from one source.
+
+    Attributes:
+        blocks: number of blocks.
+        fixed_s: fixed cost of a load from this source.
+        block_s: time per block.
+    """
+
+    blocks: int
+    fixed_s: float
+    block_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """A request whose leading blocks were found.
+
+    Attributes:
+        pieces: the found blocks beyond the cached ones, in order.
+        block_tokens: tokens of a block.
+        cached: tokens that the engine has.
+        tokens: all tokens.
+    """
+
+    pieces: Sequence[Piece]
+    block_tokens: int
+    cached: int
+    tokens: int
+
+    @property
+    def blocks(self) -> int:
+        """Number of found blocks."""
+        return sum(piece.blocks for piece in self.pieces)
+
+    def load_seconds(self, stop: int, start: int = 0) -> float:
+        """Return the time of a load of blocks ``[start, stop)``: sources add up, the largest fixed cost counts once."""
+        fixed_s = total_s = 0.0
+        at = 0
+        for piece in self.pieces:
+            count = min(stop, at + piece.blocks) - max(start, at)
+            if count > 0:
+                fixed_s = max(fixed_s, piece.fixed_s)
+                total_s += count * piece.block_s
+            at += piece.blocks
+        return fixed_s + total_s
+
+
+@dataclass(frozen=True, slots=True)
+class LoadVerdict:
+    """Decision about a request, and its price.
+
+    Attributes:
+        choice: the decision.
+        blocks: blocks to load or, with a computed ``head``, the end of those to load.
+        seconds: predicted time until the prompt is complete.
+        load_s: predicted time of the load within it.
+        load_all_s: predicted time if everything is loaded.
+        compute_s: predicted time if nothing is loaded.
+        head: blocks that are computed while the others are read.
+    """
+
+    choice: Choice
+    blocks: int
+    seconds: float
+    load_s: float
+    load_all_s: float
+    compute_s: float
+    head: int = 0
+
+
+Compute = Callable[[int, int], float]
+"""Predicts the time of computing new tokens after cached ones: ``compute(cached, tokens)``."""
+
+
+def judge(
+    prompt: FoundPrefix,
+    compute: Compute,
+    *,
+    overlap: Overlap = Overlap.NONE,
+    least_blocks: int = 1,
+    deadline_s: float = float("inf"),
+) -> LoadVerdict:
+    """Return the fastest way to complete a prompt.
+
+    Args:
+        prompt: the request.
+        compute: predicts computing.
+        overlap: computation while blocks are read.
+        least_blocks: fewer blocks are not loaded.
+        deadline_s: bound of the load: at most ``DEADLINE_SHARE`` of it is planned.
+    """
+    blocks = prompt.blocks
+    longest = bisect_left(range(1, blocks + 1), True, key=lambda k: prompt.load_seconds(k) > deadline_s * DEADLINE_SHARE)
+    ends = _ends(prompt, longest)
+    price = partial(_price, prompt, compute, overlap)
+    candidates = [(k, 0) for k in ends]
+    if overlap is Overlap.LAYERS:
+        meet = bisect_left(range(longest + 1), True, key=lambda k: prompt.load_seconds(k) >= _rest(prompt, compute, k))
+        candidates += [(k, 0) for k in (meet - 1, meet) if 0 < k <= longest]
+    elif overlap is Overlap.HEAD:
+        candidates += [(k, head) for k in ends for head in _heads(prompt, compute, k)]
+    allowed = [(k, head) for k, head in candidates if k - head >= max(1, least_blocks)]
+    compute_s = compute(prompt.cached, prompt.tokens - prompt.cached)
+    priced = [(price(k, head), -k, head) for k, head in allowed] + [(compute_s, 0, 0)]
+    seconds, negative, head = min(priced)
+    whole_s = price(blocks, 0) if blocks else compute_s
+    if (blocks, 0) in allowed and whole_s <= seconds * (1 + MARGIN):
+        seconds, negative, head = whole_s, -blocks, 0
+    k = -negative
+    choice = Choice.COMPUTE if not k else Choice.LOAD if k == blocks and not head else Choice.CUT
+    return LoadVerdict(choice, k, seconds, prompt.load_seconds(k, head), whole_s, compute_s, head)
+
+
+def _ends(prompt: FoundPrefix, longest: int) -> list[int]:
+    """Return the ends of sources, as far as a load may reach."""
+    ends, at = [], 0
+    for piece in prompt.pieces:
+        at += piece.blocks
+        ends.append(min(at, longest))
+    return sorted({end for end in ends if end})
+
+
+def _heads(prompt: FoundPrefix, compute: Compute, k: int) -> Iterable[int]:
+    """Return the heads for which computing them and reading the blocks up to ``k`` take about equally long."""
+    meet = bisect_left(range(k), True, key=lambda head: _head_seconds(prompt, compute, head) >= prompt.load_seconds(k, head))
+    return (head for head in (meet - 1, meet) if 0 < head < k)
+
+
+def _head_seconds(prompt: FoundPrefix, compute: Compute, head: int) -> float:
+    return compute(prompt.cached, head * prompt.block_tokens) if head else 0.0
+
+
+def _rest(prompt: FoundPrefix, compute: Compute, k: int) -> float:
+    """Return the time of computing what ``k`` loaded blocks leave."""
+    cached = prompt.cached + k * prompt.block_tokens
+    return compute(cached, prompt.tokens - cached)
+
+
+def _price(prompt: FoundPrefix, compute: Compute, overlap: Overlap, k: int, head: int) -> float:
+    """Return the time until a prompt is complete of which blocks ``[head, k)`` are loaded."""
+    load_s, rest_s = prompt.load_seconds(k, head), _rest(prompt, compute, k)
+    if overlap is Overlap.LAYERS:
+        return max(load_s, rest_s)
+    return max(load_s, _head_seconds(prompt, compute, head)) + rest_s

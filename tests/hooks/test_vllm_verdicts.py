@@ -1,0 +1,207 @@
+"""Load or recompute in the scheduler's half of the vLLM connector: samples of loads and steps in, tokens to load out."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from engine_requests import BLOCK, SPEC, request
+
+from kvclient import KeyChain, Lookup, NodeRef, Run, Tier
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
+from kvclient.engines.vllm.options import ConnectorOptions
+from kvclient.engines.vllm.plan import LoadSample, StepPlan, WorkerOutput
+from kvclient.engines.vllm.scheduler import verdicts as verdicts_module
+from kvclient.engines.vllm.scheduler.prefix_lookup import PrefixMatch
+from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
+from kvclient.engines.vllm.scheduler.verdicts import Verdicts
+from kvstore.core.types import NodeId, VolumeId
+from kvstore.recompute.decisions import LoadDecisions
+
+BLOCK_BYTES = 1000
+NODE = NodeRef(NodeId("n"), "c", "d")
+DRAM, NVME = ("n", Tier.DRAM), ("n", Tier.NVME)
+PROMPT = 16 * BLOCK
+
+
+class Shelf:
+    """A store that holds the first blocks of every prompt in DRAM, and the next ones on NVMe."""
+
+    def __init__(self, dram: int, nvme: int = 0) -> None:
+        self.chain = KeyChain(SPEC)
+        self.runs = [(0, dram, Tier.DRAM), (dram, nvme, Tier.NVME)]
+
+    def begin(self, keys: Any, tokens: Any, blocks: int) -> Future[PrefixMatch]:
+        wanted = keys.upto(tokens, blocks)
+        runs = tuple(Run(start, count, NODE, tier, VolumeId(tier.name)) for start, count, tier in self.runs if count)
+        hit = sum(run.count for run in runs)
+        future: Future[PrefixMatch] = Future()
+        future.set_result(PrefixMatch(hit, [{b"n" * 16: Lookup(wanted, hit, runs)}]))
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+class Clock:
+    """Time of the scheduler, which the test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(verdicts_module, "time", made)
+    return made
+
+
+def side(shelf: Shelf, **options: Any) -> SchedulerConnector:
+    made = SchedulerConnector(ConnectorOptions(lookup_wait_ms=0.0, **options), GroupBlocks([BLOCK]), counters=ConnectorCounters())
+    made.connect(shelf, 0, "")  # type: ignore[arg-type]
+    decisions = LoadDecisions(BLOCK, BLOCK_BYTES, step_tokens=1024, least_tokens=options.get("min_load_tokens", 0))
+    made.use_verdicts(Verdicts(decisions, made.counters))
+    return made
+
+
+def load(made: SchedulerConnector, name: str, tokens: int = PROMPT) -> int:
+    """How many tokens of a new request are loaded."""
+    one = request(tokens, name)
+    made.on_new_request(one)
+    found, later = made.get_num_new_matched_tokens(one, 0)
+    assert found is not None
+    assert later == bool(found)
+    if found:
+        made.update_state_after_alloc(one, [list(range(1, tokens // BLOCK + 2))], found)
+        made.build_step_plan({}, {}, lambda _: None)
+    return found
+
+
+def ended(made: SchedulerConnector, name: str, seconds: float, **sources: int) -> None:
+    """A load ended; its bytes by tier."""
+    sizes = {("n", Tier[tier]): count for tier, count in sources.items()}
+    made.on_worker_output(WorkerOutput(loads={name: LoadSample(dict(sizes), seconds, layerwise=False, own_node="n")}))
+
+
+def steps(made: SchedulerConnector, clock: Clock, token_s: float, count: int = 3) -> None:
+    """The engine computes prompts."""
+    for number in range(count):
+        one = request(40 + number, f"s{number}")
+        made.on_new_request(one)
+        plan = made.build_step_plan({one.request_id: 40 + number}, {}, lambda _: None)
+        clock.now_s += token_s * (40 + number)
+        made.output_arrived(WorkerOutput(step=plan.step))
+        made.request_finished(one)
+
+
+def test_verdict_unmeasured_is_loaded(clock: Clock) -> None:
+    made = side(Shelf(8))
+    assert load(made, "a") == 8 * BLOCK
+    steps(made, clock, 1e-3)
+    assert load(made, "b") == 8 * BLOCK
+    assert made.counters.totals()["verdicts_unmeasured"] == 2
+
+
+def test_verdict_slow_link_is_computed_after_one_load(clock: Clock) -> None:
+    made = side(Shelf(8))
+    steps(made, clock, 1e-3)
+    for name, seconds in (("a", 1e-3), ("b", 1e-3), ("c", 10.0)):
+        assert load(made, name) == 8 * BLOCK
+        clock.now_s += seconds
+        ended(made, name, seconds, DRAM=8 * BLOCK_BYTES)
+    assert load(made, "d") == 0
+    counts = made.counters.totals()
+    assert counts["verdicts_compute"] == 1
+    assert counts["load_predictions"] == 2
+    assert counts["load_prediction_error_seconds"] == pytest.approx(10.0, rel=0.01)
+    assert counts["verdict_saved_seconds"] > 5
+
+
+def test_verdict_cut_loads_the_near_blocks_only(clock: Clock) -> None:
+    made = side(Shelf(4, 6))
+    steps(made, clock, 1e-3)
+    assert load(made, "a") == 10 * BLOCK
+    ended(made, "a", 10.0, DRAM=4 * BLOCK_BYTES, NVME=6 * BLOCK_BYTES)
+    one = request(PROMPT, "b")
+    made.on_new_request(one)
+    assert made.get_num_new_matched_tokens(one, 0) == (4 * BLOCK, True)
+    assert made.get_num_new_matched_tokens(one, 0) == (4 * BLOCK, True), "asked again, for the pool was full"
+    made.update_state_after_alloc(one, [list(range(1, 20))], 4 * BLOCK)
+    (job,) = made.build_step_plan({}, {}, lambda _: None).loads
+    assert job.groups[0].block_ids == [1, 2, 3, 4]
+    assert made.counters.totals()["verdicts_cut"] == 1
+
+
+def test_verdict_keeps_min_load_tokens(clock: Clock) -> None:
+    made = side(Shelf(4, 8), min_load_tokens=5 * BLOCK)
+    steps(made, clock, 1e-3)
+    assert load(made, "a") == 12 * BLOCK
+    ended(made, "a", 10.0, DRAM=4 * BLOCK_BYTES, NVME=8 * BLOCK_BYTES)
+    assert load(made, "b") == 0
+
+
+def test_verdict_late_notice_is_part_of_the_price(clock: Clock) -> None:
+    made = side(Shelf(8))
+    steps(made, clock, 1e-3)
+    for name in "abc":
+        assert load(made, name) == 8 * BLOCK, "the load itself is fast"
+        clock.now_s += 5.0
+        ended(made, name, 1e-4, DRAM=8 * BLOCK_BYTES)
+        if name == "a":
+            break
+    assert load(made, "d") == 0
+
+
+def test_verdict_failed_load_that_hung_counts(clock: Clock) -> None:
+    made = side(Shelf(8))
+    steps(made, clock, 1e-3)
+    load(made, "a")
+    ended(made, "a", 1e-4, DRAM=8 * BLOCK_BYTES)
+    assert load(made, "b") == 8 * BLOCK
+    ended(made, "b", 10.0)
+    assert load(made, "c") == 0
+
+
+def test_steps_are_timed_from_the_output_before(clock: Clock) -> None:
+    made = side(Shelf(0))
+    one, two = request(64, "a"), request(64, "b")
+    for each in (one, two):
+        made.on_new_request(each)
+    first, second = (made.build_step_plan({each.request_id: 64}, {}, lambda _: None) for each in (one, two))
+    assert (first.step, second.step) == (1, 2)
+    clock.now_s += 2.0
+    made.output_arrived(WorkerOutput(step=1))
+    clock.now_s += 1.0
+    made.output_arrived(None)
+    clock.now_s += 1.0
+    made.output_arrived(WorkerOutput(step=2))
+    steps(made, clock, 1e-3, 1)
+    made.output_arrived(WorkerOutput(step=1))  # unknown: it was reported before
+    assert made.counters.totals().get("step_predictions", 0) == 0
+    steps(made, clock, 1e-3, 1)
+    assert made.counters.totals()["step_predictions"] == 1
+
+
+def test_steps_that_do_more_than_compute_are_not_timed(clock: Clock) -> None:
+    made = side(Shelf(0))
+    one = request(64, "a")
+    made.on_new_request(one)
+    assert made.build_step_plan({"a": 1}, {}, lambda _: None).step == 0, "a decoding step"
+    assert made.build_step_plan({"a": 64, "unknown": 64}, {}, lambda _: None).step == 0
+    made.check_weights()
+    assert made.build_step_plan({"a": 64}, {}, lambda _: None).step == 0
+    assert made.build_step_plan({"a": 64}, {}, lambda _: None).step == 1
+
+
+def test_output_of_several_workers_keeps_the_slowest_load() -> None:
+    merged = WorkerOutput(loads={"a": LoadSample({DRAM: 1}, 1.0, layerwise=False)}, step=3)
+    merged.merge(WorkerOutput(loads={"a": LoadSample({NVME: 1}, 2.0, layerwise=False)}, step=2))
+    assert (merged.loads["a"].seconds, merged.step, bool(merged)) == (2.0, 3, True)
+    assert not WorkerOutput()
+    assert StepPlan().step == 0

@@ -1,0 +1,174 @@
+"""Verdicts: never worse than loading or computing everything, and as good as trying every cut."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.recompute.decisions import PROBE_SHARE, LoadDecisions, Segment
+from kvstore.recompute.prefill_estimate import pairs
+from kvstore.recompute.verdict import DEADLINE_SHARE, MARGIN, Choice, FoundPrefix, Overlap, Piece, judge
+
+BLOCK = 16
+PIECES = st.lists(st.builds(Piece, st.integers(1, 12), st.floats(0, 0.5), st.floats(1e-4, 0.5)), min_size=1, max_size=4)
+
+
+class Engine:
+    """Computes: a time per token, and one per pair."""
+
+    def __init__(self, token_s: float, pair_s: float) -> None:
+        self.token_s = token_s
+        self.pair_s = pair_s
+
+    def __call__(self, cached: int, tokens: int) -> float:
+        return tokens * self.token_s + pairs(cached, tokens) * self.pair_s
+
+
+ENGINES = st.builds(Engine, st.floats(1e-5, 1e-2), st.floats(0, 1e-4))
+
+
+def prefix(pieces: list[Piece], cached_blocks: int = 0, tail: int = 5) -> FoundPrefix:
+    blocks = cached_blocks + sum(piece.blocks for piece in pieces)
+    return FoundPrefix(pieces, BLOCK, cached_blocks * BLOCK, blocks * BLOCK + tail)
+
+
+def price(found: FoundPrefix, engine: Engine, overlap: Overlap, k: int) -> float:
+    cached = found.cached + k * BLOCK
+    load_s, rest_s = found.load_seconds(k), engine(cached, found.tokens - cached)
+    return max(load_s, rest_s) if overlap is Overlap.LAYERS else load_s + rest_s
+
+
+@given(PIECES, ENGINES, st.integers(0, 20), st.integers(1, 60), st.sampled_from([Overlap.NONE, Overlap.LAYERS]))
+def test_verdict_is_the_best_cut(pieces: list[Piece], engine: Engine, cached: int, tail: int, overlap: Overlap) -> None:
+    found = prefix(pieces, cached, tail)
+    verdict = judge(found, engine, overlap=overlap)
+    best = min(price(found, engine, overlap, k) for k in range(1, found.blocks + 1))
+    best = min(best, engine(found.cached, found.tokens - found.cached))
+    assert verdict.seconds <= best * (1 + MARGIN) + 1e-12
+    expected = price(found, engine, overlap, verdict.blocks) if verdict.blocks else verdict.compute_s
+    assert verdict.seconds == pytest.approx(expected)
+    assert verdict.choice is (
+        Choice.COMPUTE if not verdict.blocks else Choice.LOAD if verdict.blocks == found.blocks else Choice.CUT
+    )
+
+
+@given(PIECES, ENGINES, st.integers(1, 60))
+def test_verdict_head_is_never_slower(pieces: list[Piece], engine: Engine, tail: int) -> None:
+    found = prefix(pieces, 0, tail)
+    verdict = judge(found, engine, overlap=Overlap.HEAD)
+    assert verdict.seconds <= judge(found, engine).seconds * (1 + MARGIN) + 1e-12
+    assert 0 <= verdict.head <= verdict.blocks
+    cached = verdict.blocks * BLOCK
+    rest = engine(cached, found.tokens - cached)
+    beside = max(engine(0, verdict.head * BLOCK), found.load_seconds(verdict.blocks, verdict.head))
+    assert verdict.seconds == pytest.approx(beside + rest)
+
+
+@given(PIECES, ENGINES, st.integers(1, 10), st.floats(0.01, 5))
+def test_verdict_keeps_floor_and_deadline(pieces: list[Piece], engine: Engine, least: int, deadline_s: float) -> None:
+    found = prefix(pieces)
+    verdict = judge(found, engine, least_blocks=least, deadline_s=deadline_s)
+    assert verdict.blocks == 0 or verdict.blocks >= least
+    assert verdict.load_s <= deadline_s * DEADLINE_SHARE
+
+
+def test_verdict_two_sources_are_cut_between_them() -> None:
+    found = prefix([Piece(10, 0.0, 1e-4), Piece(10, 0.0, 1.0)])
+    verdict = judge(found, Engine(1e-3, 0.0))
+    assert (verdict.choice, verdict.blocks) == (Choice.CUT, 10)
+    assert verdict.load_all_s > verdict.compute_s > verdict.seconds
+
+
+def measured(load_s: float, token_s: float = 1e-3) -> LoadDecisions:
+    """One second per block of loads at ``load_s`` 1; a token takes ``token_s``."""
+    decisions = LoadDecisions(BLOCK, 1000, step_tokens=1024)
+    for blocks in (1, 4, 16):
+        decisions.load_ended({"n": blocks * 1000}, blocks * load_s)
+    for tokens in (100, 200, 400):
+        decisions.step_ended([(0, tokens)], tokens * token_s)
+    return decisions
+
+
+def test_decisions_without_samples_are_none() -> None:
+    decisions = LoadDecisions(BLOCK, 1000, step_tokens=1024)
+    assert decisions.decide([Segment("n", 4)], 0, 100) is None
+    for tokens in (100, 200, 400):
+        decisions.step_ended([(0, tokens)], tokens * 1e-3)
+    assert decisions.decide([Segment("n", 4)], 0, 100) is None, "nothing was loaded"
+    decisions.load_ended({"n": 1000}, 1e-6)
+    verdict = decisions.decide([Segment("n", 4)], 0, 100)
+    assert verdict is not None
+    assert verdict.choice is Choice.LOAD
+
+
+def test_decisions_try_a_source_that_is_not_known() -> None:
+    decisions = measured(10.0)
+    verdict = decisions.decide([Segment("new", 8), Segment("n", 8)], 0, 300)
+    assert verdict is not None
+    assert (verdict.choice, verdict.blocks) == (Choice.CUT, 8)
+
+
+def test_decisions_probes_cost_little_and_find_recovery() -> None:
+    decisions = measured(0.1)
+    spent = saved = 0.0
+    probes = 0
+    for _ in range(2000):
+        verdict = decisions.decide([Segment("n", 16)], 0, 16 * BLOCK + 10)
+        assert verdict is not None
+        assert verdict.choice in {Choice.COMPUTE, Choice.PROBE}
+        saved += verdict.compute_s
+        if verdict.choice is Choice.PROBE:
+            probes += 1
+            assert verdict.blocks == 1
+            spent += verdict.load_s
+            decisions.load_ended({"n": 1000}, 0.1)
+    assert probes
+    assert spent <= PROBE_SHARE * saved
+    decisions.load_ended({"n": 1000}, 1e-6)  # the probe after the link became fast
+    verdict = decisions.decide([Segment("n", 16)], 0, 16 * BLOCK + 10)
+    assert verdict is not None
+    assert verdict.choice is Choice.LOAD
+
+
+def test_decisions_hung_load_counts_and_a_refused_one_not() -> None:
+    decisions = measured(1e-5)
+    decisions.load_failed({"n": 16_000}, 1e-6)
+    verdict = decisions.decide([Segment("n", 16)], 0, 300)
+    assert verdict is not None
+    assert verdict.choice is Choice.LOAD
+    decisions.load_failed({"n": 16_000}, 10.0)
+    verdict = decisions.decide([Segment("n", 16)], 0, 300)
+    assert verdict is not None
+    assert verdict.choice is not Choice.LOAD
+
+
+def test_decisions_delay_is_part_of_the_price() -> None:
+    decisions = measured(1e-5)
+    for delay_s in (5.0, 0.0, 5.0):
+        decisions.load_noticed(delay_s)
+    assert decisions.delay_s == 5.0
+    verdict = decisions.decide([Segment("n", 16)], 0, 300)
+    assert verdict is not None
+    assert verdict.choice is Choice.COMPUTE
+
+
+@given(st.integers(0, 10_000), st.floats(-4, 0), st.floats(-5, -2))
+def test_decisions_regret_is_small_after_warm_up(seed: int, load: float, token: float) -> None:
+    draw = random.Random(seed)
+    block_s, token_s = 10**load, 10**token
+    decisions = measured(block_s, token_s)
+    for _ in range(20):
+        tokens, blocks = draw.randrange(300, 4000), draw.randrange(1, 18)
+        verdict = decisions.decide([Segment("n", blocks)], 0, tokens)
+        assert verdict is not None
+        loaded = verdict.blocks * block_s + (tokens - verdict.blocks * BLOCK) * token_s
+        best = min(blocks * block_s + (tokens - blocks * BLOCK) * token_s, tokens * token_s)
+        probe = verdict.choice is Choice.PROBE
+        assert probe or loaded <= best * 1.15
+        noise = draw.lognormvariate(0, 0.05)
+        if verdict.blocks:
+            decisions.load_ended({"n": verdict.blocks * 1000}, verdict.blocks * block_s * noise)
+        decisions.step_ended([(verdict.blocks * BLOCK, 500)], 500 * token_s * draw.lognormvariate(0, 0.05))
