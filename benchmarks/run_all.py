@@ -41,12 +41,13 @@ SCRIPTS = sorted(
 SUITES: dict[str, tuple[str, ...]] = {
     "store": ("dram_hit", "tcp_load", "put_get", "nvme_client", "lookup"),
     "parts": (
-        "data_plane", "device_copies", "dram_copy", "forwarding", "gds_read", "hbm_pool", "interpreter_wait", "lookup_growth",
-        "micro_index", "nixl_transport", "node_memory", "nvme", "observe_cost", "planner", "rest_cost", "scheduling",
-        "read_ahead", "sharded_index",
+        "data_plane", "device_copies", "dram_copy", "forwarding", "gds_read", "hbm_pool", "interpreter_wait", "load_choice",
+        "lookup_growth", "micro_index", "nixl_transport", "node_memory", "nvme", "observe_cost", "planner", "rest_cost",
+        "scheduling", "read_ahead", "sharded_index",
     ),
     "engines": (
-        "engine_lmcache", "engine_overhead", "engine_router_sessions", "engine_sglang", "engine_transformers", "engine_ttft",
+        "engine_lmcache", "engine_load_choice", "engine_overhead", "engine_router_sessions", "engine_sglang",
+        "engine_transformers", "engine_ttft",
     ),
     "netlab": ("netlab_engines", "netlab_loads", "netlab_traffic_class", "netlab_vllm"),
     "scale": ("audit_cost", "large_index", "server_rest", "server_scaling"),
