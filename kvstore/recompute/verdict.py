@@ -16,6 +16,8 @@ from functools import partial
 
 MARGIN = 0.02
 """A load that takes longer by this share is still preferred: it leaves the engine to other requests."""
+LEAST_GAIN_S = 0.005
+"""So is one that takes longer by less than this: predictions of milliseconds are not that exact."""
 DEADLINE_SHARE = 0.8
 """Share of its deadline that a load may be predicted to take."""
 
@@ -152,7 +154,7 @@ def judge(
     priced = [(price(k, head), -k, head) for k, head in allowed] + [(compute_s, 0, 0)]
     seconds, negative, head = min(priced)
     whole_s = price(blocks, 0) if blocks else compute_s
-    if (blocks, 0) in allowed and whole_s <= seconds * (1 + MARGIN):
+    if (blocks, 0) in allowed and whole_s <= seconds + max(seconds * MARGIN, LEAST_GAIN_S):
         seconds, negative, head = whole_s, -blocks, 0
     k = -negative
     choice = Choice.COMPUTE if not k else Choice.LOAD if k == blocks and not head else Choice.CUT
