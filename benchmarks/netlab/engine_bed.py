@@ -27,6 +27,7 @@ from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
 from kvstore.netlab.bed import METADATA_HOST, LabBed
 from kvstore.netlab.lab import LabHost, NetLab
+from kvstore.roofline.calibration import ALPHA_S, BETA_S
 from kvstore.roofline.engine_model import EngineModel, PrefillChunk, Scale
 from kvstore.roofline.hardware import gpu_named
 from kvstore.roofline.models import model_named
@@ -34,8 +35,6 @@ from netlab.agents import Trajectory
 
 MIB = 1 << 20
 BENCHMARKS = Path(__file__).resolve().parent.parent
-ALPHA_S, BETA_S = 3.0, 5.0
-"""The paper's: a reading queue is long above what is read in alpha, an engine is overloaded above what it computes in beta."""
 _ANSWER_S = 90.0
 BYTES_PER_MBIT = 125_000.0
 PREFILL_BUFFER, DECODE_BUFFER = 288 * MIB, 512 * MIB

@@ -61,6 +61,7 @@ def sim_config(bed: LabBed, settings: EngineSettings, made: Sequence[Trajectory]
         reads_in_flight=settings.loads,
         quota_s=QUOTA_S * settings.dilation,
         fetch_s=_FETCH_S,
+        write_back=False,  # the lab's decode hosts write nothing to the storage links
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.core.errors import InvalidArgument
+from kvstore.roofline.calibration import StepTimes, pairs
 from kvstore.roofline.hardware import HBM_USABLE, MBU, MFU_DENSE, MFU_EXPERT_PARALLEL, Gpu, exchange_seconds
 from kvstore.roofline.models import Model
 
@@ -61,6 +62,7 @@ class EngineModel:
         tensor_parallel: GPUs of this engine.
         group_gpus: GPUs over which experts are spread; the engine's own for dense models.
         scale: factor of all seconds and bytes that this object returns.
+        measured: step times of a real engine, which replace the roofline in prefill.
     """
 
     model: Model
@@ -68,6 +70,7 @@ class EngineModel:
     tensor_parallel: int = 1
     group_gpus: int = 1
     scale: Scale = REAL_SIZE
+    measured: StepTimes | None = None
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.group_gpus < self.tensor_parallel:
@@ -108,23 +111,38 @@ class EngineModel:
         share = MFU_EXPERT_PARALLEL if self.model.expert_parallel else MFU_DENSE
         return share * self.gpu.peak_flops(self.model.weight_bytes) * self.tensor_parallel
 
-    def prefill_seconds(self, batch: Iterable[PrefillChunk]) -> float:
+    def prefill_seconds(self, batch: Iterable[PrefillChunk], group_tokens: float | None = None) -> float:
         """Return the seconds of one forward pass over all layers; 0 for an empty batch.
 
-        Exchanges between experts overlap with computation of the other half of the batch; only the rest counts.
+        Attention and shared weights run on the engine that holds the request. Routed experts run on all GPUs of the group, so
+        their work is that of the group's mean. Exchanges between experts overlap with computation of the other half of the
+        batch; only the rest counts.
+
+        Args:
+            batch: chunks of this engine.
+            group_tokens: new tokens in the batches of all engines that share the experts; None: as many on each as on this one.
         """
         chunks = list(batch)
         tokens = sum(chunk.new for chunk in chunks)
         if not tokens:
             return 0.0
+        if self.measured is not None:
+            work = sum(pairs(chunk.new, chunk.cached) for chunk in chunks)
+            times = self.measured
+            return (times.fixed_s + times.token_s * tokens + times.pair_s * work) * self.scale.dilation
         model = self.model
-        flops = sum(model.prefill_flops(chunk.cached, chunk.new) for chunk in chunks)
-        weights = self._weights_read_bytes(tokens)
+        engines = self.group_gpus / self.tensor_parallel
+        together = tokens * engines if group_tokens is None else group_tokens
+        own = sum(model.own_flops(chunk.cached, chunk.new) for chunk in chunks)
+        flops = own + model.routed_flops(together) / engines
+        weights = self._weights_read_bytes(together)
         seconds = max(flops / self._prefill_flops_per_s, weights / self._memory_rate, model.layers * self._exchange_s)
         return seconds * self.scale.dilation
 
     def attention_seconds(self, chunk: PrefillChunk) -> float:
         """Return the seconds of attention over all layers: the unit of the compute quota of a batch."""
+        if self.measured is not None:
+            return self.measured.pair_s * pairs(chunk.new, chunk.cached) * self.scale.dilation
         return self.model.attention_flops(chunk.cached, chunk.new) / self._prefill_flops_per_s * self.scale.dilation
 
     # ---- decode ----
@@ -146,6 +164,18 @@ class EngineModel:
         routed = (model.parameters - model.shared_parameters) / self.group_gpus * self.tensor_parallel
         return (model.shared_parameters + routed * (1 - untouched)) * model.weight_bytes
 
+    def decode_bytes(self, sequences: float, context_tokens: float, group_sequences: float | None = None) -> float:
+        """Return the HBM bytes that one decode step of this engine reads, not scaled; arguments as in ``decode_seconds``."""
+        if sequences <= 0:
+            return 0.0
+        kv = self.model.layers * sequences * self.model.attention.read_bytes(int(context_tokens / sequences))
+        return self._weights_read_bytes(sequences if group_sequences is None else group_sequences) + kv
+
+    def prefill_bytes(self, batch: Iterable[PrefillChunk], group_tokens: float) -> float:
+        """Return the HBM bytes that one forward pass of this engine reads at least, not scaled: weights and cached KV."""
+        kv = sum(self.model.context_bytes(chunk.cached, chunk.new) for chunk in batch)
+        return self._weights_read_bytes(group_tokens) + kv
+
     def decode_seconds(self, sequences: float, context_tokens: float, group_sequences: float | None = None) -> float:
         """Return the seconds of one decode step, which generates one token per sequence.
 
@@ -157,8 +187,6 @@ class EngineModel:
         if sequences <= 0:
             return 0.0
         model = self.model
-        kv = model.layers * sequences * model.attention.read_bytes(int(context_tokens / sequences))
-        weights = self._weights_read_bytes(sequences if group_sequences is None else group_sequences)
-        memory = (weights + kv) / self._memory_rate
+        memory = self.decode_bytes(sequences, context_tokens, group_sequences) / self._memory_rate
         compute = model.linear_flops(sequences) / self._prefill_flops_per_s
         return (max(memory, compute) + model.layers * self._exchange_s) * self.scale.dilation

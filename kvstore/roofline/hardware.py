@@ -49,6 +49,10 @@ class Gpu:
     hbm_bandwidth: float
     hbm_bytes: float
 
+    def ridge(self, weight_bytes: float) -> float:
+        """Return the FLOP per byte of HBM above which computing is slower than reading memory."""
+        return self.peak_flops(weight_bytes) / self.hbm_bandwidth
+
     def peak_flops(self, weight_bytes: float) -> float:
         """Return the peak FLOP/s for weights of this many bytes per parameter."""
         return self.fp8_flops if weight_bytes <= 1 else self.bf16_flops
@@ -60,6 +64,10 @@ GPUS = MappingProxyType(
         for gpu in (
             Gpu("h100", 989e12, 1979e12, 3.35e12, 80e9),
             Gpu("h200", 989e12, 1979e12, 4.8e12, 141e9),
+            Gpu("h20", 148e12, 296e12, 4.0e12, 96e9),
+            Gpu("b200", 2250e12, 4500e12, 8.0e12, 180e9),
+            Gpu("a100", 312e12, 312e12, 2.039e12, 80e9),  # without 8-bit floats: weights are widened, products run at 16 bit
+            Gpu("l40s", 362e12, 733e12, 0.864e12, 48e9),
         )
     }
 )

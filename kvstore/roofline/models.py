@@ -67,6 +67,7 @@ class Model:
         weight_bytes: bytes a parameter; one: products run in FP8.
         attention: of each layer.
         experts, experts_active: routed experts of a layer, and how many of them a token uses; 0 for dense models.
+        hidden: width of a token's state between layers, which experts exchange; 0 for dense models.
         tensor_parallel: GPUs an engine, by default.
         prefill_nodes, decode_nodes: the default cluster.
         stage_bytes: host memory a node for staging, as in the published evaluation.
@@ -81,6 +82,7 @@ class Model:
     shared_parameters: float = 0.0
     experts: int = 0
     experts_active: int = 0
+    hidden: int = 0
     tensor_parallel: int = 1
     prefill_nodes: int = 1
     decode_nodes: int = 1
@@ -105,6 +107,14 @@ class Model:
         """Return the FLOP of the products with weights."""
         return 2 * self.active_parameters * tokens
 
+    def routed_flops(self, tokens: float) -> float:
+        """Return the FLOP of the routed experts, which run on any GPU of the group; 0 for dense models."""
+        return 2 * (self.active_parameters - self.shared_parameters) * tokens if self.expert_parallel else 0.0
+
+    def own_flops(self, cached: int, new: int) -> float:
+        """Return the FLOP of prefill that run on the engine of the request: all but the routed experts."""
+        return self.prefill_flops(cached, new) - self.routed_flops(new)
+
     def attention_flops(self, cached: int, new: int) -> float:
         """Return the FLOP of attention over all layers."""
         return self.layers * self.attention.flops(cached, new)
@@ -112,6 +122,23 @@ class Model:
     def prefill_flops(self, cached: int, new: int) -> float:
         """Return the FLOP to compute ``new`` tokens after ``cached`` ones."""
         return self.linear_flops(new) + self.attention_flops(cached, new)
+
+    def exchange_bytes(self, tokens: float, copies: float) -> float:
+        """Return the bytes that leave a host to dispatch ``tokens`` to experts on other hosts and to combine the results.
+
+        A dispatched element is one byte and a returned one two, as in DeepEP.
+
+        Args:
+            tokens: of this host.
+            copies: of each token that leave the host, per layer.
+        """
+        return 3.0 * self.hidden * self.layers * copies * tokens
+
+    def context_bytes(self, cached: int, new: int) -> float:
+        """Return the KV bytes that attention over all layers reads at least, for ``new`` tokens after ``cached`` ones."""
+        top = self.attention.top_tokens
+        attended = cached if top is None else min(cached, top * new)
+        return self.layers * (self.attention.kv_bytes * attended + self.attention.index_bytes * cached)
 
     def bytes_per_pflop(self, cached: int, new: int) -> float:
         """KV bytes to load for each 1e15 FLOP of prefill: how much storage bandwidth this model asks for."""
@@ -134,7 +161,7 @@ MODELS = MappingProxyType(
                 decode_nodes=2,
                 stage_bytes=320e9,
             ),
-            Model("qwen3-235b", 94, 22e9, 235e9, grouped(64, 4, 128, 1), 1.0, 8e9, 128, 8, prefill_nodes=1, decode_nodes=2),
+            Model("qwen3-235b", 94, 22e9, 235e9, grouped(64, 4, 128, 1), 1.0, 8e9, 128, 8, 4096, prefill_nodes=1, decode_nodes=2),
             # latent attention that reads everything: the same model as ds-660b before it had an indexer
             Model(
                 "ds-v3",
@@ -146,17 +173,31 @@ MODELS = MappingProxyType(
                 17e9,
                 256,
                 8,
+                7168,
                 prefill_nodes=2,
                 decode_nodes=4,
             ),
-            Model("ds-660b", 61, 37e9, 671e9, latent(128, 64, 128, 2048), 1.0, 17e9, 256, 8, prefill_nodes=2, decode_nodes=4),
+            Model(
+                "ds-660b", 61, 37e9, 671e9, latent(128, 64, 128, 2048), 1.0, 17e9, 256, 8, 7168, prefill_nodes=2, decode_nodes=4
+            ),
             # Parameters counted from the published shape: hidden 2560, 30 layers of latent attention (37e6, no query latent),
             # 72 routed experts of 3 * 2560 * 1536 of which 6 are used, 2 shared ones, and one dense layer of the size of 8.
-            Model("ds-27b", 30, 4.1e9, 27e9, latent(32, 32, 64, 1024), 1.0, 2.4e9, 72, 6),
+            Model("ds-27b", 30, 4.1e9, 27e9, latent(32, 32, 64, 1024), 1.0, 2.4e9, 72, 6, 2560),
             Model(
-                "ds-660b-bf16", 61, 37e9, 671e9, latent(128, 64, 128, 2048, 2), 1.0, 17e9, 256, 8, prefill_nodes=2, decode_nodes=4
+                "ds-660b-bf16",
+                61,
+                37e9,
+                671e9,
+                latent(128, 64, 128, 2048, 2),
+                1.0,
+                17e9,
+                256,
+                8,
+                7168,
+                prefill_nodes=2,
+                decode_nodes=4,
             ),
-            Model("ds-27b-bf16", 30, 4.1e9, 27e9, latent(32, 32, 64, 1024, 2), 1.0, 2.4e9, 72, 6),
+            Model("ds-27b-bf16", 30, 4.1e9, 27e9, latent(32, 32, 64, 1024, 2), 1.0, 2.4e9, 72, 6, 2560),
         )
     }
 )

@@ -16,6 +16,8 @@ from kvstore.simulate.sessions import AgentSession
 
 HOPPER_SNIC = 50e9
 """400 Gb/s, bytes/s."""
+PUBLISHED_SNIC = 40 * 2**30
+"""Bytes/s that KV cache clients read over such a link at most: the peak that 3FS publishes for one 400 Gb/s NIC."""
 HOPPER_CNIC = 50e9
 HOST_DRAM = 500e9
 """Two sockets of DDR5, reads and writes together, bytes/s."""
@@ -119,6 +121,9 @@ class SimConfig:
         fetch_s: minimum time between fetches of an engine group.
         split_least_bytes: minimum bytes per side of a request that ``split`` divides.
         compute: False: prefill and decode need no time, only transfers do.
+        write_back: decode nodes write the KV of new and generated tokens to storage.
+        collectives: exchanges between experts on different hosts use the compute links. They have a higher class than KV, so
+            that they take bandwidth from it but do not wait.
     """
 
     hosts: tuple[SimHost, ...]
@@ -137,6 +142,8 @@ class SimConfig:
     fetch_s: float = 0.02
     split_least_bytes: int = 4 << 20
     compute: bool = True
+    write_back: bool = True
+    collectives: bool = True
 
     def __post_init__(self) -> None:
         if {host.role for host in self.hosts} != {EngineKind.PREFILL, EngineKind.DECODE}:
@@ -174,6 +181,7 @@ def uniform(
     gpu: Gpu,
     sessions: tuple[AgentSession, ...],
     *,
+    decode_gpu: Gpu | None = None,
     prefill_nodes: int | None = None,
     decode_nodes: int | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
@@ -186,7 +194,8 @@ def uniform(
 ) -> SimConfig:
     """Build a cluster of equal nodes; missing values are the model's defaults.
 
-    A mixture of experts is spread over the model's default number of nodes of a role, or all if there are fewer.
+    ``decode_gpu`` is the type of the decode nodes if it differs. A mixture of experts is spread over the model's default number
+    of nodes of a role, or all if there are fewer.
 
     Raises:
         InvalidArgument: an engine does not fit a node, or the model does not fit the GPUs.
@@ -200,15 +209,15 @@ def uniform(
         raise InvalidArgument("GPUs of a node are a multiple of an engine's", node=gpus_per_node, engine=model.tensor_parallel)
     hosts: list[SimHost] = []
     models: dict[EngineKind, EngineModel] = {}
-    for role, nodes, usual in (
-        (EngineKind.PREFILL, prefill_nodes, model.prefill_nodes),
-        (EngineKind.DECODE, decode_nodes, model.decode_nodes),
+    for role, nodes, usual, kind in (
+        (EngineKind.PREFILL, prefill_nodes, model.prefill_nodes, gpu),
+        (EngineKind.DECODE, decode_nodes, model.decode_nodes, decode_gpu or gpu),
     ):
         together = min(nodes, usual) if model.expert_parallel else 1
         group_gpus = together * gpus_per_node if model.expert_parallel else model.tensor_parallel
-        models[role] = EngineModel(model, gpu, model.tensor_parallel, group_gpus)
+        models[role] = EngineModel(model, kind, model.tensor_parallel, group_gpus)
         if models[role].kv_space_bytes <= 0:
-            raise InvalidArgument(f"{model.name} does not fit {group_gpus} GPUs of type {gpu.name}", role=role.value)
+            raise InvalidArgument(f"{model.name} does not fit {group_gpus} GPUs of type {kind.name}", role=role.value)
         hosts += [
             SimHost(
                 f"{role.value}-{index}",

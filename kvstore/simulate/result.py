@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.dualpath.groups import EngineKind
+from kvstore.roofline.utilization import Utilization
 from kvstore.simulate.cluster import SimConfig
 from kvstore.simulate.engines.job import Job
 from kvstore.simulate.network.event_loop import EventLoop
@@ -21,7 +23,7 @@ _BUSY_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes per host, and samples of (time, SNIC bytes so far per host)."""
+    """Bytes per host, samples of (time, SNIC bytes so far per host), and (FLOP, HBM bytes) of each role."""
 
     snic_bytes: list[float]
     cnic_out_bytes: list[float]
@@ -30,6 +32,9 @@ class Traffic:
     samples: list[tuple[float, list[float]]]
     prefill_busy_s: float
     decode_busy_s: float
+    prefill_work: tuple[float, float]
+    decode_work: tuple[float, float]
+    written_bytes: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,8 @@ class SimResult:
         cnic_use: the busiest direction of any host's compute links.
         dram_use: the busiest host's memory.
         prefill_use, decode_use: share of time in which engines computed.
+        written_bytes: KV of new and generated tokens written to storage, in the order of hosts.
+        prefill_gpus, decode_gpus: how well the GPUs of each role were used over the run.
         events: number of simulated events.
         arrivals, first_tokens, tpots: by finished request, for windows and plots.
         loads: load times of requests that read from storage.
@@ -88,6 +95,9 @@ class SimResult:
     dram_use: float
     prefill_use: float
     decode_use: float
+    written_bytes: list[float]
+    prefill_gpus: Utilization
+    decode_gpus: Utilization
     events: int
     arrivals: npt.NDArray[np.float64]
     ttfts: npt.NDArray[np.float64]
@@ -113,12 +123,13 @@ class SimResult:
             "snic_use",
             "snic_balance",
         )
-        plain += ("cnic_use", "dram_use", "prefill_use", "decode_use", "events", "snic_bytes")
+        plain += ("cnic_use", "dram_use", "prefill_use", "decode_use", "events", "snic_bytes", "written_bytes")
         out: dict[str, Any] = {name: getattr(self, name) for name in plain}
         for name in ("ttft", "ttst", "tpot", "load"):
             latency: Latency = getattr(self, name)
             out[name] = {key: _finite(getattr(latency, key)) for key in ("mean", "p50", "p90", "p99")}
         out["read_rate"] = self.read_rate
+        out["prefill_gpus"], out["decode_gpus"] = self.prefill_gpus.to_json(), self.decode_gpus.to_json()
         return {key: _finite(value) if isinstance(value, float) else value for key, value in out.items()}
 
 
@@ -161,6 +172,9 @@ def collect(config: SimConfig, jobs: Sequence[Job], traffic: Traffic, loop: Even
         dram_use=max(used / host.dram for used, host in zip(traffic.dram_bytes, config.hosts, strict=True)) / per_second,
         prefill_use=traffic.prefill_busy_s / per_second,
         decode_use=traffic.decode_busy_s / per_second,
+        written_bytes=traffic.written_bytes,
+        prefill_gpus=_utilization(config, EngineKind.PREFILL, traffic.prefill_work, seconds),
+        decode_gpus=_utilization(config, EngineKind.DECODE, traffic.decode_work, seconds),
         events=loop.events,
         arrivals=arrivals,
         ttfts=first - arrivals,
@@ -168,6 +182,13 @@ def collect(config: SimConfig, jobs: Sequence[Job], traffic: Traffic, loop: Even
         loads=loads,
         samples=traffic.samples,
     )
+
+
+def _utilization(config: SimConfig, role: EngineKind, work: tuple[float, float], seconds: float) -> Utilization:
+    """Compare the work of a role with its GPUs; the time is that of the engines, without dilation."""
+    engine = config.prefill if role is EngineKind.PREFILL else config.decode
+    gpus = sum(host.engines for host in config.of(role)) * engine.tensor_parallel
+    return Utilization(engine.gpu, gpus, engine.model.weight_bytes, *work, seconds / engine.scale.dilation)
 
 
 def balance(samples: Sequence[tuple[float, Sequence[float]]], readers: Sequence[int]) -> float:

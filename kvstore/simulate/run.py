@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.dualpath.split import Split
-from kvstore.roofline.engine_model import PrefillChunk
+from kvstore.roofline.calibration import ALPHA_S, BETA_S
+from kvstore.roofline.engine_model import EngineModel, PrefillChunk
 from kvstore.simulate.cluster import DispatchPolicy, SimConfig
 from kvstore.simulate.engines.decode import DecodeUnit
 from kvstore.simulate.engines.dispatch import ByScheduler, Dispatch, TakeTurns, check_fits
@@ -32,11 +34,6 @@ from kvstore.simulate.sessions import AgentSession
 
 Progress = Callable[[int, int], None]
 """Callback with (finished requests, all requests)."""
-
-ALPHA_S = 3.0
-BETA_S = 5.0
-"""Thresholds of the paper in seconds: a reading queue that takes longer than alpha is long, and an engine whose requests take
-longer than beta is overloaded."""
 
 _NO_PLAN_EXPIRES = 1e12
 _SAMPLES = 400
@@ -93,6 +90,9 @@ class _Run:
         self.prefill = self._prefill()
         self.decode_units, self.decode_of = self._decode()
         self.dispatch = self._dispatch()
+        groups = Counter(host.group for host in config.hosts)
+        self.group_hosts = [groups[host.group] for host in config.hosts]
+        self.written = [0.0] * len(config.hosts)
         self.jobs: list[Job] = []
         self.under_way = 0
         self.samples: list[tuple[float, list[float]]] = []
@@ -138,11 +138,12 @@ class _Run:
                 model,
                 quota_s=config.quota_s if self.layerwise else None,
                 batch_tokens=config.batch_tokens,
-                stream_rate=math.inf if self.oracle else stream,
+                stream_rate=stream if self.layerwise and not self.oracle else math.inf,
                 token_bytes=self.token_bytes,
                 compute=config.compute,
                 started=self._pass_begins,
                 done=self._computed,
+                exchanged=self._exchange_prefill,
             )
             found += [(made, engine) for engine in engines]
         return found
@@ -243,8 +244,8 @@ class _Run:
             elif part.side is ReadSide.DECODE:
                 job.decode_bytes += nbytes
         prompt = job.prompt_tokens * self.token_bytes
-        space, need = (self.stage[p], job.prefill_bytes) if self.layerwise else (self.prefill[prefill][1].hbm, prompt)
-        self.stage[d].take(prompt, lambda: space.take(need, lambda: self._read(job, plan.plan_id, plan.parts)))
+        staged = self.stage[p]
+        self.stage[d].take(prompt, lambda: staged.take(job.prefill_bytes, lambda: self._read(job, plan.plan_id, plan.parts)))
 
     def _relays(self, prefill: int, decode: int) -> tuple[str, ...]:
         """Return the other nodes with the least to read. Only ``split`` uses them."""
@@ -261,7 +262,8 @@ class _Run:
         """Queue the parts of a read at their storage links, after all space was granted."""
         if not parts:
             self._all_read(job, plan_id)
-            self._ready(job)
+            if self.layerwise:
+                self._ready(job)
             return
         job.parts_left = len(parts)
         leading = [len(parts)]  # parts whose first layers have not come
@@ -272,7 +274,10 @@ class _Run:
     def _read_part(self, job: Job, plan_id: int, part: PlanPart, leading: list[int]) -> None:
         reader = self.host_of[part.node]
         p, d = self.places[EngineKind.PREFILL][job.prefill], self.places[EngineKind.DECODE][job.decode]
-        path = self.links.read(reader, d.local if reader == d.host else 0, p.host, p.local)
+        if self.layerwise:
+            path = self.links.read(reader, d.local if reader == d.host else 0, p.host, p.local)
+        else:
+            path = self.links.stage(reader)
         nbytes = part.count * self.config.full_block_bytes
         first = nbytes / self.config.layer_groups
 
@@ -282,7 +287,7 @@ class _Run:
                 self.network.start(path, nbytes - first, self.loop.now, part_came)
             else:
                 part_came()
-            if not leading[0]:
+            if not leading[0] and self.layerwise:
                 self._ready(job)
 
         def part_came() -> None:
@@ -296,9 +301,24 @@ class _Run:
 
     def _all_read(self, job: Job, plan_id: int) -> None:
         self.planner.finish(plan_id, self.loop.now)
+        if not self.layerwise:
+            hbm = self.prefill[job.prefill][1].hbm
+            hbm.take(job.prompt_tokens * self.token_bytes, lambda: self._copy_in(job))
+            return
         job.loaded = self.loop.now
         if not job.remaining and job.first_token < math.inf:  # computed before the last layers arrived
             self._first_token(job)
+
+    def _copy_in(self, job: Job) -> None:
+        """Copy a whole prompt from the prefill node's buffer to HBM, where it stays until it was sent (not layer-wise)."""
+        p = self.places[EngineKind.PREFILL][job.prefill]
+
+        def there() -> None:
+            self.stage[p.host].give(job.prefill_bytes)
+            job.loaded = self.loop.now
+            self._ready(job)
+
+        self.network.start(self.links.hand_over(p.host, p.local), job.read_bytes, self.loop.now, there)
 
     def _ready(self, job: Job) -> None:
         """Start the prefill of a request after its first layers have arrived."""
@@ -354,8 +374,13 @@ class _Run:
             self._join(job)
 
         self.network.start(self.links.hand_over(d.host, d.local), prompt, self.loop.now, there)
+        self._write_back(d, job.turn.new, from_hbm=False)
 
     def _join(self, job: Job) -> None:
+        d = self.places[EngineKind.DECODE][job.decode]
+        hosts = self.group_hosts[d.host]
+        copies = self.config.decode.model.experts_active * (hosts - 1) / hosts
+        self._exchange(d, self.config.decode, job.turn.out - 1, copies)
         if job.turn.out <= 1:
             self._decoded(job)
         else:
@@ -363,6 +388,7 @@ class _Run:
 
     def _decoded(self, job: Job) -> None:
         job.finished = self.loop.now
+        self._write_back(self.places[EngineKind.DECODE][job.decode], job.turn.out, from_hbm=True)
         self.finished += 1
         self.under_way -= 1
         self.dispatch.finished(job, job.tokens * self.token_bytes)
@@ -370,6 +396,27 @@ class _Run:
         following = job.turn_index + 1
         if following < len(session.turns):
             self.loop.after(session.turns[following].think_s, lambda: self._turn(job.session, session, following))
+
+    # ---- traffic that no request waits for ----
+
+    def _write_back(self, place: _Place, tokens: int, *, from_hbm: bool) -> None:
+        """Write the KV of a prompt's new tokens, or of an answer, to storage."""
+        if not self.config.write_back or self.oracle:
+            return
+        nbytes = tokens * self.token_bytes
+        self.written[place.host] += nbytes
+        self.network.start(self.links.write_back(place.host, place.local, from_hbm=from_hbm), nbytes, self.loop.now, _nothing)
+
+    def _exchange_prefill(self, engine: int, tokens: int) -> None:
+        """Send the tokens of a pass to experts on the other hosts of the group: one copy for each host."""
+        place = self.places[EngineKind.PREFILL][engine]
+        copies = min(self.group_hosts[place.host] - 1, self.config.prefill.model.experts_active)
+        self._exchange(place, self.config.prefill, tokens, copies)
+
+    def _exchange(self, place: _Place, engine: EngineModel, tokens: int, copies: float) -> None:
+        nbytes = engine.model.exchange_bytes(tokens, copies) * engine.scale.bytes
+        if self.config.collectives and self.config.compute and nbytes > 0:
+            self.network.start(self.links.exchange(place.host, place.local), nbytes, self.loop.now, _nothing)
 
     # ---- watching ----
 
@@ -384,6 +431,7 @@ class _Run:
 
     def _traffic(self) -> Traffic:
         moved = self.network.moved
+        prefill = {id(unit): unit for unit, _ in self.prefill}.values()
         cnic = [self.links.cnic_bytes(moved, index) for index in range(len(self.hosts))]
         return Traffic(
             snic_bytes=[moved[link] for link in self.links.snic],
@@ -393,7 +441,14 @@ class _Run:
             samples=self.samples,
             prefill_busy_s=_mean([unit.busy_s for unit, _ in self.prefill]),
             decode_busy_s=_mean([unit.busy_s for unit in self.decode_units]),
+            prefill_work=(sum(unit.flops for unit in prefill), sum(unit.hbm_bytes for unit in prefill)),
+            decode_work=(sum(unit.flops for unit in self.decode_units), sum(unit.hbm_bytes for unit in self.decode_units)),
+            written_bytes=self.written,
         )
+
+
+def _nothing() -> None:
+    """End of a flow that nothing waits for."""
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.dualpath.groups import EngineKind
 from kvstore.netlab.bed import LabBed
+from kvstore.simulate.result import SimResult
 from netlab.agents import Trajectory, Turn, trajectories
 from netlab.coordinator import LADDER, ORACLE, Variant
 from netlab.engine_bed import EngineSettings
@@ -48,3 +49,18 @@ def test_times_are_bound_by_links_and_by_the_oracle(prefill: int, decode: int) -
     assert prefill_only.seconds > prefill_only.read_bytes / (15e6 * prefill)
     assert oracle.seconds < split.seconds < prefill_only.seconds
     assert split.seconds > split.read_bytes / (15e6 * (prefill + decode))
+
+
+def test_split_gains_only_while_links_are_idle() -> None:
+    """Why the lab's ablation shows no gain of split over taking turns: its links are full."""
+    shape = LabBed(1, 1, 1, snic_mbit=240.0, cnic_mbit=1920.0, storage_mbit=1920.0)
+
+    def both(agents: int) -> tuple[SimResult, SimResult]:
+        made = trajectories("agentic-64k", agents, 2, seed=1)
+        turns, split = (simulated(shape, EngineSettings(), made, variant) for variant in (LADDER[2], LADDER[-1]))
+        return turns, split
+
+    (alone, alone_split), (many, many_split) = both(1), both(16)
+    assert alone.load.mean > 1.9 * alone_split.load.mean
+    assert alone.snic_use < 0.5 < 0.75 < many.snic_use
+    assert many.load.mean < 1.1 * many_split.load.mean

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.groups import EngineKind
-from kvstore.roofline.engine_model import EngineModel
+from kvstore.roofline.engine_model import EngineModel, PrefillChunk
 from kvstore.roofline.hardware import GPUS
 from kvstore.roofline.models import model_named
 from kvstore.simulate.capacity import capacity
@@ -219,6 +219,53 @@ def test_nonsense_is_refused() -> None:
         uniform(MODEL, H100, (), prefill_nodes=0)
     with pytest.raises(InvalidArgument):
         uniform(model_named("llama-2-70b"), H100, (), gpus_per_node=6)
+
+
+def test_simulate_write_back_writes_new_tokens_once() -> None:
+    sessions = [AgentSession(0.0, (SessionTurn(640, 100, 20),)) for _ in range(3)]
+    written, none = (simulate(bed(1, 1, sessions, "split", write_back=write)) for write in (True, False))
+    check(written)
+    assert written.written_bytes == pytest.approx([0, 3 * 120 * (1 << 20) / 64])
+    assert none.written_bytes == [0, 0]
+    assert written.seconds == pytest.approx(none.seconds, rel=0.1)
+
+
+def test_simulate_exchanges_between_hosts_use_compute_links() -> None:
+    config = uniform(model_named("ds-660b"), H100, AGENTS[:8])
+    alone = simulate(uniform(MODEL, H100, AGENTS[:8])).cnic_use
+    assert simulate(config).cnic_use > simulate(config.but(collectives=False)).cnic_use
+    one_host = uniform(MODEL, H100, AGENTS[:8]).but(collectives=False)
+    assert simulate(one_host).cnic_use == alone  # experts of one host exchange over its own links between GPUs
+
+
+def test_simulate_roles_may_have_different_gpus() -> None:
+    same, other = (simulate(uniform(MODEL, H100, AGENTS, decode_gpu=gpu)) for gpu in (None, GPUS["h20"]))
+    assert other.tpot.mean < same.tpot.mean  # more bandwidth
+    assert other.decode_gpus.gpu.name == "h20"
+    assert other.decode_gpus.ridge < same.decode_gpus.ridge
+    for result in (same, other):
+        for used in (result.prefill_gpus, result.decode_gpus):
+            assert 0 < used.mfu < 1
+            assert 0 < used.mbu < 1
+            assert used.to_json()["bound"] in {"compute", "memory"}
+        assert result.prefill_gpus.intensity > result.decode_gpus.intensity
+
+
+def test_simulate_experts_share_work_of_uneven_batches() -> None:
+    """Routed experts run on all engines of a group, so that one engine's long batch costs less than if all had it."""
+    engine = EngineModel(model_named("ds-660b"), H100, group_gpus=16)
+    alone, all_alike = (engine.prefill_seconds([PrefillChunk(0, 4000)], tokens) for tokens in (4000, None))
+    assert 0.3 < alone / all_alike < 0.7
+    assert engine.prefill_seconds([PrefillChunk(0, 4000)], 16 * 4000) == pytest.approx(all_alike)
+
+
+def test_simulate_long_prompt_is_cut_without_a_quota() -> None:
+    """A prompt of several budgets holds up a short one of another engine's batch for one budget, not for all."""
+    sessions = (AgentSession(0.0, (SessionTurn(0, 40_000, 1),)), AgentSession(0.0, (SessionTurn(0, 64, 1),)))
+    cut, whole = (
+        simulate(uniform(MODEL, H100, sessions, variant=LADDER["basic"]).but(batch_tokens=tokens)) for tokens in (2048, 65_536)
+    )
+    assert cut.ttfts.min() < whole.ttfts.min() / 4
 
 
 def test_simulate_empty_workload_takes_no_time() -> None:

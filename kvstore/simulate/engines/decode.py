@@ -31,6 +31,7 @@ class DecodeUnit:
         self._sequences = [0] * engines
         self._context = [0.0] * engines
         self._seconds = [0.0] * engines
+        self._bytes = [0.0] * engines
         self._together = 0
         self._steps = 0.0
         self._at = 0.0
@@ -40,6 +41,8 @@ class DecodeUnit:
         self._ends: list[tuple[float, int, Job]] = []
         self.busy_s = 0.0
         self.tokens = 0
+        self.flops = 0.0
+        self.hbm_bytes = 0.0
 
     def join(self, job: Job) -> None:
         """The prompt's KV is in HBM; its first token was made by prefill."""
@@ -55,8 +58,11 @@ class DecodeUnit:
         passed = self._loop.now - self._at
         self._at = self._loop.now
         if self._together:
-            self._steps += passed / self._step_s
+            steps = passed / self._step_s
+            self._steps += steps
             self.busy_s += passed
+            self.flops += steps * self._together * self._model.model.linear_flops(1)
+            self.hbm_bytes += steps * sum(self._bytes)
 
     def _place(self, job: Job, sign: int) -> None:
         engine = job.decode - self._first
@@ -66,7 +72,9 @@ class DecodeUnit:
         self._context[engine] += sign * (job.prompt_tokens + job.turn.out / 2)
         if self._compute:
             sequences = self._sequences[engine]
-            self._seconds[engine] = self._model.decode_seconds(sequences, self._context[engine], self._together)
+            work = (sequences, self._context[engine], self._together)
+            self._seconds[engine] = self._model.decode_seconds(*work)
+            self._bytes[engine] = self._model.decode_bytes(*work)
 
     def _plan(self) -> None:
         self._step_s = max(_TOO_FAST, *self._seconds)

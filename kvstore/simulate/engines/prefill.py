@@ -52,6 +52,7 @@ class PrefillUnit:
         compute: False: passes take no time.
         started: called with each batch at the start of its pass, and the jobs' tokens in it.
         done: called with each job whose last token is computed.
+        exchanged: called at the start of a pass with the index of each engine that has a batch, and its new tokens.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PrefillUnit:
         compute: bool,
         started: Callable[[Job], None],
         done: Callable[[Job], None],
+        exchanged: Callable[[int, int], None],
     ) -> None:
         self._loop = loop
         self._engines = engines
@@ -78,9 +80,12 @@ class PrefillUnit:
         self._compute = compute
         self._started = started
         self._done = done
+        self._exchanged = exchanged
         self._busy = False
         self.busy_s = 0.0
         self.passes = 0
+        self.flops = 0.0
+        self.hbm_bytes = 0.0
 
     def add(self, engine: PrefillEngine, job: Job) -> None:
         """A request's KV is there (or begins to come in time for the layers)."""
@@ -90,12 +95,17 @@ class PrefillUnit:
             self._loop.after(0.0, self._pass)
 
     def _pass(self) -> None:
-        batches = [batch for engine in self._engines if (batch := self._batch(engine))]
-        if not batches:
+        running = [(engine.index, batch) for engine in self._engines if (batch := self._batch(engine))]
+        if not running:
             self._busy = False
             return
-        seconds = max(self._seconds(batch) for batch in batches) if self._compute else 0.0
+        batches = [batch for _, batch in running]
+        tokens = sum(chunk.new for batch in batches for _, chunk in batch)
+        seconds = max(self._seconds(batch, tokens) for batch in batches) if self._compute else 0.0
         now = self._loop.now
+        self._count(batches, tokens)
+        for engine, batch in running:
+            self._exchanged(engine, sum(chunk.new for _, chunk in batch))
         for batch in batches:
             for job, chunk in batch:
                 if chunk.cached == job.turn.hit:
@@ -114,10 +124,17 @@ class PrefillUnit:
                     self._done(job)
         self._pass()
 
-    def _seconds(self, batch: list[tuple[Job, PrefillChunk]]) -> float:
+    def _count(self, batches: list[list[tuple[Job, PrefillChunk]]], tokens: int) -> None:
+        """Add the work of a pass to the totals, not scaled."""
+        for batch in batches:
+            chunks = [chunk for _, chunk in batch]
+            self.flops += sum(self._model.model.prefill_flops(chunk.cached, chunk.new) for chunk in chunks)
+            self.hbm_bytes += self._model.prefill_bytes(chunks, tokens)
+
+    def _seconds(self, batch: list[tuple[Job, PrefillChunk]], group_tokens: int) -> float:
         """Time of computing or of streaming the cached KV, whichever is longer; the first layer's KV arrives before."""
-        compute = self._model.prefill_seconds(chunk for _, chunk in batch)
-        if self._quota_s is None:
+        compute = self._model.prefill_seconds((chunk for _, chunk in batch), group_tokens)
+        if not self._stream:
             return compute  # its KV is in HBM
         stream = sum(chunk.cached for _, chunk in batch) * self._stream
         return max(compute, stream) + min(compute, stream) / self._model.model.layers
@@ -127,7 +144,7 @@ class PrefillUnit:
         if not engine.ready:
             return []
         if self._quota_s is None:
-            return self._whole(engine)
+            return self._up_to_budget(engine)
         waiting = [engine.ready[i] for i in range(min(len(engine.ready), _LOOK_AHEAD))]
         chunks = fill_batch([PromptChunk(_cached(job), job.remaining) for job in waiting], self._attention, self._quota_s)
         batch = []
@@ -137,13 +154,17 @@ class PrefillUnit:
                 engine.ready.popleft()
         return batch
 
-    def _whole(self, engine: PrefillEngine) -> list[tuple[Job, PrefillChunk]]:
+    def _up_to_budget(self, engine: PrefillEngine) -> list[tuple[Job, PrefillChunk]]:
+        """Chunked prefill with a budget of tokens, as engines have it without a quota."""
         batch: list[tuple[Job, PrefillChunk]] = []
-        tokens = 0
-        while engine.ready and (not batch or tokens + engine.ready[0].remaining <= self._batch_tokens):
-            job = engine.ready.popleft()
-            batch.append((job, PrefillChunk(_cached(job), job.remaining)))
-            tokens += job.remaining
+        budget = self._batch_tokens
+        while engine.ready and budget:
+            job = engine.ready[0]
+            tokens = min(job.remaining, budget)
+            batch.append((job, PrefillChunk(_cached(job), tokens)))
+            budget -= tokens
+            if tokens == job.remaining:
+                engine.ready.popleft()
         return batch
 
 

@@ -71,7 +71,31 @@ def print_results(results: Sequence[SimResult], every: int, title: str, console:
         )
     console.print(times)
     console.print(links)
-    console.print("SNIC, CNIC, prefill, decode: how busy they are.", style="dim")
+    console.print(_gpu_table(results))
+    console.print(
+        "SNIC, CNIC, prefill, decode: how busy they are. MFU, MBU: share of peak FLOP/s and HBM bandwidth over the run; "
+        "FLOP/B below the ridge point: memory is the limit.",
+        style="dim",
+    )
+
+
+def _gpu_table(results: Sequence[SimResult]) -> Table:
+    """How well each role's GPUs are used."""
+    table = _table("GPUs", ("variant", "role", "GPUs", "MFU", "MBU", "FLOP/B", "ridge", "limit"))
+    for result in results:
+        for role, used in (("prefill", result.prefill_gpus), ("decode", result.decode_gpus)):
+            known = not math.isnan(used.intensity)
+            table.add_row(
+                result.variant if role == "prefill" else "",
+                role,
+                f"{used.gpus} {used.gpu.name}",
+                f"{used.mfu:.0%}",
+                f"{used.mbu:.0%}",
+                f"{used.intensity:,.0f}" if known else "",
+                f"{used.ridge:,.0f}",
+                used.bound if known else "",
+            )
+    return table
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from kvstore.cli.support.result import CommandOutput
 
 if TYPE_CHECKING:
     from kvstore.replay.progress import Report
+    from kvstore.roofline.calibration import StepTimes
     from kvstore.simulate.cluster import SimConfig
     from kvstore.simulate.result import SimResult
     from kvstore.simulate.sessions import AgentSession
@@ -55,6 +56,7 @@ class _Options:
 
     model: str
     gpu: str
+    decode_gpu: str | None
     prefill: int | None
     decode: int | None
     gpus: int
@@ -73,11 +75,13 @@ class _Options:
     sweep_pd: list[tuple[int, int]]
     online: bool
     plot_file: Path | None
+    calibration: Path | None
 
 
 @click.command(cls=Command)
 @click.option("--model", default="ds-660b", show_default=True, help="Model: --list-models names them.")
-@click.option("--gpu", default="h100", show_default=True, help="h100 or h200.")
+@click.option("--gpu", default="h100", show_default=True, help="GPU: a100, b200, h20, h100, h200 or l40s.")
+@click.option("--decode-gpu", help="GPU of the decode nodes (default: as --gpu).")
 @click.option("--prefill", type=click.IntRange(1, 512), metavar="P", help="Prefill nodes (default: the model's).")
 @click.option("--decode", type=click.IntRange(1, 512), metavar="D", help="Decode nodes (default: the model's).")
 @click.option("--gpus", type=click.IntRange(1, 64), default=8, show_default=True, help="GPUs a node, each with its CNIC.")
@@ -121,6 +125,11 @@ class _Options:
     help="Writes a PNG (takes the extra 'plots').",
 )
 @click.option(
+    "--calibration",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON of 'kvstore calibrate -o json': measured step times replace the roofline of prefill engines.",
+)
+@click.option(
     "--list-models",
     is_flag=True,
     help="Names models and what they ask of storage at a prompt of 32K and 429 new tokens, and ends.",
@@ -152,6 +161,7 @@ def simulate(*, list_models: bool, **options: object) -> CommandOutput:
       kvstore simulate --model ds-27b --sweep-pd 1:1,1:2,2:1 --plot gain.png
       kvstore simulate --snic 12.5 --policies ladder -o json > ladder.json
       kvstore simulate --online --policies prefill_only,split
+      kvstore simulate --model ds-27b --gpu h100 --decode-gpu h20 --policies split
     """
     if list_models:
         return _list_models()
@@ -288,6 +298,7 @@ def _cluster(options: _Options, sessions: tuple[AgentSession, ...], prefill: int
         model_named(options.model),
         gpu_named(options.gpu),
         sessions,
+        decode_gpu=gpu_named(options.decode_gpu) if options.decode_gpu else None,
         prefill_nodes=prefill,
         decode_nodes=decode,
         gpus_per_node=options.gpus,
@@ -297,7 +308,22 @@ def _cluster(options: _Options, sessions: tuple[AgentSession, ...], prefill: int
         stage_bytes=options.stage,
     )
     config = config.but(layer_groups=options.layer_groups)
+    if options.calibration is not None:
+        config = config.but(prefill=replace(config.prefill, measured=_step_times(options.calibration)))
     return config if options.storage is None else config.but(storage=options.storage * 1e9)
+
+
+def _step_times(file: Path) -> StepTimes:
+    import json
+
+    from kvstore.core.errors import InvalidArgument
+    from kvstore.roofline.calibration import step_times
+
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{file} is not valid JSON: {error}") from error
+    return step_times(data.get("step_times") if isinstance(data, dict) else None)
 
 
 def _run_all(config: SimConfig, policies: list[str]) -> list[SimResult]:
