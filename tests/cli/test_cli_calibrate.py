@@ -1,0 +1,166 @@
+"""``kvstore calibrate`` on files and on a fake engine with known constants."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvstore.cli.app import root
+from kvstore.cli.support.engine_probe import MOST_BYTES, measure_engine
+from kvstore.roofline.calibration import StepTimes, fit
+
+TRUE = StepTimes(0.03, 1e-4, 2e-8)
+LENGTHS = "200,400,800,1600"
+FAST = ["--lengths", LENGTHS, "--rounds", "1", "--limit", "20"]
+
+
+class _Engine(BaseHTTPRequestHandler):
+    """Advances the server's clock as an engine with ``TRUE`` would, and answers as the server's mode says."""
+
+    server: _Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.prompts.append(len(body["prompt"]))
+        mode = self.server.mode
+        if mode == "good":
+            self.server.now += TRUE.seconds(len(body["prompt"]), 0)
+        tokens = len(body["prompt"])
+        usage: object = {"prompt_tokens": -5, "prompt_tokens_details": {"cached_tokens": 1 << 70}}
+        usage = {"prompt_tokens": tokens} if mode == "good" else usage
+        answer = json.dumps({"choices": [{}], "usage": usage}).encode()
+        answer = {"huge": b"[" * (2 * MOST_BYTES), "nested": b"[" * 100_000, "no_json": b"\xff\x00", "list": b"[1]"}.get(
+            mode, answer
+        )
+        self.send_response({"error": 500, "redirect": 307}.get(mode, 200))
+        if mode == "redirect":
+            self.send_header("Location", "/elsewhere")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        if mode != "slow":
+            self.wfile.write(answer)
+            return
+        for byte in answer:
+            if self.server.ended.wait(0.1):
+                return
+            try:
+                self.wfile.write(bytes([byte]))
+            except OSError:
+                return
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    mode = "good"
+    now = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Engine)
+        self.prompts: list[int] = []
+        self.ended = threading.Event()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass
+
+
+@contextmanager
+def engine(mode: str) -> Iterator[tuple[_Server, str]]:
+    server = _Server()
+    server.mode = mode
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server, f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        server.ended.set()
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+def test_calibrate_engine_recovers_constants() -> None:
+    with engine("good") as (server, url):
+        samples = measure_engine(url, "m", [200, 400, 800, 1600], 3, most_tokens=1 << 20, limit_s=1e6, clock=lambda: server.now)
+        shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST, "-o", "json"])
+    found = fit(samples)
+    assert len(samples) == 12
+    assert (found.fixed_s, found.token_s, found.pair_s) == pytest.approx((TRUE.fixed_s, TRUE.token_s, TRUE.pair_s), rel=0.05)
+    assert shown.exit_code == 0, shown.output
+    assert sorted(set(server.prompts)) == [200, 400, 800, 1600]
+
+
+@pytest.mark.parametrize("mode", ["error", "redirect", "huge", "nested", "no_json", "list"])
+def test_calibrate_hostile_engine_fails_in_one_line(mode: str) -> None:
+    with engine(mode) as (server, url):
+        shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST])
+    assert shown.exit_code == 1
+    assert "the engine at 127.0.0.1" in shown.output
+    assert len(server.prompts) == 1
+
+
+def test_calibrate_lying_counts_are_ignored() -> None:
+    with engine("lies") as (_, url):
+        shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST, "-o", "json"])
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout)["samples"] == 4
+
+
+def test_calibrate_slow_engine_ends_at_limit() -> None:
+    with engine("slow") as (_, url):
+        shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST, "--limit", "0.5"])
+    assert shown.exit_code == 1
+    assert "did not answer within" in shown.output
+
+
+def test_calibrate_token_limit_bounds_prompts() -> None:
+    with engine("good") as (server, url):
+        shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST, "--most-tokens", "700"])
+    assert shown.exit_code == 1
+    assert sum(server.prompts) <= 700
+
+
+def test_calibrate_samples_give_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "steps.csv"
+    rows = [
+        (tokens, context, TRUE.seconds(tokens, context)) for tokens, context in ((100, 0), (900, 0), (4000, 0), (300, 30_000))
+    ]
+    file.write_text("tokens,context,seconds\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
+    shown = CliRunner().invoke(root, ["calibrate", "--samples", str(file), "--read", "2", "--token-bytes", "100000"])
+    assert shown.exit_code == 0, shown.output
+    assert "alpha_tokens = 60000\n" in shown.output
+    assert f"beta_tokens = {round(5 * 32_768 / TRUE.seconds(768, 32_000))}\n" in shown.output
+    saved = CliRunner().invoke(root, ["calibrate", "--samples", str(file), "-o", "json"])
+    (tmp_path / "calibration.json").write_text(saved.stdout)
+    small = [
+        "simulate",
+        "--model",
+        "llama-3-8b",
+        "--profile",
+        "agentic-32k",
+        "--agents",
+        "4",
+        "--every",
+        "40",
+        "--policies",
+        "split",
+    ]
+    run = CliRunner().invoke(root, [*small, "--calibration", str(tmp_path / "calibration.json")])
+    assert run.exit_code == 0, run.output
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "[1]", "{", "tokens,context,seconds\n1,0,nan\n"])
+def test_calibrate_bad_samples_fail_in_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "steps"
+    file.write_text(text)
+    shown = CliRunner().invoke(root, ["calibrate", "--samples", str(file)])
+    assert shown.exit_code == 1
+    assert "Traceback" not in shown.output

@@ -1,0 +1,53 @@
+"""The search for a cluster: bounded, complete if there is time, and never worse than what it tried."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.roofline.hardware import GPUS
+from kvstore.roofline.models import model_named
+from kvstore.simulate.advice import CLOSE, MOST_RATIOS, advise, ratios
+from kvstore.simulate.cluster import SimConfig, uniform
+from kvstore.simulate.sessions import AgentSession, SessionTurn
+
+SESSIONS = tuple(AgentSession(0.0, (SessionTurn(64 * (40 + i), 200, 8),) * 2) for i in range(24))
+
+
+def build(prefill: int, decode: int) -> SimConfig:
+    return uniform(model_named("ds-27b"), GPUS["h100"], SESSIONS, prefill_nodes=prefill, decode_nodes=decode, snic=1e9)
+
+
+@given(st.integers(2, 512))
+def test_advice_ratios_use_all_nodes(nodes: int) -> None:
+    found = ratios(nodes)
+    assert len(set(found)) == len(found) == min(MOST_RATIOS, nodes - 1)
+    assert all(prefill + decode == nodes and min(prefill, decode) >= 1 for prefill, decode in found)
+
+
+def test_advice_best_has_highest_rate() -> None:
+    found = advise(build, ratios(3), ["prefill_only", "split"], limit_s=600)
+    assert found.left_out == 0
+    assert len(found.options) == 4
+    assert found.best is found.options[0]
+    assert found.best.requests_s >= max(option.requests_s for option in found.options) * (1 - CLOSE)
+    assert found.ceiling is not None
+    assert found.ceiling.requests_s >= found.best.requests_s * (1 - CLOSE)
+    assert found.reasons
+
+
+def test_advice_without_time_has_one_run() -> None:
+    found = advise(build, ratios(3), ["prefill_only", "split"], limit_s=0)
+    assert len(found.options) == 1
+    assert found.ceiling is None
+    assert found.left_out == 4
+
+
+def test_advice_model_that_fits_nowhere_is_refused() -> None:
+    def large(prefill: int, decode: int) -> SimConfig:
+        return uniform(model_named("ds-660b"), GPUS["h100"], (), prefill_nodes=prefill, decode_nodes=decode)
+
+    with pytest.raises(InvalidArgument, match="fits none"):
+        advise(large, ratios(2), ["split"])
