@@ -1,0 +1,89 @@
+"""vLLM schedulers that keep the attention time of a step within a quota (section 6.4 of the DualPath paper).
+
+Choose one with ``--scheduler-cls``. Settings in ``--additional-config``: ``kvstore_attention_quota_ms`` (0: no quota), and
+``kvstore_attention_pair_ps``, the picoseconds per pair of tokens that ``kvstore calibrate`` fits. Engines that share a barrier
+then compute for about equally long. vLLM fills a step in order of arrival, so that a bound on its tokens is the paper's rule.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvclient import InvalidArgument
+from kvclient.engines.vllm.quota.budget import prompt_tokens
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AHEAD = 256
+"""Waiting requests that a step is chosen from."""
+
+
+class _Quota:
+    """Settings, and the bound of one step."""
+
+    def __init__(self, config: dict[str, Any], least: int) -> None:
+        values = [config.get(f"kvstore_attention_{name}", default) for name, default in (("quota_ms", 300.0), ("pair_ps", 0.0))]
+        if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in values):
+            raise InvalidArgument("kvstore_attention_quota_ms and kvstore_attention_pair_ps are numbers of at least 0")
+        quota_ms, pair_ps = values
+        self.least = least
+        self.most_pairs = quota_ms * 1e9 / pair_ps if quota_ms and pair_ps else math.inf
+        if self.most_pairs == math.inf:
+            logger.warning("attention quota off: no kvstore_attention_pair_ps (quota_ms=%s)", quota_ms)
+
+    def tokens(self, scheduler: Scheduler) -> int:
+        """Return the most tokens of the next step: one or more for each decoding request, and prompts within the quota."""
+        decoding, known = 0, []
+        for request in scheduler.running:
+            left = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                known.append((request.num_computed_tokens, left))
+            else:
+                decoding += max(0, left)
+        waiting = []
+        queued = itertools.chain(scheduler.kv_holding_waiting, scheduler.waiting)
+        for request in itertools.islice(queued, _LOOK_AHEAD):
+            if request.num_computed_tokens and not waiting:
+                known.append((request.num_computed_tokens, request.num_tokens - request.num_computed_tokens))
+            else:
+                waiting.append(request.num_tokens)
+        return decoding + prompt_tokens(known, waiting, self.most_pairs, self.least)
+
+
+def _plain(config: object) -> dict[str, Any]:
+    """Return the additional settings; vLLM also allows objects of platform plugins, which have none of ours."""
+    return config if isinstance(config, dict) else {}
+
+
+class QuotaScheduler(Scheduler):  # type: ignore[misc, unused-ignore]
+    """vLLM's scheduler with a quota."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # vLLM's
+        super().__init__(*args, **kwargs)
+        self.attention_quota = _Quota(_plain(self.vllm_config.additional_config), self.block_size)
+        self.quota_cut_steps = 0
+        """Steps that had fewer tokens than without the quota."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # vLLM's
+        """Schedule a step of bounded tokens."""
+        usual = self.max_num_scheduled_tokens
+        if self.attention_quota.most_pairs == math.inf:
+            return super().schedule(*args, **kwargs)
+        self.max_num_scheduled_tokens = min(usual, self.attention_quota.tokens(self))
+        bound = self.max_num_scheduled_tokens
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = usual
+        self.quota_cut_steps += output.total_num_scheduled_tokens == bound < usual
+        return output
+
+
+class AsyncQuotaScheduler(QuotaScheduler, AsyncScheduler):  # type: ignore[misc, unused-ignore]
+    """The same for ``async_scheduling``, which is vLLM's default where it can be used."""

@@ -1,0 +1,53 @@
+"""vLLM with the attention quota: steps are cut, answers are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_bed import SingleEngine, VllmDriver, text, tiny
+
+from kvclient.engines.vllm.quota.budget import pairs
+
+PROMPTS = [text(1, 700), text(2, 620), text(3, 128), text(4, 31)]
+QUOTA_MS, PAIR_PS = 30.0, 1e6
+MOST_PAIRS = QUOTA_MS * 1e9 / PAIR_PS
+
+
+@pytest.fixture
+def single() -> Iterator[SingleEngine]:
+    engine = SingleEngine()
+    yield engine
+    engine.close()
+
+
+def test_vllm_quota_cuts_steps_and_keeps_tokens(folder: Path, single: SingleEngine) -> None:
+    driver = VllmDriver(tiny("llama", folder))
+    plain = single.open(driver, None, {}).tokens(PROMPTS)
+    engine = single.open(
+        driver,
+        None,
+        {},
+        scheduler_cls="kvclient.engines.vllm.quota.scheduler.AsyncQuotaScheduler",
+        additional_config={"kvstore_attention_quota_ms": QUOTA_MS, "kvstore_attention_pair_ps": PAIR_PS},
+    )
+    scheduler = engine.core.scheduler
+    work: list[float] = []
+    schedule = scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before = {name: request.num_computed_tokens for name, request in scheduler.requests.items()}
+        output = schedule(*args, **kwargs)
+        sizes = [(before.get(name, 0), tokens) for name, tokens in output.num_scheduled_tokens.items()]
+        work.append(sum(pairs(cached, tokens) for cached, tokens in sizes if tokens > 1))
+        return output
+
+    scheduler.schedule = watched
+    assert engine.tokens(PROMPTS) == plain
+    assert scheduler.quota_cut_steps > 0
+    assert 0 < max(work) <= MOST_PAIRS + pairs(max(map(len, PROMPTS)), scheduler.block_size)
