@@ -47,7 +47,7 @@ class ClusterDescription(BaseModel):
     "--file",
     "-f",
     "source",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     help="YAML file with the names of the options below; options override it.",
 )
 @click.option("--model", help="Model; 'kvstore simulate --list-models' names them (default: ds-27b).")

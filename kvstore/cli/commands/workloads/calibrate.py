@@ -34,7 +34,7 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> list[int
 @click.command(cls=Command)
 @click.option(
     "--samples",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     help="CSV with the columns tokens,context,seconds, or JSON with a list of such objects.",
 )
 @click.option("--engine", metavar="URL", help="Measure this OpenAI-compatible engine instead, such as http://host:8000.")

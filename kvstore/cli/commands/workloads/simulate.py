@@ -126,7 +126,7 @@ class _Options:
 )
 @click.option(
     "--calibration",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     help="JSON of 'kvstore calibrate -o json': measured step times replace the roofline of prefill engines.",
 )
 @click.option(

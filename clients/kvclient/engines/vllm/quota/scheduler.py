@@ -39,14 +39,15 @@ class _Quota:
 
     def tokens(self, scheduler: Scheduler) -> int:
         """Return the most tokens of the next step: one or more for each decoding request, and prompts within the quota."""
-        decoding, known = 0, []
+        decoding = 0
+        known: list[tuple[int, int]] = []
         for request in scheduler.running:
             left = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
             if request.num_computed_tokens < request.num_prompt_tokens:
                 known.append((request.num_computed_tokens, left))
             else:
                 decoding += max(0, left)
-        waiting = []
+        waiting: list[int] = []
         queued = itertools.chain(scheduler.kv_holding_waiting, scheduler.waiting)
         for request in itertools.islice(queued, _LOOK_AHEAD):
             if request.num_computed_tokens and not waiting:
@@ -63,6 +64,8 @@ def _plain(config: object) -> dict[str, Any]:
 
 class QuotaScheduler(Scheduler):  # type: ignore[misc, unused-ignore]
     """vLLM's scheduler with a quota."""
+
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # vLLM's
         super().__init__(*args, **kwargs)
