@@ -21,7 +21,7 @@ STEPS = (LADDER[2], LADDER[3], LADDER[4])
 
 
 def results(agents: int, seed: int) -> list[SimResult]:
-    """Simulate the bed of the ablation with so many agents, step by step."""
+    """Simulate the bed of the ablation with this number of agents, step by step."""
     made = trajectories(PROFILE, agents, 2, seed)
     return [simulate(sim_config(BED, EngineSettings(), made, variant)) for variant in STEPS]
 

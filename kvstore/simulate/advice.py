@@ -19,9 +19,9 @@ _BUSY = 0.8
 """Share of the time that engines compute, above which they are the limit."""
 
 Build = Callable[[int, int], SimConfig]
-"""Builds the cluster with so many prefill and decode nodes. Raises InvalidArgument if the model does not fit."""
+"""Builds the cluster with these numbers of prefill and decode nodes. Raises InvalidArgument if the model does not fit."""
 Tried = Callable[[int, int, str], None]
-"""Callback with (runs done, all runs, what was tried)."""
+"""Callback with (runs done, all runs, name of the next run)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class Advice:
 
     Attributes:
         best: the recommended option.
-        ceiling: the same cluster with loads that take no time; None if the time ran out before.
+        ceiling: the same cluster with instant loads; None if the time ran out before.
         options: all that ran, the best first.
         skipped: clusters that the model does not fit, with the reason.
-        left_out: runs that the time did not suffice for.
+        left_out: runs that did not start or end in time.
     """
 
     best: Option
@@ -79,7 +79,7 @@ class Advice:
             ratio = self.ceiling.requests_s / self.best.requests_s
             if ratio > 1 + 2 * CLOSE:
                 said.append(
-                    f"With loads that take no time it serves {ratio:.2f} times as many: wider storage links or more nodes help."
+                    f"With instant loads it serves {ratio:.2f} times as many requests. Wider storage links or more nodes help."
                 )
             elif self.best.result.prefill_use > _BUSY:
                 said.append("Loads cost almost nothing here: prefill engines compute all the time and are the limit.")
@@ -120,7 +120,7 @@ def advise(
         build: makes the configuration of a cluster, with its sessions.
         pairs: (prefill, decode) nodes, in the order in which they are tried.
         policies: to compare.
-        limit_s: the search ends after this time with what it has; the first run always ends.
+        limit_s: the search ends after this time with the options that ran; the first run always ends.
         tried: called before each run.
         clock: seconds.
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvstore.cli.app import root
-from kvstore.cli.support.engine_probe import MOST_BYTES, measure_engine
+from kvstore.cli.commands.workloads.engine_probe import MOST_BYTES, measure_engine
 from kvstore.roofline.calibration import StepTimes, fit
 
 TRUE = StepTimes(0.03, 1e-4, 2e-8)

@@ -110,7 +110,7 @@ def _toml(alpha: int, beta: int, times: StepTimes, count: int) -> str:
 def _measure(
     engine: str, model: str, lengths: list[int], rounds: int, most_tokens: int, limit: float, key: str | None
 ) -> list[StepSample]:
-    from kvstore.cli.support.engine_probe import measure_engine
+    from kvstore.cli.commands.workloads.engine_probe import measure_engine
     from kvstore.replay.progress import progress
 
     with progress("calibrate", len(lengths) * (rounds + 1), unit="prompts") as report:
