@@ -1,4 +1,4 @@
-"""The search for a cluster: bounded, complete if there is time, and never worse than what it tried."""
+"""The search for a cluster ends in time and recommends the best option that ran."""
 
 from __future__ import annotations
 
