@@ -34,11 +34,22 @@ tls.ca = "/etc/kvstore/prod.pem"
 
 DAEMONS = {"up", "metadata", "node", "router", "admin"}
 WITHOUT_RESULT = DAEMONS | {"completion"}
-WITHOUT_STORE = WITHOUT_RESULT | {"demo", "replay", "simulate", "bench", "health", "volumes repair"}
+WITHOUT_STORE = WITHOUT_RESULT | {"demo", "replay", "simulate", "advise", "calibrate", "bench", "health", "volumes repair"}
 """Commands that start a store of their own, or look only at this host."""
 LIVE = {"events", "top", "history"}
 """Commands that follow changes, ``history`` with --follow."""
-ONE_TIME = WITHOUT_RESULT | {"demo", "stress", "replay", "simulate", "bench", "doctor", "config clusters", "config show"}
+ONE_TIME = WITHOUT_RESULT | {
+    "demo",
+    "stress",
+    "replay",
+    "simulate",
+    "advise",
+    "calibrate",
+    "bench",
+    "doctor",
+    "config clusters",
+    "config show",
+}
 """Commands that run something, or show what changes only with an edit of this host."""
 CHANGES = {
     *(f"nodes {name}" for name in ("drain", "undrain", "remove")),
