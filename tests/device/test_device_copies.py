@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import random
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from caches import LAYOUTS, block_bytes, make_cache, snapshot
-from deferred import DeferredDevice, FakePinning, bytes_of
+from deferred import DeferredDevice, DeferredStream, FakePinning, bytes_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
+from kvclient.device.copy_strategies import CopyRequest, HostMemory, StagedCopy
+from kvclient.device.page_scatter import TorchScatter
 from kvclient.memory.device_buffer import DeviceBuffer
 from kvstore.core.errors import Internal
 
@@ -294,6 +297,65 @@ def test_hung_copies_lose_device_and_keep_arena_mapped(monkeypatch: pytest.Monke
     with pytest.raises(Internal, match="lost"):
         copier.blocks([1]).read_arena(arena.view, np.zeros(1, np.uint64), 0, 0, 3)
     assert copier.stats()["device_lost_total"] == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("direction", ["load", "store"])
+@pytest.mark.parametrize("fails_too", [True, False])
+def test_copies_without_an_event_keep_arena_mapped(
+    way: str, direction: str, fails_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device accepts copies, but no event: their end is unknown, so the arena and its slots are never reused."""
+    device = DeferredDevice(1)
+    copier = DeviceCopier(make_cache("mla"), strategy=way, device=device)  # type: ignore[arg-type]
+    arena = Arena(copier, 2, 0)
+    guard = copier.mapped(arena.view)
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr("deferred.DeferredStream.record", refuse)
+    if fails_too:
+        monkeypatch.setattr("deferred.DeferredStream.copy_batch", lambda *_: refuse(None))
+    blocks = copier.blocks([0, 1])
+    offsets = np.array([0, 1], np.uint64) * np.uint64(arena.size)
+    with contextlib.suppress(Internal):
+        if direction == "load":
+            blocks.read_arena(arena.view, offsets, 0, 0, 3)
+        else:
+            blocks.write_arena(arena.view, offsets)
+    with pytest.raises(Internal, match="unknown"):
+        blocks.drain()
+    monkeypatch.undo()
+    with pytest.raises(Internal, match="lost"):
+        blocks.write_arena(arena.view, offsets)
+    device.run_all()
+    assert not guard.close()
+
+
+def test_staging_buffer_without_an_event_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = DeferredDevice(1)
+    strategy = StagedCopy(device, cache := make_cache("mla"), TorchScatter(cache), None, 1 << 20)
+    memory = bytes_of(4 * cache.row_bytes, 1)
+    base = memory.ctypes.data
+    request = CopyRequest(
+        HostMemory(base, None), np.array([base]), 3 * cache.row_bytes, cache.check_pages([0]), 0, 3, 0, device.mark()
+    )
+    records: list[None] = []
+
+    def refuse_second(stream: DeferredStream) -> object:
+        records.append(None)
+        if len(records) == 2:
+            raise Internal("the CUDA device rejects work")
+        return record(stream)
+
+    record = DeferredStream.record
+    monkeypatch.setattr("deferred.DeferredStream.record", refuse_second)
+    with pytest.raises(Internal, match="rejects work"):
+        strategy.store(request)
+    strategy.store(request)  # the other buffer
+    with pytest.raises(Internal, match="staging buffer is lost"):
+        strategy.store(request)
 
 
 def test_addresses_outside_arena_or_cache_are_rejected() -> None:

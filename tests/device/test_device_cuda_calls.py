@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvclient.device.driver import CudaDriver, PinRefused
-from kvclient.device.streams import _CudaStream
-from kvstore.core.errors import Internal
+from kvclient.device.streams import CudaDevice, _CudaStream
+from kvstore.core.errors import Internal, Unavailable
 
 GLOBAL, RELAXED = 0, 2
 CAPTURING = 900
@@ -80,29 +81,63 @@ class Torch:
         self.current = 0
         self.contexts: set[int] = set()
         self.made: list[int] = []
+        self.error: Exception | None = None
+        """Raised by all calls of the runtime."""
         monkeypatch.setattr(torch.cuda, "device", self.device)
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
         monkeypatch.setattr(torch.cuda, "ExternalStream", self.external)
         monkeypatch.setattr(torch.cuda, "Stream", None)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: RuntimeEvent(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: RuntimeStream(self, 7, device))
+        monkeypatch.setattr(torch, "empty", lambda _, device: self.call())
 
-    def external(self, handle: int, device: torch.device) -> tuple[int, torch.device]:
+    def call(self) -> None:
+        """A call of the CUDA runtime: it creates a context on the thread's current device."""
+        if self.error is not None:
+            raise self.error
+        self.contexts.add(self.current)
+
+    def external(self, handle: int, device: torch.device) -> RuntimeStream:
         self.made.append(handle)
-        return handle, device
+        return RuntimeStream(self, handle, device)
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
         before, self.current = self.current, device.index
-        self.contexts.add(self.current)
-        yield
-        self.current = before  # without a context, if there is none
+        try:
+            yield
+        finally:
+            self.current = before  # without a context, if there is none
 
     @contextmanager
-    def stream(self, stream: tuple[int, torch.device]) -> Iterator[None]:
-        before, self.current = self.current, stream[1].index
-        self.contexts.add(self.current)
-        yield
-        self.current = before
-        self.contexts.add(before)  # it sets that device's stream again
+    def stream(self, stream: RuntimeStream) -> Iterator[None]:
+        before, self.current = self.current, stream.device.index
+        self.call()
+        try:
+            yield
+        finally:
+            self.current = before
+            self.contexts.add(before)  # it sets that device's stream again
+
+
+class RuntimeStream:
+    def __init__(self, fake: Torch, handle: int, device: torch.device) -> None:
+        self.fake, self.cuda_stream, self.device = fake, handle, device
+
+    def wait_event(self, _: object) -> None:
+        self.fake.call()
+
+
+class RuntimeEvent:
+    def __init__(self, fake: Torch) -> None:
+        self.fake = fake
+
+    def record(self, _: object) -> None:
+        self.fake.call()
+
+    def query(self) -> bool:
+        self.fake.call()
+        return True
 
 
 def test_copies_to_one_gpu_create_no_context_on_another(library: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +155,49 @@ def test_copies_to_one_gpu_create_no_context_on_another(library: Libcuda, monkey
     with pytest.raises(Internal, match="rejects work"):
         stream.run(fails)
     assert library.mode == GLOBAL
+
+
+def every_call(device: CudaDevice) -> list[Callable[[], object]]:
+    """All calls of a device and its streams that the copies' threads make."""
+    stream, one = device.stream(), np.ones(1, np.int64)
+    mark = device.mark()
+    return [
+        mark.done,
+        device.mark,
+        lambda: device.wait_event(mark),
+        lambda: device.run(lambda: torch.cuda.Event().query()),
+        stream.record,
+        lambda: stream.wait(mark),
+        lambda: stream.run(lambda: torch.cuda.Event().query()),
+        lambda: stream.copy_rows(1, 1, 2, 2, 1, 1),
+        lambda: stream.copy_rows(1, 1, 2, 2, 1, 2),
+        lambda: stream.copy_batch(one, one, one),
+    ]
+
+
+@pytest.mark.usefixtures("library")
+def test_calls_in_a_new_thread_leave_gpu_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Torch(monkeypatch)
+    device = CudaDevice(torch.device("cuda", 3))
+    calls = every_call(device)
+    fake.contexts = set()
+    for call in calls:
+        call()
+        assert fake.current == 0
+    assert fake.contexts <= {3}
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), ValueError("no kernel"), AssertionError("no CUDA")])
+def test_errors_of_the_runtime_are_internal(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    fake = Torch(monkeypatch)
+    calls = every_call(CudaDevice(torch.device("cuda", 3)))
+    fake.error = error
+    for call in calls[:7]:
+        with pytest.raises(Internal, match="the CUDA device"):
+            call()
+    with pytest.raises(Unavailable, match="cannot use"):
+        CudaDevice(torch.device("cuda", 3))
 
 
 def test_streams_are_created_by_driver_at_first_use(library: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:

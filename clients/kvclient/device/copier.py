@@ -34,7 +34,7 @@ from kvclient.device.page_scatter import PageScatter, TorchScatter
 from kvclient.device.pinned_range import CHUNK_BYTES, PinnedRange, PinReport, cpus_near
 from kvclient.device.pool_copy import PoolCopy, PoolCopyRequest
 from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event
-from kvstore.core.errors import Internal, Unsupported
+from kvstore.core.errors import Internal, KVStoreError, Unsupported
 from kvstore.native import address_of
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
@@ -414,6 +414,41 @@ class DeviceCopier:
                 self._lose(events[number:])
                 raise Internal("copies did not end in time", device=self.cache.device)
 
+    # ---- sleep ----
+    def suspend(self, timeout_s: float) -> None:
+        """Let no copy begin, and wait until none is under way: the memory of the KV cache may then be unmapped. Idempotent.
+
+        Args:
+            timeout_s: bound of the wait.
+
+        Raises:
+            Internal: copies did not end in time, or their end is unknown. Nothing has changed, and the memory must stay mapped.
+        """
+        until_s = time.monotonic() + timeout_s
+        with self._lock:
+            before, self._suspended = self._suspended, True
+            events = list(self._stuck)
+        try:
+            for lane in self._lanes:
+                with lane.lock:  # a copy that began before has enqueued all of its work
+                    events += [event for way in lane.ways for event in self._record(way)]
+            self._wait_all(events, until_s)
+        except BaseException:
+            with self._lock:
+                self._suspended = before
+            raise
+
+    def _wait_all(self, events: Sequence[Event], until_s: float) -> None:
+        while not all(event.done() for event in events):
+            if time.monotonic() > until_s:
+                raise Internal("copies did not end in time: the KV cache must stay mapped", device=self.cache.device)
+            time.sleep(_NAP_S)
+
+    def resume(self) -> None:
+        """Let copies begin again: the memory of the KV cache is mapped at the same addresses. Idempotent."""
+        with self._lock:
+            self._suspended = False
+
     def wait_on_stream(self, event: Event) -> None:
         """Let the caller's current stream wait for an event."""
         self.device.wait_event(event)
@@ -449,7 +484,7 @@ class DeviceCopier:
 
     def unmapped(self, address: int) -> bool:
         """Release an arena before it is unmapped. False: it must stay mapped."""
-        if any(not _done(event) for event in self._stuck):
+        if any(isinstance(event, _UnknownEnd) or not _done(event) for event in self._stuck):
             return False
         with self._lock:
             pins = self._ranges.pop(address, None)
@@ -496,10 +531,25 @@ class _CopyDirection:
         self.marks: list[Event] = []
         """Events of the engine's kernels that begun copies wait for. Replaced as a whole, never modified."""
 
+    @property
+    def ways(self) -> list[CopyStrategy | PoolCopy]:
+        """Everything whose streams may have copies of this direction."""
+        return [self.first, *([self.staged] if self.staged is not self.first else ()), self.pooled]
+
     def wait_for(self, mark: Event) -> None:
         """Record the event that new copies wait for."""
         if not any(mark is known for known in self.marks):
             self.marks = [*(known for known in self.marks if not _done(known)), mark]
+
+
+class _UnknownEnd:
+    """Event after copies of which no event could be recorded. They may run at any time, until the process ends."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        raise Internal("the device failed: the end of its copies is unknown", error=self._error) from self._error
 
 
 class _ArenaPin:

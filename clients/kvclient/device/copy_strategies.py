@@ -26,6 +26,7 @@ from kvclient.device.layouts import PagedCache
 from kvclient.device.page_scatter import PageScatter
 from kvclient.device.pinned_range import PinnedRange
 from kvclient.device.streams import Device, DeviceStream, Event
+from kvstore.core.errors import Internal
 
 OnLayer = Callable[[int, Event], None]
 """``on_layer(layer, event)``: after the event, one layer of all blocks is in its pages."""
@@ -135,6 +136,8 @@ class _StagingBuffer:
         self.memory = memory
         self.free: Event | None = None
         """After the last use."""
+        self.lost = False
+        """No event could be recorded after the last use, so the buffer may be in use for ever."""
 
 
 class StagedCopy:
@@ -212,13 +215,17 @@ class StagedCopy:
         Its next user waits for the work begun here, even if only part of it was enqueued.
         """
         slot = self._slot()
+        if slot.lost:
+            raise Internal("a staging buffer is lost: the device rejected an event", device=self._cache.device)
         if slot.free is not None:
             fills.wait(slot.free)
         try:
             yield slot
         finally:
+            slot.lost = True
             empties.wait(fills.record())
             slot.free = empties.record()
+            slot.lost = False
 
     def _slot(self) -> _StagingBuffer:
         if not self._slots:

@@ -7,14 +7,15 @@ tests.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from kvclient.device.driver import Addresses, CudaDriver, HostPinning
-from kvstore.core.errors import Internal
+from kvstore.core.errors import Internal, KVStoreError, Unavailable
 
 
 class Event(Protocol):
@@ -90,15 +91,37 @@ class Device(Protocol):
 # ---- a GPU ----
 
 
+@contextmanager
+def _current(device: torch.device, failure: str) -> Iterator[None]:
+    """Make a device current for this thread, and convert errors. Every call of the CUDA runtime is inside this context.
+
+    In a new thread, GPU 0 is current. A runtime call there, even the query of an event of another GPU, creates a context on
+    GPU 0, which takes hundreds of megabytes of its memory per process.
+
+    Args:
+        device: the device.
+        failure: message of the error.
+
+    Raises:
+        Internal: torch, Triton or the driver failed.
+    """
+    try:
+        with torch.cuda.device(device):
+            yield
+    except KVStoreError:
+        raise
+    except Exception as error:  # torch, Triton and compilers raise errors of many types
+        raise Internal(failure, device=device, error=error) from error
+
+
 class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event = event
+        self._device = device
 
     def done(self) -> bool:
-        try:
+        with _current(self._device, "the CUDA device failed"):  # torch reports any earlier failure of the device here
             return bool(self.event.query())
-        except RuntimeError as error:  # torch reports any earlier failure of the device here
-            raise Internal("the CUDA device failed", error=error) from error
 
 
 class _CudaStream:
@@ -113,28 +136,32 @@ class _CudaStream:
         return torch.cuda.ExternalStream(self._driver.stream(), device=self._device)
 
     def run(self, work: Callable[[], None]) -> None:
-        try:
-            # torch.cuda.stream alone restores the device that was current before: in a new thread that is GPU 0, and torch would
-            # create a context there
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                work()
-        except RuntimeError as error:
-            raise Internal("the CUDA device rejects work", error=error) from error
+        with self._working(), torch.cuda.stream(self._stream):  # alone, the second would restore GPU 0 in a new thread
+            work()
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
-        self._stream.wait_event(event.event)
+        with self._working():
+            self._stream.wait_event(event.event)
 
     def record(self) -> _CudaEvent:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return _CudaEvent(event)
+        with self._working():
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _CudaEvent(event, self._device)
 
     def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        self._driver.copy_rows(target, target_pitch, source, source_pitch, width, rows, self._stream.cuda_stream)
+        self._driver.copy_rows(target, target_pitch, source, source_pitch, width, rows, self._handle())
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        self._driver.copy_batch(targets, sources, sizes, self._stream.cuda_stream)
+        self._driver.copy_batch(targets, sources, sizes, self._handle())
+
+    def _handle(self) -> int:
+        with self._working():
+            return int(self._stream.cuda_stream)
+
+    def _working(self) -> AbstractContextManager[None]:
+        return _current(self._device, "the CUDA device rejects work")
 
 
 class CudaDevice:
@@ -144,12 +171,15 @@ class CudaDevice:
         memory: ``cuda:N``.
 
     Raises:
-        Unavailable: the driver or the device does not exist.
+        Unavailable: the driver or the device does not exist, or the device failed.
     """
 
     def __init__(self, memory: torch.device) -> None:
-        self.memory = torch.device("cuda", torch.cuda.current_device() if memory.index is None else memory.index)
-        torch.empty(1, device=self.memory)  # torch creates the context that the driver then uses
+        try:
+            self.memory = torch.device("cuda", torch.cuda.current_device() if memory.index is None else memory.index)
+            torch.empty(1, device=self.memory)  # torch creates the context that the driver then uses
+        except Exception as error:  # an AssertionError if torch is built without CUDA
+            raise Unavailable("torch cannot use the CUDA device", device=memory, error=error) from error
         self._driver = CudaDriver(self._index_of_driver())
         self.pinning: HostPinning | None = self._driver
         self.bus_id = self._driver.bus_id
@@ -165,20 +195,19 @@ class CudaDevice:
         return _CudaStream(self.memory, self._driver)
 
     def mark(self) -> _CudaEvent:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.memory))
-        return _CudaEvent(event)
+        with _current(self.memory, "the CUDA device rejects work"):
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.memory))
+        return _CudaEvent(event, self.memory)
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
-        torch.cuda.current_stream(self.memory).wait_event(event.event)
+        with _current(self.memory, "the CUDA device rejects work"):
+            torch.cuda.current_stream(self.memory).wait_event(event.event)
 
     def run(self, work: Callable[[], None]) -> None:
-        try:
-            with torch.cuda.device(self.memory):
-                work()
-        except RuntimeError as error:
-            raise Internal("the CUDA device rejects work", error=error) from error
+        with _current(self.memory, "the CUDA device rejects work"):
+            work()
 
 
 # ---- a CPU ----

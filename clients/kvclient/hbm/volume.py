@@ -187,13 +187,13 @@ class HbmVolume(MemoryVolume):
 
         Copies within use their own stream: on the default stream they and the engine's kernels would wait for each other.
         """
-        with self._staging_lock:
+        # with torch.cuda.stream alone, restoring GPU 0, which is current in a new thread, would create a context there
+        with self._staging_lock, torch.cuda.device(self.device):
             if self._staging is None or len(self._staging) < size:
                 self._staging = self._take_staging(max(STAGING_BYTES, size))
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self.device)
-            # both: restoring the device that was current before would create a context there; in a new thread that is GPU 0
-            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream):
                 yield self._staging, len(self._staging) // size
 
     def _take_staging(self, nbytes: int) -> torch.Tensor:
