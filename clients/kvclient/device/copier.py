@@ -102,6 +102,7 @@ class DeviceCopier:
         self._pin = pin and self.device.pinning is not None
         self._lock = threading.Lock()
         self._ranges: dict[int, PinnedRange] = {}
+        self._suspended = False
         self._stuck: list[Event] = []
         self._kept: list[npt.NDArray[np.uint8]] = []
         mover = self._mover()
@@ -244,7 +245,7 @@ class DeviceCopier:
         return DeviceBlocks(self, ids, layers, self.mark() if after is None else after)
 
     def clear(self, page_ids: Sequence[int]) -> None:
-        """Fill pages with zeros, after all work on the caller's current stream. Does not wait.
+        """Fill pages with zeros, after all work on the caller's current stream. Does not wait. Suspended copies: no effect.
 
         Copies that were abandoned because they hung are ordered before the zeros, and the zeros before all later work of the
         caller: bytes that such a copy writes late are never read.
@@ -256,6 +257,8 @@ class DeviceCopier:
         ids = self.cache.check_pages(page_ids)
         with self._lock:
             stuck = list(self._stuck)
+            if self._suspended:
+                return  # the pages are lost anyway
         for event in stuck:
             if not _done(event):
                 self.device.wait_event(event)
@@ -377,18 +380,30 @@ class DeviceCopier:
         with lane.lock:
             if lane.lost:
                 raise Internal("the device was lost: it accepts no more copies", device=self.cache.device)
+            if self._suspended:
+                raise Internal("the KV cache is asleep: it accepts no copies", device=self.cache.device)
             lane.wait_for(pages.after)
             try:
                 work()
             except BaseException as error:
-                pages.begun += way.record()  # begun copies are still waited for
-                if not isinstance(error, RuntimeError | Internal):
+                pages.begun += self._record(way)  # begun copies are still waited for
+                if not isinstance(error, Exception):
                     raise  # an interrupt of this thread
+                if isinstance(error, KVStoreError) and not isinstance(error, Internal):
+                    raise
                 self.counters.add(device_metrics.DEVICE_ERRORS)
                 if isinstance(error, Internal):
                     raise
                 raise Internal("the device failed", device=self.cache.device, error=error) from error
+            return self._record(way)
+
+    def _record(self, way: CopyStrategy | PoolCopy) -> list[Event]:
+        """Return the events after all copies of a strategy. If the device refuses, their end is never known."""
+        try:
             return way.record()
+        except Exception as error:  # noqa: BLE001  # torch and drivers raise errors of many types
+            self.counters.add(device_metrics.DEVICE_ERRORS)
+            return [_UnknownEnd(error)]
 
     def wait(self, events: Sequence[Event]) -> None:
         """Wait until copies are done. Bounded: the time limit begins when the engine's kernels before the copies have ended.
@@ -524,6 +539,8 @@ class _CopyDirection:
 
     def __init__(self, way: CopyStrategy, staged: CopyStrategy, pooled: PoolCopy) -> None:
         self.way = way
+        self.first = way
+        """The strategy of the start. If the device has rejected it, its streams may still have copies."""
         self.staged = way if way.name == staged.name else staged
         self.pooled = pooled
         self.lock = threading.Lock()

@@ -42,7 +42,7 @@ from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_
 from kvclient.engines.vllm.identity.namespaces import group_spec
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.memory.device_pages import make_pages
-from kvclient.engines.vllm.memory.pages import Pages
+from kvclient.engines.vllm.memory.pages import GroupPages, Pages
 from kvclient.engines.vllm.metrics import StorePromMetrics, StoreStats
 from kvclient.engines.vllm.options import RECONNECT_S, RESET_GRACE_S, ConnectorOptions
 from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
@@ -50,6 +50,7 @@ from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.scheduler.verdicts import Verdicts
 from kvclient.engines.vllm.worker.cpu_affinity import unbound
+from kvclient.engines.vllm.worker.sleep_mode import guard_sleep, may_sleep
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions, WorkerConnector
 from kvstore.recompute.decisions import LoadDecisions
 from kvstore.recompute.verdict import Overlap
@@ -127,6 +128,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._observer: RequestObserver | None = None
         self._worker: WorkerConnector | None = None
+        self._restore_allocator: Callable[[], None] | None = None
         self._completions = LoadCompletions()
         self._raised_before: BaseException | None = None
         """The exception that the caller of the step is handling, if any."""
@@ -194,7 +196,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 digest=digest,
                 rank=self._vllm_config.parallel_config.rank,
             )
+            self._guard_sleep()
             self._worker.wait_pinned()  # vLLM captures graphs next; the driver may refuse to pin during that
+
+    def _guard_sleep(self) -> None:
+        """If the engine may unmap a KV cache on a device, let it do so only without copies under way.
+
+        Raises:
+            InvalidArgument: vLLM's sleep mode is on, in a form that cannot be guarded.
+        """
+        if all(isinstance(pages, GroupPages) for pages in self._pages) or not may_sleep(self._vllm_config.model_config):
+            return
+        from vllm.device_allocator import get_mem_allocator_instance  # fails on a CPU
+
+        self._restore_allocator = guard_sleep(get_mem_allocator_instance(), self.worker_side)
 
     def _make_pages(self, groups: Sequence[Sequence[Any]]) -> Sequence[Pages]:
         """Return the pages of the worker's tensors, on the host or a device."""
@@ -474,6 +489,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Close all connections. vLLM calls this when the engine stops."""
+        if self._restore_allocator is not None:
+            self._restore_allocator()
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

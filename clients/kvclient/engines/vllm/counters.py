@@ -73,6 +73,7 @@ COUNTERS = {
     "device_pin_retries": "Pins retried, since the driver refuses them while graphs are captured.",
     "device_pinned_late": "Starts that did not wait until the whole arena was pinned, per group.",
     "device_batch_refused": "Devices that refused batched copies and use staged ones, per group.",
+    "device_sleeps": "Times that the engine slept: its loads and stores were cancelled first.",
     "device_without_triton": "Groups whose pages are moved by torch's indexing, since Triton is missing or fails.",
     "labels_stored": "Labels of blocks that were stored, or stored again.",
     "labels_failed": "Labels of blocks that were not stored: routers that follow the store do not see these blocks.",

@@ -138,6 +138,12 @@ class DevicePages:
     def wait_pinned(self, timeout_s: float) -> bool:
         return self._copier.wait_pinned(timeout_s)
 
+    def suspend(self, timeout_s: float) -> None:
+        self._copier.suspend(timeout_s)
+
+    def resume(self) -> None:
+        self._copier.resume()
+
     def counts(self) -> Mapping[str, int]:
         totals = self._copier.counters.snapshot()
         return {name: totals.get(f"{name}_total", 0) - self._tried.get(name, 0) for name in _COUNTED}
@@ -150,6 +156,12 @@ class DevicePages:
         Raises:
             Internal: wrong bytes were returned, or none.
         """
+        try:
+            self._try_out()
+        except RuntimeError as error:  # torch's current stream of the device
+            raise Internal("the device fails", device=self._copier.cache.device, error=error) from error
+
+    def _try_out(self) -> None:
         cache, copier = self._copier.cache, self._copier
         ids = sorted({0, self.num_blocks // 2, self.num_blocks - 1})[:_TRIED_PAGES]
         there = torch.tensor(ids, device=cache.device)
@@ -188,8 +200,6 @@ class DevicePages:
             loaded.host_copy_ready(np.arange(len(ids)), 0, self.shape.layers)
             loaded.drain()
             good = good and holds(other) and np.array_equal(copier.blocks(ids).gather().reshape(other.shape), other)
-        except RuntimeError as error:  # torch's current stream of the device
-            raise Internal("the device fails", device=cache.device, error=error) from error
         finally:
             for layer, was in zip(layers, before, strict=True):
                 layer[there] = was

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient import BlockBuffer, BlockShape, CacheSpec, InvalidArgument
+from kvstore.core.errors import Unsupported
 
 if TYPE_CHECKING:
     from kvclient.memory.device_buffer import ArenaPinner
@@ -65,6 +66,17 @@ class Pages(Protocol):
 
     def wait_pinned(self, timeout_s: float) -> bool:
         """Wait until the memory mapped for these copies is pinned, or will not be pinned. False: timeout."""
+
+    def suspend(self, timeout_s: float) -> None:
+        """Let no copy begin, and wait until none is under way: the engine unmaps the memory. Idempotent.
+
+        Raises:
+            Internal: copies did not end in time; the memory must stay mapped.
+            Unsupported: pages in host memory.
+        """
+
+    def resume(self) -> None:
+        """Let copies begin again: the memory is mapped at the same addresses. Idempotent."""
 
     def counts(self) -> Mapping[str, int]:
         """Return totals of these copies by counter name."""
@@ -115,6 +127,12 @@ class GroupPages:
 
     def wait_pinned(self, timeout_s: float) -> bool:  # noqa: ARG002
         return True
+
+    def suspend(self, timeout_s: float) -> None:  # noqa: ARG002
+        raise Unsupported("an engine on a CPU cannot sleep: its pages are not unmapped")
+
+    def resume(self) -> None:
+        """Do nothing: pages on a CPU are never suspended."""
 
     def counts(self) -> Mapping[str, int]:
         return {}

@@ -175,6 +175,8 @@ class WorkerConnector:
         self._rank = rank
         self._outdated = False
         """The weights changed, and the scheduler has not named their epoch yet: nothing is loaded or stored."""
+        self._asleep = False
+        """The engine has unmapped its KV cache: nothing is loaded or stored."""
         self._epoch = 0
         self.pages = pages
         self.clients = connect(weights_epoch)
@@ -281,7 +283,7 @@ class WorkerConnector:
         for part in job.groups:
             client, pages = self.clients[part.group], self.pages[part.group]
             handle = None
-            if self._outdated:
+            if self._outdated or self._asleep:
                 parts.append(InflightGroupLoad(part, None, pages))
                 continue
             try:
@@ -312,7 +314,7 @@ class WorkerConnector:
 
     def end_forward(self, plan: StepPlan, *, computed: bool = True) -> None:
         """The forward pass of a step, if it had one, is over: its blocks are complete, if it has ``computed`` them."""
-        self.step_failed = not computed or self._outdated
+        self.step_failed = not computed or self._outdated or self._asleep
         for flight in self._layerwise_loads:
             missing = [page for part in flight.parts for page in part.end_in_step(self.counters)]
             self._sample(flight, layerwise=True)
@@ -404,6 +406,39 @@ class WorkerConnector:
             self._output.merge(self._store_worker.take())
         answer, self._output = self._output, WorkerOutput()
         return answer
+
+    def suspend(self, timeout_s: float) -> None:
+        """Cancel all loads and stores, and wait until nothing accesses the pages, which the engine is about to unmap. Idempotent.
+
+        Args:
+            timeout_s: bound of the wait for stores and copies. Loads end by their own bounds.
+
+        Raises:
+            Internal: copies did not end in time. The pages must stay mapped; loads and stores go on.
+            Unsupported: pages in host memory.
+        """
+        until_s = time.monotonic() + timeout_s
+        before, self._asleep = self._asleep, True
+        try:
+            for flight in (*self._loads_in_flight, *self._layerwise_loads):
+                flight.cancel()
+            if self._store_worker is not None:
+                self._store_worker.cancel_pending()
+                self._store_worker.drain(timeout_s)
+            for pages in self.pages:
+                pages.suspend(max(0.0, until_s - time.monotonic()))
+        except BaseException:
+            if not before:
+                self.resume()
+            raise
+        if not before:
+            self.counters.add("device_sleeps")
+
+    def resume(self) -> None:
+        """Load and store again: the engine has mapped its pages. Idempotent."""
+        for pages in self.pages:
+            pages.resume()
+        self._asleep = False
 
     def count_device_copies(self) -> None:
         """Counts what the copies of a device have done since the last call."""
