@@ -26,7 +26,7 @@ from harness import Figure, Reference, Target
 from kvclient.device.copier import STRATEGIES, DeviceCopier
 from kvclient.device.driver import CudaDriver
 from kvclient.device.layouts import PagedCache
-from kvclient.device.pinned_range import PinnedRange, cpus_near
+from kvclient.device.pins.pinned_range import PinnedRange, cpus_near
 from kvclient.memory.device_buffer import PoolMemory
 from kvstore.native import address_of
 from kvstore.observe.counters import Counters

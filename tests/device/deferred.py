@@ -86,6 +86,16 @@ class FakePinning:
         self.refuse_unpin = False
         self.captures = 0
         """Number of calls to refuse, as during a graph capture."""
+        self.free: int | None = 1 << 30
+        self.cost_per_page = 0
+        """Device memory that each pinned page takes."""
+
+    @property
+    def scope(self) -> object:
+        return id(self)
+
+    def free_bytes(self) -> int | None:
+        return self.free
 
     def _captured(self) -> None:
         with self._lock:
@@ -105,6 +115,8 @@ class FakePinning:
             for start, length in self.pinned.items():
                 assert address + nbytes <= start or start + length <= address, "pinned twice"
             self.pinned[address] = nbytes
+            if self.free is not None:
+                self.free -= self.cost_per_page * (nbytes // 4096)
 
     def unpin(self, address: int) -> None:
         self._captured()

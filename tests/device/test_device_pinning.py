@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import logging
 import mmap
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
-from deferred import FakePinning
+from caches import block_bytes, make_cache
+from deferred import DeferredDevice, FakePinning, bytes_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvclient.device import pinned_range
+from kvclient.device.copier import DeviceCopier
 from kvclient.device.driver import CudaDriver
-from kvclient.device.pinned_range import PinnedRange, cpus_near
+from kvclient.device.pins import host_turns, pinned_range
+from kvclient.device.pins.pinned_range import PinnedRange, cpus_near
+from kvclient.memory.device_buffer import ArenaPin
+from kvclient.memory.shared_mapping import MappingUse, map_file
 from kvstore.core.errors import Unavailable
 from kvstore.native import address_of
 from kvstore.observe.counters import Counters
+from support.wait import wait_until
 
 PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_pauses() -> Iterator[None]:
+    """A node without new pages is idle at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pinned_range, "_IDLE_PAUSE_S", 0.0)
+        patch.setattr(pinned_range, "_PAUSES_S", (0.005, 0.02))
+        yield
 
 
 @pytest.fixture
@@ -160,7 +180,7 @@ def test_close_during_pinning_unpins_all_chunks(memory: mmap.mmap, monkeypatch: 
 
 
 def test_hung_pin_keeps_memory_mapped(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvclient.device.pinned_range._CLOSE_S", 0.05)
+    monkeypatch.setattr("kvclient.device.pins.pinned_range._CLOSE_S", 0.05)
     driver = FakePinning()
     go_on, begun = threading.Event(), threading.Event()
 
@@ -204,6 +224,229 @@ def test_forked_child_keeps_parent_pins(memory: mmap.mmap) -> None:
     assert len(driver.pinned) == 13
     driver.refuse_unpin = False
     assert pins.close()
+
+
+# ---- memory of a node ----
+class NodeMemory:
+    """A node's arena, of which the node has allocated some pages."""
+
+    def __init__(self, pages: int) -> None:
+        self.fd = os.memfd_create("test-node")
+        os.ftruncate(self.fd, pages * PAGE)
+        self.use = map_file(self.fd, pages * PAGE)
+        self.pages = pages
+
+    def allocate(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            os.pwrite(self.fd, b"n" * PAGE, page * PAGE)
+
+    @property
+    def allocated(self) -> int:
+        return os.fstat(self.fd).st_blocks * 512 // PAGE
+
+    def pin(self, driver: FakePinning, counters: Counters | None = None) -> PinnedRange:
+        return PinnedRange(
+            address_of(self.use.view),
+            self.pages * PAGE,
+            driver,
+            counters or Counters(),
+            chunk_bytes=4 * PAGE,
+            descriptor=self.use.descriptor,
+        )
+
+    def close(self) -> None:
+        self.use.close()
+        os.close(self.fd)
+
+
+@settings(max_examples=20)
+@given(allocated=st.sets(st.integers(0, 20)), later=st.sets(st.integers(0, 20)))
+def test_pins_cover_only_pages_that_the_node_has(allocated: set[int], later: set[int]) -> None:
+    """Model: a chunk is pinned once all its pages exist. Pinning never allocates a page of the node."""
+    memory, driver = NodeMemory(21), FakePinning()
+    memory.allocate(allocated)
+    pins = memory.pin(driver)
+    for some in (allocated, allocated | later):
+        memory.allocate(some - allocated)
+        whole = [chunk for chunk in range(6) if some.issuperset(range(4 * chunk, min(4 * chunk + 4, 21)))]
+        wait_until(lambda whole=whole: pins.report().bytes_pinned >= sum(min(4, 21 - 4 * at) * PAGE for at in whole), "pins")
+        assert pins.wait(10)
+        assert sorted(driver.pinned) == [pins.address + 4 * chunk * PAGE for chunk in whole]
+        assert memory.allocated == len(some)
+    assert pins.close()
+    assert driver.pinned == {}
+    memory.close()
+
+
+def test_pin_cost_on_the_device_is_reported(memory: mmap.mmap) -> None:
+    driver = FakePinning()
+    driver.cost_per_page = 8
+    pins = pin(memory, driver)
+    assert pins.wait(10)
+    assert pins.report().device_bytes == 800
+    assert pins.close()
+    driver.free = None
+    pins = pin(memory, driver)
+    assert pins.wait(10)
+    assert pins.report().device_bytes is None
+    assert pins.close()
+
+
+def hold_turn(descriptor: int, pipe: Connection) -> None:
+    """Another process, in its turn until it is told to end it."""
+    fcntl.lockf(descriptor, fcntl.LOCK_EX)
+    pipe.send(None)
+    pipe.recv()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_pins_of_processes_are_made_in_turns(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_turns, "TURN_S", 60.0 if ends else 0.05)
+    memory, driver, counters = NodeMemory(8), FakePinning(), Counters()
+    memory.allocate(range(8))
+    ours, theirs = multiprocessing.Pipe()
+    other = multiprocessing.get_context("fork").Process(target=hold_turn, args=(memory.fd, theirs))
+    other.start()
+    ours.recv()
+    pins = memory.pin(driver, counters)
+    if ends:
+        assert not pins.wait(0.2)
+        assert driver.calls == 0
+        ours.send(None)
+        assert pins.wait(10), "after its turn it is ours"
+        assert counters.snapshot() == {}
+    else:
+        assert pins.wait(10), "a process that does not end its turn is not waited for"
+        assert counters.snapshot() == {"device_pin_turns_missed_total": 2}
+        ours.send(None)
+    assert len(driver.pinned) == 2
+    assert pins.close()
+    other.join(10)
+    memory.close()
+
+
+def test_pins_of_a_serving_engine_are_completed(memory: mmap.mmap) -> None:
+    driver = FakePinning()
+    pins = pin(memory, driver)
+    pins.serve()
+    assert pins.wait(10)
+    assert len(driver.pinned) == 13
+    assert pins.close()
+
+
+# ---- one pin per process ----
+class SharedUses(RuleBasedStateMachine):
+    """Sessions of several copiers on several arenas, in any order: one mapping and one pin per arena with a session."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = FakePinning()
+        self.copiers = [
+            DeviceCopier(make_cache("mla"), pin_chunk_bytes=4 * PAGE, device=DeferredDevice(seed, self.driver)) for seed in (1, 2)
+        ]
+        self.files = [os.memfd_create(f"test-shared-{number}") for number in range(2)]
+        for fd in self.files:
+            os.ftruncate(fd, 8 * PAGE)
+            os.pwrite(fd, bytes(8 * PAGE), 0)
+        self.open: list[tuple[int, MappingUse, ArenaPin]] = []
+
+    @rule(copier=st.integers(0, 1), file=st.integers(0, 1))
+    def begin(self, copier: int, file: int) -> None:
+        use = map_file(self.files[file], 8 * PAGE)
+        self.open.append((file, use, self.copiers[copier].mapped(use.view, use.descriptor)))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        _, use, guard = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        assert guard.close()
+        assert guard.close(), "idempotent"
+        use.close()
+
+    @invariant()
+    def each_arena_is_mapped_and_pinned_once(self) -> None:
+        assert all(copier.wait_pinned(10) for copier in self.copiers)
+        used = {file for file, _, _ in self.open}
+        maps = Path("/proc/self/maps").read_text(encoding="ascii")
+        assert [maps.count(f"memfd:test-shared-{number}") for number in range(2)] == [number in used for number in range(2)]
+        bases = {address_of(use.view) for _, use, _ in self.open}
+        assert len(bases) == len(used)
+        assert sorted(self.driver.pinned) == sorted(base + at * PAGE for base in bases for at in (0, 4))
+
+    def teardown(self) -> None:
+        while self.open:
+            _, use, guard = self.open.pop()
+            assert guard.close()
+            use.close()
+        for fd in self.files:
+            os.close(fd)
+
+
+TestSharedUses = SharedUses.TestCase
+TestSharedUses.settings = settings(max_examples=10, stateful_step_count=8, deadline=None)
+
+
+def test_pins_requested_during_release_are_made_after_it() -> None:
+    """A session that opens while the last one of its arena closes must neither pin twice nor stay unpinned."""
+    memory, driver = NodeMemory(8), FakePinning()
+    memory.allocate(range(8))
+    copier = DeviceCopier(make_cache("mla"), pin_chunk_bytes=4 * PAGE, device=DeferredDevice(1, driver))
+    first = copier.mapped(memory.use.view, memory.use.descriptor)
+    assert copier.wait_pinned(10)
+    unpinning, go_on = threading.Event(), threading.Event()
+    unpin = driver.unpin
+
+    def hold(address: int) -> None:
+        unpinning.set()
+        assert go_on.wait(10)
+        unpin(address)
+
+    driver.unpin = hold  # type: ignore[method-assign]
+    closer = threading.Thread(target=first.close)
+    closer.start()
+    assert unpinning.wait(10)
+    second = copier.mapped(memory.use.view, memory.use.descriptor)
+    go_on.set()
+    closer.join(10)
+    assert copier.wait_pinned(10)
+    assert len(driver.pinned) == 2
+    assert [report.bytes_pinned for report in copier.pin_reports()] == [8 * PAGE]
+    assert second.close()
+    assert driver.pinned == {}
+    memory.close()
+
+
+def test_blocks_longer_than_chunks_are_copied() -> None:
+    """Chunks have one size per process: the blocks of some cache may be longer."""
+    for seed, way in itertools.product(range(4), ("staged", "batched")):
+        driver = FakePinning()
+        device = DeferredDevice(seed, driver)
+        cache = make_cache("flash_nhd", layers=2, tokens=16, heads=4, dim=64, seed=seed)
+        copier = DeviceCopier(cache, strategy=way, pin_chunk_bytes=PAGE, device=device)  # type: ignore[arg-type]
+        size = copier.shape.block_bytes
+        assert size > 3 * PAGE
+        fd = os.memfd_create("test-long")
+        os.ftruncate(fd, 5 * size)
+        os.pwrite(fd, bytes_of(5 * size, seed).tobytes(), 0)
+        use = map_file(fd, 5 * size)
+        guard = copier.mapped(use.view, use.descriptor)
+        assert copier.wait_pinned(10)
+        offsets = np.array([3, 1, 2]) * size
+        expected = np.stack([np.frombuffer(os.pread(fd, size, at), np.uint8) for at in offsets.tolist()])
+        blocks = copier.blocks([0, 4, 2])
+        blocks.read_arena(use.view, offsets, 0, 0, 2)
+        blocks.drain()
+        assert np.array_equal(block_bytes(cache, [0, 4, 2]), expected)
+        blocks = copier.blocks([2, 4, 0])
+        blocks.write_arena(use.view, offsets)
+        blocks.drain()
+        stored = np.stack([np.frombuffer(os.pread(fd, size, at), np.uint8) for at in offsets.tolist()])
+        assert np.array_equal(stored, expected[::-1])
+        assert copier.stats().get("device_unpinned_bytes_total", 0) == 0
+        assert guard.close()
+        use.close()
+        os.close(fd)
 
 
 def test_cpus_near_returns_processors_of_the_device() -> None:

@@ -13,7 +13,7 @@
         result = handle.result()                       # hits are known only now
         client.store(keys, copier.blocks(page_ids).source())
 
-The copier pins the node's arena in the background (``pinned_range``). The device reads blocks directly from the arena, under
+The copier pins the node's arena in the background (``pins``). The device reads blocks directly from the arena, under
 their leases. A lease ends, and a block counts as a hit, only after the events of its copies. Blocks of an ``HbmPool`` on the
 same device are copied to and from pages on the device. All other blocks pass through host memory. A cache in host memory has
 the same interface, and its copies are synchronous.
@@ -27,6 +27,6 @@ from __future__ import annotations
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.layouts import PagedCache
-from kvclient.device.pinned_range import PinReport
+from kvclient.device.pins.pinned_range import PinReport
 
 __all__ = ["DeviceBlocks", "DeviceCopier", "PagedCache", "PinReport"]

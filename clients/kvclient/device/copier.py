@@ -31,7 +31,8 @@ from kvclient.device.copy_strategies import (
 from kvclient.device.fp8 import Fp8Codec
 from kvclient.device.layouts import LAYOUT_VERSION, PagedCache, check_spec
 from kvclient.device.page_scatter import PageScatter, TorchScatter
-from kvclient.device.pinned_range import CHUNK_BYTES, PinnedRange, PinReport, cpus_near
+from kvclient.device.pins.pinned_range import CHUNK_BYTES, PinnedRange, PinReport, cpus_near
+from kvclient.device.pins.shared_pins import process_pins
 from kvclient.device.pool_copy import PoolCopy, PoolCopyRequest
 from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event
 from kvstore.core.errors import Internal, KVStoreError, Unsupported
@@ -97,11 +98,12 @@ class DeviceCopier:
         self._checked: CacheSpec | None = None
         """The namespace that passed ``check`` last."""
         self.strategy = self._choose(strategy)
-        # a copy may cross one chunk border, not two
-        self._chunk_bytes = max(pin_chunk_bytes, self.shape.block_bytes)
+        self._chunk_bytes = pin_chunk_bytes
         self._pin = pin and self.device.pinning is not None
         self._lock = threading.Lock()
-        self._ranges: dict[int, PinnedRange] = {}
+        self._ranges: dict[int, list[PinnedRange]] = {}
+        """Pins by address of the arena, once per session that maps it."""
+        self._serving = False
         self._suspended = False
         self._stuck: list[Event] = []
         self._kept: list[npt.NDArray[np.uint8]] = []
@@ -296,8 +298,9 @@ class DeviceCopier:
         self, direction: int, base: int, starts: Numbers, pitch: int, pages: PageRange, on_layer: OnLayer | None
     ) -> list[Event]:
         lane = self._lanes[direction]
-        pins = self._ranges.get(base)
-        host = HostMemory(base, pins)
+        with self._lock:
+            pins = self._ranges.get(base)
+            host = HostMemory(base, pins[-1] if pins else None)
         if not len(starts):
             return []
         width = pages.layers * self.shape.layer_block_bytes
@@ -485,37 +488,65 @@ class DeviceCopier:
             _log.error("lost device: %s, copies failed or hung; it is not used again", self.cache.device)
 
     # ---- arenas ----
-    def mapped(self, arena: memoryview) -> _ArenaPin:
-        """Pin a newly mapped arena in the background."""
-        address = address_of(arena)
+    def mapped(self, arena: memoryview, descriptor: int | None = None) -> _ArenaPin:
+        """Pin a mapped arena in the background, once per process; see ``ArenaPinner``."""
+        address, pins = address_of(arena), None
         if self._pin:
             pinning = self.device.pinning
             assert pinning is not None
-            near = cpus_near(self.device.bus_id)
-            pins = PinnedRange(address, len(arena), pinning, self.counters, chunk_bytes=self._chunk_bytes, cpus=near)
+            pins = process_pins.acquire(
+                address,
+                len(arena),
+                pinning,
+                self.counters,
+                chunk_bytes=self._chunk_bytes,
+                cpus=cpus_near(self.device.bus_id),
+                descriptor=descriptor,
+            )
             with self._lock:
-                self._ranges[address] = pins
-        return _ArenaPin(self, address)
+                self._ranges.setdefault(address, []).append(pins)
+            if self._serving:
+                pins.serve()
+        return _ArenaPin(self, address, pins)
 
-    def unmapped(self, address: int) -> bool:
-        """Release an arena before it is unmapped. False: it must stay mapped."""
-        if any(isinstance(event, _UnknownEnd) or not _done(event) for event in self._stuck):
+    def unmapped(self, address: int, pins: PinnedRange | None) -> bool:
+        """Release the pins of one session before it ends. False: the arena must stay mapped."""
+        with self._lock:
+            stuck = list(self._stuck)
+        if any(isinstance(event, _UnknownEnd) or not _done(event) for event in stuck):
+            return False
+        if pins is None:
+            return True
+        if not process_pins.release(pins):
             return False
         with self._lock:
-            pins = self._ranges.pop(address, None)
-        return pins is None or pins.close()
+            left = self._ranges.get(address, [])
+            if pins in left:
+                left.remove(pins)
+            if not left:
+                self._ranges.pop(address, None)
+        return True
+
+    def _all_pins(self) -> list[PinnedRange]:
+        with self._lock:
+            return list({id(pins): pins for ranges in self._ranges.values() for pins in ranges}.values())
 
     def pin_reports(self) -> list[PinReport]:
         """Progress of pinning, one report per arena."""
-        with self._lock:
-            return [pins.report() for pins in self._ranges.values()]
+        return [pins.report() for pins in self._all_pins()]
 
     def wait_pinned(self, timeout_s: float) -> bool:
-        """Wait until pinning has ended, with or without success. False: not in time."""
+        """Wait until nothing more can be pinned at the moment. False: not in time.
+
+        Afterwards the engine is assumed to serve requests, so pinning goes on with pauses.
+        """
         until_s = time.monotonic() + timeout_s
-        with self._lock:
-            ranges = list(self._ranges.values())
-        return all(pins.wait(max(0.0, until_s - time.monotonic())) for pins in ranges)
+        ranges = self._all_pins()
+        done = all(pins.wait(max(0.0, until_s - time.monotonic())) for pins in ranges)
+        self._serving = True
+        for pins in ranges:
+            pins.serve()
+        return done
 
     def stats(self) -> dict[str, int]:
         """Totals by name, and pinned bytes."""
@@ -524,6 +555,7 @@ class DeviceCopier:
             **self.counters.snapshot(),
             "device_pinned_bytes": sum(report.bytes_pinned for report in reports),
             "device_arena_bytes": sum(report.bytes_total for report in reports),
+            "device_pin_cost_bytes": sum(report.device_bytes or 0 for report in reports),
             "device_pin_milliseconds": math.ceil(1000 * max((report.seconds for report in reports), default=0.0)),
         }
 
@@ -570,14 +602,18 @@ class _UnknownEnd:
 
 
 class _ArenaPin:
-    """Pins of one mapped arena; see ``ArenaPin``."""
+    """One session's use of the pins of an arena; see ``ArenaPin``."""
 
-    def __init__(self, copier: DeviceCopier, address: int) -> None:
+    def __init__(self, copier: DeviceCopier, address: int, pins: PinnedRange | None) -> None:
         self._copier = copier
         self._address = address
+        self._pins = pins
+        self._closed = False
 
     def close(self) -> bool:
-        return self._copier.unmapped(self._address)
+        if not self._closed:
+            self._closed = self._copier.unmapped(self._address, self._pins)
+        return self._closed
 
 
 def _done(event: Event) -> bool:

@@ -80,20 +80,22 @@ def rows_of(starts: Numbers, width: int, pitch: int, chunk_of: ChunkOf, chunk_en
     heads = np.flatnonzero(fresh)
     for head, end in zip(heads.tolist(), [*heads[1:].tolist(), len(starts)], strict=True):
         if split[head]:
-            before = chunk_end(int(first[head])) - int(starts[head])
-            yield RowSpan(head, 1, 0, before)
-            yield RowSpan(head, 1, before, width - before)
+            shift, chunk = 0, int(first[head])
+            while shift < width:
+                stop = min(width, chunk_end(chunk) - int(starts[head]))
+                yield RowSpan(head, 1, shift, stop - shift)
+                shift, chunk = stop, chunk + 1
         else:
             yield RowSpan(head, end - head, 0, width)
 
 
 def cut_batch(targets: Numbers, sources: Numbers, sizes: Numbers, host: Numbers, border: int, base: int) -> tuple[Numbers, ...]:
-    """Divide copies that cross the border of two pinned chunks.
+    """Divide copies that cross borders of pinned chunks.
 
     Args:
         targets: addresses.
         sources: addresses.
-        sizes: bytes of each, at most a chunk.
+        sizes: bytes of each.
         host: those of the two that are host addresses.
         border: bytes of a chunk.
         base: address of the first chunk.
@@ -101,15 +103,16 @@ def cut_batch(targets: Numbers, sources: Numbers, sizes: Numbers, host: Numbers,
     Returns:
         Targets, sources and sizes.
     """
-    begin = (host - base) // border
-    split = begin != (host + sizes - 1 - base) // border
-    if not split.any():
-        return targets, sources, sizes
-    before = (begin[split] + 1) * border + base - host[split]
-    heads = sizes.copy()
-    heads[split] = before
-    return (
-        np.concatenate([targets, targets[split] + before]),
-        np.concatenate([sources, sources[split] + before]),
-        np.concatenate([heads, sizes[split] - before]),
-    )
+    done: list[tuple[Numbers, Numbers, Numbers]] = []
+    while True:
+        before = border - (host - base) % border  # bytes up to the next border
+        split = sizes > before
+        done.append((targets, sources, np.minimum(sizes, before)))
+        if not split.any():
+            break
+        before = before[split]
+        targets, sources, host = targets[split] + before, sources[split] + before, host[split] + before
+        sizes = sizes[split] - before
+    if len(done) == 1:
+        return done[0]
+    return tuple(np.concatenate(arrays) for arrays in zip(*done, strict=True))

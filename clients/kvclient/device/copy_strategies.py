@@ -24,7 +24,7 @@ import torch
 from kvclient.device.copy_plan import Numbers, cut_batch, layers_at_once, rows_of, runs_of
 from kvclient.device.layouts import PagedCache
 from kvclient.device.page_scatter import PageScatter
-from kvclient.device.pinned_range import PinnedRange
+from kvclient.device.pins.pinned_range import PinnedRange
 from kvclient.device.streams import Device, DeviceStream, Event
 from kvstore.core.errors import Internal
 

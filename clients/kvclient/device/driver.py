@@ -59,6 +59,10 @@ class PinRefused(Exception):
 class HostPinning(Protocol):
     """Page-locks memory for a device. Tests replace the driver at this interface. Thread-safe."""
 
+    @property
+    def scope(self) -> object:
+        """Pins of drivers with equal scopes are the same pins: the CUDA driver pins for the whole process."""
+
     def pin(self, address: int, nbytes: int) -> None:
         """Pin mapped memory.
 
@@ -72,6 +76,9 @@ class HostPinning(Protocol):
         Raises:
             PinRefused: the driver refused.
         """
+
+    def free_bytes(self) -> int | None:
+        """Return the free memory of the device; None: unknown at the moment."""
 
 
 class _Copy2D(ctypes.Structure):
@@ -157,6 +164,18 @@ class CudaDriver:
         return handle.value
 
     # ---- pins ----
+    @property
+    def scope(self) -> object:
+        """See ``HostPinning``."""
+        return "cuda"
+
+    def free_bytes(self) -> int | None:
+        """See ``HostPinning``."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        with self._entered(), self._relaxed():
+            code = self._lib.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        return free.value if code == _SUCCESS else None
+
     def pin(self, address: int, nbytes: int) -> None:
         """See ``HostPinning``."""
         with self._entered(), self._relaxed():

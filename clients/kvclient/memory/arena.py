@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from kvclient.memory.buffers import LayersOf
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer, Offsets
+from kvclient.memory.shared_mapping import MappingUse, is_charged_to_first_user, is_resident, map_file
 from kvstore.core.buffers import BlockBuffer, Layout, Positions, ScatteredBlocks, positions
 from kvstore.core.checksum import ChecksumArray, LayerHasher, block_checksums
-from kvstore.core.errors import Conflict, DeadlineExceeded, Internal, InvalidArgument, KVStoreError, PermissionDenied, Unavailable
+from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, KVStoreError, PermissionDenied, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockShape, SessionId
 from kvstore.native import CopyBatch, address_of, bounds_of, run
 from kvstore.transport.contract import Checksums
@@ -29,6 +30,9 @@ _log = logging.getLogger(__name__)
 MAP_AHEAD_BYTES = 16 << 20
 MAP_AHEAD_MOST_BYTES = 16 << 30
 """Only the beginning of larger arenas is mapped ahead, because page tables take memory too."""
+MAP_AHEAD_S = 600.0
+"""How long to wait for a node that allocates its arena."""
+_MAP_AHEAD_PAUSE_S = 0.05
 MADV_POPULATE_WRITE = 23
 """Since Linux 5.14; the mmap module does not define it."""
 
@@ -182,8 +186,9 @@ class ClientArena:
         self.size = mapping.size
         self.stuck = False
         """Whether a device may still write to slots for an unknown time, so that they must not be given back."""
-        self._guard = pinner.mapped(mapping.view) if pinner is not None else None
+        self._guard = pinner.mapped(mapping.view, mapping.descriptor) if pinner is not None else None
         self._closing = threading.Event()
+        map_ahead = map_ahead and mapping.first_here
         self._ahead = threading.Thread(target=self._map_ahead, name="kvclient-map-ahead", daemon=True) if map_ahead else None
         if self._ahead is not None:
             self._ahead.start()
@@ -206,8 +211,9 @@ class ClientArena:
             session_id: presented to the server.
             size: bytes of the arena according to the node.
             timeout_s: bound of the exchange.
-            map_ahead: enter the arena's pages into this process's page table in the background. Without it, every page costs a
-                fault at its first use: the first gigabyte copied is several times slower than the next.
+            map_ahead: enter the arena's pages into this process's page table in the background, as the node allocates them.
+                Without it, every page costs a fault at its first use: the first gigabyte copied is several times slower than the
+                next.
             pinner: pins the arena; None: nothing does.
 
         Raises:
@@ -223,8 +229,13 @@ class ClientArena:
     def _map_ahead(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter lock, unlike mmap.madvise
         base = address_of(self._mapping.view)
+        charged = is_charged_to_first_user(self._mapping.descriptor)
+        until_s = time.monotonic() + MAP_AHEAD_S
         for start in range(0, min(self.size, MAP_AHEAD_MOST_BYTES), MAP_AHEAD_BYTES):
             length = min(MAP_AHEAD_BYTES, self.size - start)
+            while charged and not is_resident(base + start, length):
+                if time.monotonic() > until_s or self._closing.wait(_MAP_AHEAD_PAUSE_S):
+                    return
             if self._closing.is_set():
                 return
             if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), MADV_POPULATE_WRITE):
@@ -350,17 +361,30 @@ class ArenaMapping:
 
     Args:
         sock: connection to the arena server; owned from now on.
-        memory: the mapping; owned from now on.
+        use: this session's use of the process's mapping; owned from now on.
         size: bytes of the arena.
     """
 
-    def __init__(self, sock: socket.socket, memory: mmap.mmap, size: int) -> None:
+    def __init__(self, sock: socket.socket, use: MappingUse, size: int) -> None:
         self._sock = sock
-        self._memory = memory
+        self._use = use
         self.size = size
-        self.view = memoryview(memory)
-        """The whole arena, writable."""
         self._closed = False
+
+    @property
+    def view(self) -> memoryview:
+        """The whole arena, writable."""
+        return self._use.view
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor of the arena's memory, open as long as this mapping."""
+        return self._use.descriptor
+
+    @property
+    def first_here(self) -> bool:
+        """Whether no other session of this process used the memory."""
+        return self._use.first
 
     @property
     def alive(self) -> bool:
@@ -375,19 +399,16 @@ class ArenaMapping:
             return False
 
     def close(self) -> None:
-        """Unmap the arena, then end the connection, after which the node may reuse the session's slots. Idempotent.
+        """End the use of the mapping, then the connection, after which the node may reuse the session's slots. Idempotent.
+
+        The last session of the process unmaps the arena.
 
         Raises:
-            Conflict: views of the arena are still referenced. Nothing has changed: their holders may still access the arena.
+            Conflict: views of this session are still referenced. Nothing has changed: their holders may still access the arena.
         """
         if self._closed:
             return
-        try:
-            self.view.release()
-            self._memory.close()
-        except BufferError as error:
-            self.view = memoryview(self._memory)
-            raise Conflict("views of the arena are still in use", error=error) from error
+        self._use.close()
         self._closed = True
         self._sock.close()
 
@@ -416,9 +437,9 @@ def open_arena(path: Path | str, session_id: SessionId, timeout_s: float) -> Are
         # the answer is one short message, and nothing else is sent before it, so one call receives all of it
         answer, descriptors, _, _ = socket.recv_fds(sock, REPLY.size, 1)
         size = _size_granted(answer, descriptors)
-        memory = mmap.mmap(descriptors[0], size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        use = map_file(descriptors[0], size)
         sock.settimeout(None)
-        return ArenaMapping(sock, memory, size)
+        return ArenaMapping(sock, use, size)
     except BaseException as error:
         sock.close()
         if isinstance(error, TimeoutError):

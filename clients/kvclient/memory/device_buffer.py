@@ -153,5 +153,10 @@ class ArenaPinner(Protocol):
             InvalidArgument: it does not.
         """
 
-    def mapped(self, arena: memoryview) -> ArenaPin:
-        """Pin an arena that was mapped. Returns soon; keeps no view of the arena."""
+    def mapped(self, arena: memoryview, descriptor: int | None = None) -> ArenaPin:
+        """Pin an arena that was mapped. Returns soon; keeps no view of the arena.
+
+        Args:
+            arena: the whole mapping.
+            descriptor: of the arena's memory, open until the pin is closed; None: the memory belongs to this process.
+        """

@@ -76,6 +76,9 @@ DEVICE_PIN_REFUSED: Final = group.counter("device_pin_refused_total", "arenas th
 DEVICE_PIN_RETRIES: Final = group.counter(
     "device_pin_retries_total", "retries of pinning, which the driver rejects during graph capture"
 )
+DEVICE_PIN_TURNS_MISSED: Final = group.counter(
+    "device_pin_turns_missed_total", "chunks of an arena pinned or unpinned without a turn among the processes of the host"
+)
 DEVICE_POOL_LOADED_BYTES: Final = group.counter(
     "device_pool_loaded_bytes_total", "bytes of started copies from the engine's pool into pages"
 )

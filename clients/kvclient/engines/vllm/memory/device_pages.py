@@ -38,6 +38,7 @@ _COUNTED = (
     "device_lost",
     "device_pin_refused",
     "device_pin_retries",
+    "device_pin_turns_missed",
     "device_batch_refused",
     "device_without_triton",
 )

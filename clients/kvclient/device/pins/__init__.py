@@ -1,0 +1,1 @@
+"""Pinning of arenas for the device's DMA."""
