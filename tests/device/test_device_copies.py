@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
+from kvclient.device.copy_plan import layer_groups, staging_plan
 from kvclient.device.copy_strategies import CopyRequest, HostMemory, StagedCopy
 from kvclient.device.page_scatter import TorchScatter
 from kvclient.memory.device_buffer import DeviceBuffer
@@ -184,21 +185,32 @@ def test_store_of_one_layer_writes_its_part_of_slots() -> None:
     assert np.array_equal(arena.block(int(offsets[1])), expected[1])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_number_of_copies_is_bounded_for_any_slot_order(way: str) -> None:
-    cache = make_cache("flash_nhd", layers=8, pages=600, tokens=1, heads=1, dim=1)
-    device = DeferredDevice()
-    copier = DeviceCopier(cache, strategy=way, device=device)  # type: ignore[arg-type]
-    arena = Arena(copier, 600, 0)
-    for order, most in (("together", 8 * 2), ("scattered", 600 + 8 * 2)):
-        offsets = np.arange(600, dtype=np.uint64) * np.uint64(arena.size)
-        if order == "scattered":
-            offsets = np.random.default_rng(1).permutation(offsets)
-        launched = sum(stream.launches for stream in device.streams)
-        blocks = copier.blocks(range(600))
-        blocks.read_arena(arena.view, offsets, 0, 0, 8)
-        blocks.drain()
-        assert sum(stream.launches for stream in device.streams) - launched <= most + 1
+@given(
+    blocks=st.integers(0, 3000),
+    layers=st.integers(1, 100),
+    row=st.sampled_from([1, 700, 8192, 65536, 1 << 20]),
+    space=st.integers(1, 1 << 26),
+)
+def test_staging_plan_covers_all_in_few_steps(blocks: int, layers: int, row: int, space: int) -> None:
+    space = max(space, row)
+    steps = list(itertools.islice(staging_plan(blocks, layers, row, space), 20_000))
+    assert all(len(some) * len(group) * row <= space for group, some in steps)
+    firsts = [group.start for group, _ in steps]
+    assert firsts == sorted(firsts), "layers in order"
+    if len(steps) < 20_000:
+        assert sum(len(some) * len(group) for group, some in steps) == blocks * layers
+        if 2 * row <= space:  # each step of a group but its last fills more than half of the buffer
+            assert len(steps) <= 4 * (blocks * layers * row // space) + 2 * layers + 1
+    if 0 < blocks * layers * row <= space:
+        assert len(steps) == 1
+
+
+@given(layers=st.integers(1, 300), per_layer=st.integers(0, 5000), enough=st.integers(1, 5000))
+def test_layer_groups_are_few_and_in_order(layers: int, per_layer: int, enough: int) -> None:
+    groups = layer_groups(layers, per_layer, enough)
+    assert [layer for group in groups for layer in group] == list(range(layers))
+    assert len(groups) <= 32
+    assert all(len(group) * per_layer >= enough for group in groups[:-1] if per_layer)
 
 
 def test_device_failure_waits_for_begun_copies() -> None:
@@ -224,13 +236,12 @@ def begin(blocks: DeviceBuffer, arena: Arena, offsets: np.ndarray, *, store: boo
 
 @pytest.mark.parametrize("store", [False, True])
 def test_staging_buffer_of_failed_copies_is_not_reused_early(store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvclient.device.copy_plan.MIN_LAUNCHES", 1)  # several layers at once
     for seed, ahead in itertools.product(range(2, 11), (0, -1)):  # one of the streams is always ahead of the other
         rng = random.Random(seed)
         cache = make_cache("flash_nhd", pages=12, seed=seed)
         device = DeferredDevice()
         monkeypatch.setattr(device.random, "choice", operator.itemgetter(ahead))
-        copier = DeviceCopier(cache, strategy="staged", staging_bytes=6 * cache.row_bytes, device=device)
+        copier = DeviceCopier(cache, strategy="staged", staging_bytes=3 * cache.row_bytes, device=device)
         arena = Arena(copier, 24, seed)
         before, pages = arena.array.copy(), block_bytes(cache, range(12))
         offsets = np.array(rng.sample(range(0, 24, 2), 12), np.uint64) * np.uint64(arena.size)  # never two at once

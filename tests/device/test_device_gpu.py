@@ -94,11 +94,11 @@ def test_compiled_kernel_matches_torch_reference(layout: str, dtype: torch.dtype
         cache, other = (make_cache(layout, dtype=dtype, device="cuda", **shape) for _ in range(2))  # type: ignore[arg-type]
         ids = cache.check_pages(random.Random(1).sample(range(60), 12 * pages_per_block)).cuda()
         rows = torch.randint(0, 256, (12, cache.row_bytes), dtype=torch.uint8, device="cuda")
-        TritonScatter(cache).to_pages(1, rows, ids)
-        TorchScatter(other).to_pages(1, rows, ids)
+        TritonScatter(cache).to_pages(1, rows.unsqueeze(1), ids)
+        TorchScatter(other).to_pages(1, rows.unsqueeze(1), ids)
         assert torch.equal(cache.layers[1].words(cache.word), other.layers[1].words(other.word))
         back = torch.zeros_like(rows)
-        TritonScatter(cache).to_rows(1, ids, back)
+        TritonScatter(cache).to_rows(1, ids, back.unsqueeze(1))
         assert torch.equal(back, rows)
 
 
@@ -224,7 +224,7 @@ def test_fp8_on_device_matches_host(layout: str) -> None:
     here = make_cache(layout, layers=1, pages=32, tokens=16, dim=64, seed=4)
     there = make_cache(layout, layers=1, pages=32, tokens=16, dim=64, seed=4, device="cuda")
     rows = torch.empty((32, here.row_bytes), dtype=torch.uint8)
-    TorchScatter(here).to_rows(0, here.check_pages(range(32)), rows)
+    TorchScatter(here).to_rows(0, here.check_pages(range(32)), rows.unsqueeze(1))
     rows.view(torch.bfloat16)[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     rows[1] = 0
     coded = Fp8Codec(here).encode(rows)

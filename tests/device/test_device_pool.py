@@ -178,7 +178,7 @@ def test_pool_pages_round_trip_is_bit_exact(
     assert "hbm_by_host_blocks_total" not in one_pool.stats()
 
 
-def test_picked_blocks_use_one_launch_per_layer(bed: Bed) -> None:
+def test_picked_blocks_use_one_launch(bed: Bed) -> None:
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
     expected = block_bytes(bed.cache, pages)
     assert bed.insert(keys[:3], pages[:3]) == 3
@@ -189,7 +189,7 @@ def test_picked_blocks_use_one_launch_per_layer(bed: Bed) -> None:
     which = [5, 0, 7]
     assert bed.near.fetch(keys[:3], bed.copier.blocks(target).pick(which), in_time(), verify=False) == 3
     assert np.array_equal(block_bytes(bed.cache, [target[at] for at in which]), expected[:3])
-    assert sum(stream.launches for stream in bed.device.streams) - launched == 1 + 4, "the numbers, and four layers"
+    assert sum(stream.launches for stream in bed.device.streams) - launched == 2, "the numbers, and all layers"
 
 
 def test_pool_blocks_are_pinned_until_copies_end(
@@ -294,7 +294,7 @@ def test_interrupted_thread_leaves_no_copy_in_flight(bed: Bed, pool: HbmPool, mo
     assert pool.evict(demote=False) == BLOCKS, "a pin was never given back"
 
 
-@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize("after", [0, 1])
 def test_device_refusal_is_a_miss_with_no_copy_in_flight(bed: Bed, pool: HbmPool, after: int) -> None:
     keys, pages = bed.keys(BLOCKS, 1), bed.pages(BLOCKS)
     expected = block_bytes(bed.cache, pages)

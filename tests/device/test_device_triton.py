@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,18 +46,19 @@ def test_triton_rows_match_torch_reference(
         make_cache(layout, layers=2, tokens=tokens, heads=heads, dim=dim, dtype=dtype, pages_per_block=pages_per_block, seed=seed)
         for _ in range(2)
     )
-    count = rng.randint(0, 5)
+    count, layers = rng.randint(0, 5), rng.randint(1, 2)
+    first = rng.randint(0, 2 - layers)
     ids = cache.check_pages(rng.sample(range(cache.pages), count * pages_per_block))
     pitch = cache.row_bytes + pad
-    drawn = torch.from_numpy(bytes_of(count * pitch, seed)).view(count, pitch)
-    rows = drawn[:, pad:]  # a pitch, and any alignment
-    TritonScatter(cache).to_pages(1, rows, ids)
-    TorchScatter(other).to_pages(1, rows, ids)
+    drawn = torch.from_numpy(bytes_of(count * layers * pitch, seed)).view(count, layers, pitch)
+    rows = drawn[:, :, pad:]  # pitches, and any alignment
+    TritonScatter(cache).to_pages(first, rows, ids)
+    TorchScatter(other).to_pages(first, rows, ids)
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         assert torch.equal(mine.words(mine.word), theirs.words(theirs.word))
     back, expected = drawn.clone(), drawn.clone()
-    TritonScatter(cache).to_rows(0, ids, back[:, pad:])
-    TorchScatter(cache).to_rows(0, ids, expected[:, pad:])
+    TritonScatter(cache).to_rows(2 - layers - first, ids, back[:, :, pad:])
+    TorchScatter(cache).to_rows(2 - layers - first, ids, expected[:, :, pad:])
     assert torch.equal(back, expected)
 
 
@@ -82,17 +86,14 @@ def test_triton_pool_slots_match_torch_reference(
     starts = np.array(rng.sample(range(8), count)) * slot
     common = int(np.gcd.reduce([cache.row_bytes, *starts.tolist()]))
     drawn = memory.clone()
-    for layer in range(2):
-        for mover, space in ((TritonScatter(cache), memory), (TorchScatter(other), drawn)):
-            unit = mover.unit(common)
-            slots = torch.from_numpy(starts // unit)
-            mover.move_slots(layer, space[layer * cache.row_bytes :], slots, unit, ids, to_pages=True)
-        assert torch.equal(cache.layers[layer].words(cache.word), other.layers[layer].words(other.word))
+    slots = torch.from_numpy(starts)
+    for mover, space in ((TritonScatter(cache), memory), (TorchScatter(other), drawn)):
+        mover.move_slots(0, 2, space, slots, common, ids, to_pages=True)
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        assert torch.equal(mine.words(cache.word), theirs.words(cache.word))
     for layer in range(2):  # and each layer into the slots of the other
         for mover, space in ((TritonScatter(cache), memory), (TorchScatter(other), drawn)):
-            unit = mover.unit(common)
-            slots = torch.from_numpy(starts // unit)
-            mover.move_slots(1 - layer, space[layer * cache.row_bytes :], slots, unit, ids, to_pages=False)
+            mover.move_slots(1 - layer, 1, space[layer * cache.row_bytes :], slots, common, ids, to_pages=False)
     assert torch.equal(memory, drawn)
     for at, position in zip(starts.tolist(), range(count), strict=True):
         mine = ids[position * pages_per_block : (position + 1) * pages_per_block].tolist()
@@ -103,10 +104,51 @@ def test_triton_pool_slots_match_torch_reference(
 def test_triton_part_longer_than_piece_is_copied() -> None:
     cache = make_cache("flash_nhd", layers=1, pages=3, tokens=PIECE_WORDS // 4 + 3, heads=2, dim=12)
     assert cache.page.part_bytes // cache.word > PIECE_WORDS
-    rows = torch.from_numpy(bytes_of(2 * cache.row_bytes, 1)).view(2, -1)
+    rows = torch.from_numpy(bytes_of(2 * cache.row_bytes, 1)).view(2, 1, -1)
     ids = cache.check_pages([2, 0])
     TritonScatter(cache).to_pages(0, rows, ids)
     assert block_bytes(cache, [2, 0]).tobytes() == rows.numpy().tobytes()
+
+
+COMPILE = """
+import os, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from kvclient.device.triton_scatter import PIECE_WORDS, move_layers
+import triton.language as tl
+
+names = ["rows_at", "table", "pitch", "layer_pitch", "layers_at", "page_ids", "pages", "layers", "first_layer"]
+signature = {name: "*i64" if name in ("table", "layers_at", "page_ids") else "i32" for name in names} | {"rows_at": "i64"}
+for to_pages in (True, False):
+    for table in (True, False):
+        for alignment in (16, 8, 2):
+            word = min(alignment, 8)
+            constants = {
+                "WORD": {8: tl.int64, 2: tl.int16}[word], "WORD_BYTES": word, "ALIGNMENT": alignment, "TABLE": table, "PARTS": 2,
+                "PART_WORDS": (32 << 10) // word, "PAGES_PER_BLOCK": 1, "TO_PAGES": to_pages, "PIECE": PIECE_WORDS,
+            }
+            types = signature | {name: "constexpr" for name in constants}
+            source = ASTSource(move_layers, types, {(move_layers.arg_names.index(n),): v for n, v in constants.items()})
+            made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+            ptx = made.asm["ptx"]
+            wide = ptx.count("ld.global.v2.b64") + ptx.count("ld.global.v4.b32")
+            print(alignment, wide, ptx.count(".local"))
+"""
+
+
+def test_kernel_compiled_for_hopper_moves_16_bytes(tmp_path: Path) -> None:
+    """The compiler needs no GPU. With aligned addresses every load of KV has 16 bytes, and nothing spills."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    script = tmp_path / "compile_kernel.py"
+    script.write_text(COMPILE, encoding="utf-8")
+    ran = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    lines = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
+    assert len(lines) == 12
+    for alignment, wide, spilled in lines:
+        assert spilled == 0
+        assert (wide > 0) == (alignment == 16)
 
 
 @settings(max_examples=15)

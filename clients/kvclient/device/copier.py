@@ -76,7 +76,7 @@ class DeviceCopier:
         *,
         strategy: StrategyName = "auto",
         fp8: bool = False,
-        staging_bytes: int = 32 << 20,
+        staging_bytes: int = 64 << 20,
         pin: bool = True,
         pin_chunk_bytes: int = CHUNK_BYTES,
         device: Device | None = None,
@@ -105,6 +105,7 @@ class DeviceCopier:
         """Pins by address of the arena, once per session that maps it."""
         self._serving = False
         self._suspended = False
+        self._batches_refused = False
         self._stuck: list[Event] = []
         self._kept: list[npt.NDArray[np.uint8]] = []
         mover = self._mover()
@@ -153,7 +154,7 @@ class DeviceCopier:
                 return DirectCopy(self.device, self.cache)
             except ImportError as error:
                 raise InvalidArgument("strategy=direct requires Triton, which is not installed", error=error) from error
-        return StagedCopy(self.device, self.cache, mover, self.codec, staging_bytes)
+        return StagedCopy(self.device, self.cache, mover, self.codec, staging_bytes, self._count_refused)
 
     # ---- the namespace ----
     @property
@@ -311,7 +312,9 @@ class DeviceCopier:
         self.counters.add(names[direction], moved)
         if not whole:
             self.counters.add(device_metrics.DEVICE_UNPINNED_BYTES, int(np.count_nonzero(~pinned)) * width)
-        blocks = CopyRequest(host, starts, pitch, pages.page_ids, pages.first_layer, pages.layers, pages.shift, pages.after)
+        blocks = CopyRequest(
+            host, starts, pitch, pages.page_ids, pages.first_layer, pages.layers, pages.shift, pages.after, whole
+        )
 
         def begin(way: CopyStrategy) -> list[Event]:
             return self._begin(
@@ -323,19 +326,22 @@ class DeviceCopier:
         try:
             return begin(way)
         except Unsupported as error:
-            if way is lane.staged:
-                raise Internal("the device supports no copy strategy", device=self.cache.device, error=error) from error
             self._fall_back_to_staged(error)
             return begin(lane.staged)  # copies already begun write the same bytes, and are waited for
 
     def _fall_back_to_staged(self, error: Unsupported) -> None:
         with self._lock:
-            first, self.strategy = self.strategy != "staged", "staged"
+            self.strategy = "staged"
             for lane in self._lanes:
                 lane.way = lane.staged
+        self._count_refused(error)
+
+    def _count_refused(self, error: Unsupported) -> None:
+        with self._lock:
+            first, self._batches_refused = not self._batches_refused, True
         if first:
             self.counters.add(device_metrics.DEVICE_BATCH_REFUSED)
-            _log.warning("rejected batched copies: %s, using staged copies (error=%s)", self.cache.device, error)
+            _log.warning("rejected batched copies: %s, rows are copied one by one (error=%s)", self.cache.device, error)
 
     def pool_gap(self, device: str) -> str:
         """Explain why copies cannot use a pool directly; see ``DeviceBuffer.pool_gap``.
@@ -563,7 +569,7 @@ class DeviceCopier:
 def _try_out(rows: PageScatter, cache: PagedCache) -> None:
     """Launch one kernel that reads a block's pages: compiler and launch errors appear here."""
     ids = torch.arange(cache.pages_per_block, device=cache.device)
-    rows.to_rows(0, ids, torch.empty((1, cache.row_bytes), dtype=torch.uint8, device=cache.device))
+    rows.to_rows(0, ids, torch.empty((1, 1, cache.row_bytes), dtype=torch.uint8, device=cache.device))
 
 
 class _CopyDirection:

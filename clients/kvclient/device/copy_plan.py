@@ -12,8 +12,10 @@ Numbers = npt.NDArray[np.int64]
 ChunkOf = Callable[[Numbers, int], tuple[Numbers, npt.NDArray[np.bool_]]]
 """``chunk_of(starts, nbytes)``: the pinned chunk that contains each start, and whether all bytes of the range are pinned."""
 
-MIN_LAUNCHES = 256
-"""Up to this many copies per load are cheap, for loads of any size."""
+MOST_GROUPS = 32
+"""Most groups of layers of one copy: each costs a call of the driver or a launch."""
+PIECE_BYTES = 256 << 10
+"""Pieces of this length use the whole bandwidth of a copy engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +35,48 @@ class RowSpan:
     width: int
 
 
-def runs_of(starts: Numbers, pitch: int) -> int:
-    """Count the contiguous runs of blocks.
+def layer_groups(layers: int, per_layer: int, enough: int) -> list[range]:
+    """Divide layers into groups that are copied together, so that a group is worth the cost of its call.
 
     Args:
-        starts: address of each block.
-        pitch: bytes of a block.
+        layers: number of layers.
+        per_layer: work per layer, in any unit.
+        enough: work that is worth a call.
+
+    Returns:
+        At most ``MOST_GROUPS`` groups of consecutive layers, in order.
     """
-    return int(np.count_nonzero(np.diff(starts) != pitch)) + 1 if len(starts) else 0
+    size = max(-(-enough // max(1, per_layer)), -(-layers // MOST_GROUPS), 1)
+    return [range(first, min(first + size, layers)) for first in range(0, layers, size)]
 
 
-def layers_at_once(layers: int, blocks: int, runs: int) -> int:
-    """Choose the number of layers per copy so that the number of copies is at most one per block, or ``MIN_LAUNCHES``.
+def staging_plan(
+    blocks: int, layers: int, row_bytes: int, space: int, piece_bytes: int = PIECE_BYTES
+) -> Iterator[tuple[range, range]]:
+    """Divide a copy into steps that fit into a staging buffer: groups of layers in order, and blocks within.
 
-    Contiguous blocks are copied one layer at a time. The more runs there are, the more layers are copied together, up to whole
-    blocks, which are contiguous.
+    If everything fits, there is one step. Otherwise a group has so many layers that its rows, which are contiguous in a block,
+    are long pieces for a copy engine, and as many as fit for all blocks.
 
     Args:
-        layers: layers of the whole copy.
         blocks: number of blocks.
-        runs: contiguous runs of blocks.
+        layers: number of layers.
+        row_bytes: bytes of a row in the buffer.
+        space: bytes of the buffer; at least a row.
+        piece_bytes: least length of a piece, if the buffer is large enough.
+
+    Yields:
+        Layers and blocks of each step.
     """
-    allowed = max(blocks, MIN_LAUNCHES)
-    steps = max(1, min(layers, allowed // max(1, runs)))
-    return -(-layers // steps)
+    if not blocks or not layers:
+        return
+    fitting = space // (blocks * row_bytes)
+    group = max(1, min(layers, space // row_bytes, max(-(-piece_bytes // row_bytes), fitting)))
+    step = max(1, space // (group * row_bytes))
+    for first in range(0, layers, group):
+        some = range(first, min(first + group, layers))
+        for begin in range(0, blocks, step):
+            yield some, range(begin, min(begin + step, blocks))
 
 
 def rows_of(starts: Numbers, width: int, pitch: int, chunk_of: ChunkOf, chunk_end: Callable[[int], int]) -> Iterator[RowSpan]:

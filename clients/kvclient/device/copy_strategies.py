@@ -1,9 +1,9 @@
 """Copy strategies between host memory and pages. All of them only enqueue work; none waits.
 
-* ``staged``: copy engines move layers of many blocks into one of two staging buffers, and one launch per layer moves them into
+* ``staged``: copy engines move layers of many blocks into one of two staging buffers, and one launch per buffer moves them into
   pages, while the next copy runs. The only strategy that converts bytes and that reads unpinned memory.
-* ``batched``: one driver call per layer names every page (CUDA 12.8); copy engines write directly into pages.
-* ``direct``: one kernel per layer reads pinned memory over the bus. It uses multiprocessors that the model could use.
+* ``batched``: one driver call names all pages of some layers (CUDA 12.8); copy engines write directly into pages.
+* ``direct``: one kernel per group of layers reads pinned memory over the bus. It uses multiprocessors that the model could use.
 
 Each strategy has its own streams, and each direction has its own strategy, so that stores do not delay loads. Not thread-safe.
 """
@@ -21,12 +21,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvclient.device.copy_plan import Numbers, cut_batch, layers_at_once, rows_of, runs_of
+from kvclient.device.copy_plan import PIECE_BYTES, Numbers, cut_batch, layer_groups, rows_of, staging_plan
 from kvclient.device.layouts import PagedCache
 from kvclient.device.page_scatter import PageScatter
 from kvclient.device.pins.pinned_range import PinnedRange
 from kvclient.device.streams import Device, DeviceStream, Event
-from kvstore.core.errors import Internal
+from kvstore.core.errors import Internal, Unsupported
+
+_BATCH_PIECES = 1024
+"""Pieces that are worth a call of the driver."""
+_LAUNCH_BYTES = 16 << 20
+"""Bytes over the bus that are worth a launch."""
+_JOINED_BYTES = 512 << 10
+"""Length of a piece of several layers in one batch, if they are neighbours in a page."""
 
 OnLayer = Callable[[int, Event], None]
 """``on_layer(layer, event)``: after the event, one layer of all blocks is in its pages."""
@@ -72,6 +79,12 @@ class HostMemory:
         assert self.pins is not None
         return self.base + (chunk + 1) * self.pins.chunk_bytes
 
+    def cut(self, targets: Numbers, sources: Numbers, sizes: Numbers, host: Numbers) -> tuple[Numbers, ...]:
+        """Divide copies at the borders of pinned chunks; see ``copy_plan.cut_batch``."""
+        if self.pins is None:
+            return targets, sources, sizes
+        return cut_batch(targets, sources, sizes, host, self.pins.chunk_bytes, self.base)
+
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest:
@@ -86,6 +99,7 @@ class CopyRequest:
         layers: number of layers.
         shift: bytes from the start of a block to ``first_layer``.
         after: the pages may be accessed after this event.
+        pinned: whether the device can read all of these blocks without the help of this process.
     """
 
     host: HostMemory
@@ -96,6 +110,7 @@ class CopyRequest:
     layers: int
     shift: int
     after: Event
+    pinned: bool = False
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -149,15 +164,26 @@ class StagedCopy:
         mover: moves rows between staging buffer and pages.
         codec: encoding of the store; None: rows are stored unchanged.
         staging_bytes: size of each of two buffers; at least a row is allocated.
+        on_refused: called with the error if the device turns out to support no batched copies. Rows are then copied one by one.
     """
 
     name = "staged"
 
-    def __init__(self, device: Device, cache: PagedCache, mover: PageScatter, codec: Codec | None, staging_bytes: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        cache: PagedCache,
+        mover: PageScatter,
+        codec: Codec | None,
+        staging_bytes: int,
+        on_refused: Callable[[Unsupported], None] = lambda _: None,
+    ) -> None:
         self._cache = cache
         self._mover = mover
         self._codec = codec
         self._device = device
+        self._on_refused = on_refused
+        self._batches = device.has_batch
         self._row = codec.coded_bytes(cache.row_bytes) if codec is not None else cache.row_bytes
         self._space = max(staging_bytes, self._row)
         self._copies = device.stream()
@@ -166,37 +192,29 @@ class StagedCopy:
 
     def load(self, blocks: CopyRequest, on_layer: OnLayer) -> None:
         ids = self._ids(blocks)
-        runs = runs_of(blocks.starts, blocks.pitch)
-        group = min(layers_at_once(blocks.layers, len(blocks), runs), max(1, self._space // self._row))
-        for first in range(0, blocks.layers, group):
-            layers = range(first, min(first + group, blocks.layers))
-            step = max(1, self._space // (len(layers) * self._row))
-            for begin in range(0, len(blocks), step):
-                end = min(begin + step, len(blocks))
-                with self._using(self._copies, self._moves) as slot:
-                    self._copy(blocks, slot, layers, begin, end, to_device=True)
-                    self._moves.wait(self._copies.record())
+        # without batches each piece costs a call: then whole blocks, and no layer before the others
+        piece = PIECE_BYTES if blocks.pinned and self._batches else self._space
+        for layers, some in staging_plan(len(blocks), blocks.layers, self._row, self._space, piece):
+            with self._using(self._copies, self._moves) as slot:
+                self._copy(blocks, slot, layers, some, to_device=True)
+                self._moves.wait(self._copies.record())
+                self._moves.run(
+                    partial(self._scatter, blocks.first_layer + layers.start, self._rows(slot, layers, some), ids, some)
+                )
+                if some.stop == len(blocks):
+                    there = self._moves.record()
                     for number in layers:
-                        rows = self._rows(slot, layers, number, end - begin)
-                        self._moves.run(partial(self._scatter, blocks.first_layer + number, rows, ids, begin, end))
-                        if end == len(blocks):
-                            on_layer(blocks.first_layer + number, self._moves.record())
+                        on_layer(blocks.first_layer + number, there)
 
     def store(self, blocks: CopyRequest) -> None:
         ids = self._ids(blocks)
-        # whole blocks if they fit: these are contiguous in host memory
-        group = min(blocks.layers, max(1, self._space // self._row))
-        for first in range(0, blocks.layers, group):
-            layers = range(first, min(first + group, blocks.layers))
-            step = max(1, self._space // (len(layers) * self._row))
-            for begin in range(0, len(blocks), step):
-                end = min(begin + step, len(blocks))
-                with self._using(self._moves, self._copies) as slot:
-                    for number in layers:
-                        rows = self._rows(slot, layers, number, end - begin)
-                        self._moves.run(partial(self._gather, blocks.first_layer + number, rows, ids, begin, end))
-                    self._copies.wait(self._moves.record())
-                    self._copy(blocks, slot, layers, begin, end, to_device=False)
+        for layers, some in staging_plan(len(blocks), blocks.layers, self._row, self._space, self._space):
+            with self._using(self._moves, self._copies) as slot:
+                self._moves.run(
+                    partial(self._gather, blocks.first_layer + layers.start, self._rows(slot, layers, some), ids, some)
+                )
+                self._copies.wait(self._moves.record())
+                self._copy(blocks, slot, layers, some, to_device=False)
 
     def record(self) -> list[Event]:
         return [self._copies.record(), self._moves.record()]
@@ -238,15 +256,21 @@ class StagedCopy:
         self._slots.reverse()
         return self._slots[0]
 
-    def _rows(self, slot: _StagingBuffer, layers: range, number: int, count: int) -> torch.Tensor:
-        """One layer of the rows in a buffer."""
-        width = len(layers) * self._row
-        at = (number - layers.start) * self._row
-        return slot.memory[: count * width].view(count, width)[:, at : at + self._row]
+    def _rows(self, slot: _StagingBuffer, layers: range, some: range) -> torch.Tensor:
+        """Rows in a buffer: ``[blocks, layers, bytes of a row]``."""
+        return slot.memory[: len(some) * len(layers) * self._row].view(len(some), len(layers), self._row)
 
-    def _copy(self, blocks: CopyRequest, slot: _StagingBuffer, layers: range, begin: int, end: int, *, to_device: bool) -> None:
+    def _copy(self, blocks: CopyRequest, slot: _StagingBuffer, layers: range, some: range, *, to_device: bool) -> None:
         width = len(layers) * self._row
-        starts = blocks.starts[begin:end] + (blocks.shift + layers.start * self._row)
+        starts = blocks.starts[some.start : some.stop] + (blocks.shift + layers.start * self._row)
+        if blocks.pinned and self._batches and len(some) > 1:
+            try:
+                self._copy_batch(blocks, slot, starts, width, to_device=to_device)
+            except Unsupported as error:
+                self._batches = False
+                self._on_refused(error)
+            else:
+                return
         staging = slot.memory.data_ptr()
         host = blocks.host
         for rows in rows_of(starts, width, blocks.pitch, host.chunk_of, host.chunk_end):
@@ -259,21 +283,30 @@ class StagedCopy:
             else:
                 self._copies.copy_rows(on_host, blocks.pitch, on_device, width, size, count)
 
-    def _scatter(self, layer: int, rows: torch.Tensor, ids: list[torch.Tensor], begin: int, end: int) -> None:
-        each = self._cache.pages_per_block
-        if self._codec is not None:
-            rows = self._codec.decode(rows)
-        self._mover.to_pages(layer, rows, ids[0][begin * each : end * each])
+    def _copy_batch(self, blocks: CopyRequest, slot: _StagingBuffer, starts: Numbers, width: int, *, to_device: bool) -> None:
+        heads = np.flatnonzero(np.diff(starts, prepend=starts[0] - width - 1) != width)  # neighbours are one piece
+        sizes = np.diff(heads, append=len(starts)) * width
+        on_host, on_device = starts[heads], slot.memory.data_ptr() + heads * width
+        targets, sources = (on_device, on_host) if to_device else (on_host, on_device)
+        self._copies.copy_batch(*blocks.host.cut(targets, sources, sizes, on_host))
 
-    def _gather(self, layer: int, rows: torch.Tensor, ids: list[torch.Tensor], begin: int, end: int) -> None:
-        each = self._cache.pages_per_block
-        part = ids[0][begin * each : end * each]
+    def _scatter(self, first_layer: int, rows: torch.Tensor, ids: list[torch.Tensor], some: range) -> None:
+        if self._codec is not None:
+            rows = self._codec.decode(rows.view(-1, self._row)).view(len(some), -1, self._cache.row_bytes)
+        self._mover.to_pages(first_layer, rows, self._part(ids, some))
+
+    def _gather(self, first_layer: int, rows: torch.Tensor, ids: list[torch.Tensor], some: range) -> None:
+        part = self._part(ids, some)
         if self._codec is None:
-            self._mover.to_rows(layer, part, rows)
+            self._mover.to_rows(first_layer, part, rows)
             return
-        plain = torch.empty((end - begin, self._cache.row_bytes), dtype=torch.uint8, device=rows.device)
-        self._mover.to_rows(layer, part, plain)
-        rows.copy_(self._codec.encode(plain))
+        plain = torch.empty((*rows.shape[:2], self._cache.row_bytes), dtype=torch.uint8, device=rows.device)
+        self._mover.to_rows(first_layer, part, plain)
+        rows.copy_(self._codec.encode(plain.view(-1, self._cache.row_bytes)).view(rows.shape))
+
+    def _part(self, ids: list[torch.Tensor], some: range) -> torch.Tensor:
+        each = self._cache.pages_per_block
+        return ids[0][some.start * each : some.stop * each]
 
 
 # ---- batched ----
@@ -292,35 +325,52 @@ class BatchedCopy:
     def __init__(self, device: Device, cache: PagedCache) -> None:
         self._cache = cache
         self._copies = device.stream()
+        layers, size = cache.layers, cache.page.part_bytes
+        self._joined = (
+            cache.page.parts == cache.pages_per_block == 1
+            and len({layer.page_stride for layer in layers}) == 1
+            and all(layer.address == layers[0].address + number * size for number, layer in enumerate(layers))
+        )
+        """Whether the layers of a page are neighbours, as they are in a block."""
 
     def load(self, blocks: CopyRequest, on_layer: OnLayer) -> None:
         self._copies.wait(blocks.after)
-        for number in range(blocks.layers):
-            self._layer(blocks, number, to_device=True)
-            on_layer(blocks.first_layer + number, self._copies.record())
+        for layers in self._groups(blocks):
+            self._copy(blocks, layers, to_device=True)
+            there = self._copies.record()
+            for number in layers:
+                on_layer(blocks.first_layer + number, there)
 
     def store(self, blocks: CopyRequest) -> None:
         self._copies.wait(blocks.after)
-        for number in range(blocks.layers):
-            self._layer(blocks, number, to_device=False)
+        for layers in self._groups(blocks):
+            self._copy(blocks, layers, to_device=False)
 
     def record(self) -> list[Event]:
         return [self._copies.record()]
 
-    def _layer(self, blocks: CopyRequest, number: int, *, to_device: bool) -> None:
-        cache = self._cache
-        layer, page = cache.layers[blocks.first_layer + number], cache.page
-        parts = np.arange(page.parts)
-        ids = blocks.page_ids.numpy()
-        pages = (layer.address + ids[:, None] * layer.page_stride + parts * layer.part_stride).reshape(-1)
-        each = np.arange(cache.pages_per_block * page.parts) * page.part_bytes
-        rows = (blocks.starts[:, None] + (blocks.shift + number * cache.row_bytes) + each).reshape(-1)
-        sizes = np.full(len(rows), page.part_bytes, np.int64)
+    def _groups(self, blocks: CopyRequest) -> list[range]:
+        if self._joined:
+            return layer_groups(blocks.layers, self._cache.row_bytes, _JOINED_BYTES)
+        pieces = len(blocks) * self._cache.pages_per_block * self._cache.page.parts
+        return layer_groups(blocks.layers, pieces, _BATCH_PIECES)
+
+    def _copy(self, blocks: CopyRequest, layers: range, *, to_device: bool) -> None:
+        cache, page = self._cache, self._cache.page
+        count, width = (1, len(layers) * page.part_bytes) if self._joined else (len(layers), page.part_bytes)
+        some = cache.layers[blocks.first_layer + layers.start :][:count]
+        address, page_stride, part_stride = (
+            np.array([getattr(layer, name) for layer in some], np.int64)[:, None, None]
+            for name in ("address", "page_stride", "part_stride")
+        )
+        ids = blocks.page_ids.numpy()[None, :, None]
+        pages = (address + ids * page_stride + np.arange(page.parts) * part_stride).reshape(-1)
+        within = np.arange(cache.pages_per_block * page.parts) * page.part_bytes
+        shifts = blocks.shift + np.arange(layers.start, layers.start + count) * cache.row_bytes
+        rows = (shifts[:, None, None] + blocks.starts[None, :, None] + within).reshape(-1)
+        sizes = np.full(len(rows), width, np.int64)
         targets, sources = (pages, rows) if to_device else (rows, pages)
-        host = blocks.host
-        if host.pins is not None:
-            targets, sources, sizes = cut_batch(targets, sources, sizes, rows, host.pins.chunk_bytes, host.base)
-        self._copies.copy_batch(targets, sources, sizes)
+        self._copies.copy_batch(*blocks.host.cut(targets, sources, sizes, rows))
 
 
 # ---- direct ----
@@ -344,30 +394,31 @@ class DirectCopy:
         self._moves = device.stream()
 
     def load(self, blocks: CopyRequest, on_layer: OnLayer) -> None:
-        move = self._begin(blocks)
-        for number in range(blocks.layers):
-            self._moves.run(partial(move, number, to_pages=True))
-            on_layer(blocks.first_layer + number, self._moves.record())
+        move = self._begin(blocks, to_pages=True)
+        for layers in layer_groups(blocks.layers, len(blocks) * self._cache.row_bytes, _LAUNCH_BYTES):
+            self._moves.run(partial(move, layers))
+            there = self._moves.record()
+            for number in layers:
+                on_layer(blocks.first_layer + number, there)
 
     def store(self, blocks: CopyRequest) -> None:
-        move = self._begin(blocks)
-        for number in range(blocks.layers):
-            self._moves.run(partial(move, number, to_pages=False))
+        self._moves.run(partial(self._begin(blocks, to_pages=False), range(blocks.layers)))
 
     def record(self) -> list[Event]:
         return [self._moves.record()]
 
-    def _begin(self, blocks: CopyRequest) -> Callable[..., None]:
-        cache, base = self._cache, blocks.host.base + blocks.shift
-        away = blocks.starts - blocks.host.base
-        word = math.gcd(cache.word, base, cache.row_bytes, int(np.gcd.reduce(away)) if len(away) else 0)
+    def _begin(self, blocks: CopyRequest, *, to_pages: bool) -> Callable[[range], None]:
+        cache, base = self._cache, blocks.host.base
+        away = blocks.starts + blocks.shift - base
+        common = math.gcd(int(np.gcd.reduce(away)), cache.row_bytes) if len(away) else 1
         table: list[torch.Tensor] = []
-        parts = (torch.from_numpy(away // word), blocks.page_ids)
+        parts = (torch.from_numpy(away), blocks.page_ids)
         self._moves.run(lambda: table.extend(uploaded(part, cache.device) for part in parts))
         self._moves.wait(blocks.after)
 
-        def move(number: int, *, to_pages: bool) -> None:
-            at = base + number * cache.row_bytes
-            self._mover.by_table(blocks.first_layer + number, at, table[0], table[1], word=word, to_pages=to_pages, host=True)
+        def move(layers: range) -> None:
+            at = base + layers.start * cache.row_bytes
+            first = blocks.first_layer + layers.start
+            self._mover.by_table(first, len(layers), at, table[0], common, table[1], to_pages=to_pages, host=True)
 
         return move

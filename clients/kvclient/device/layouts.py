@@ -112,8 +112,10 @@ class CacheLayer:
         self.page = PageShape(2 if kind == "split" else 1, part_bytes, halves)
         self.address = tensor.data_ptr()
         alike = 0 if pages == 1 else stride
-        self.word = math.gcd(part_bytes, alike, split, self.address, 8)
-        """Bytes of the largest word, up to 8, that divides all sizes, strides and addresses."""
+        self.alignment = math.gcd(part_bytes, alike, split, self.address, 16)
+        """Largest power of two, up to 16, that divides all sizes, strides and addresses, in bytes."""
+        self.word = min(self.alignment, 8)
+        """Bytes of the largest word that divides them."""
 
     def words(self, word: int) -> torch.Tensor:
         """Its pages as words: a view ``[pages, parts, part words]``, int64, int32, int16 or uint8.
@@ -195,7 +197,8 @@ class PagedCache:
         self.dtype = first.tensor.dtype
         self.device = first.tensor.device
         self.pages_per_block = pages_per_block
-        self.word = math.gcd(*(layer.word for layer in self.layers))
+        self.alignment = math.gcd(*(layer.alignment for layer in self.layers))
+        self.word = min(self.alignment, 8)
 
     def _check_apart(self) -> None:
         """Check that no two layers share a byte. Layers may alternate in one piece of memory, page by page."""

@@ -15,40 +15,39 @@ from kvclient.device.layouts import WORDS, PagedCache
 
 
 class PageScatter(Protocol):
-    """Copies between rows in device-accessible memory and pages, one layer at a time. Enqueues on the current stream."""
+    """Copies between rows in device-accessible memory and pages, for any number of layers. Enqueues on the current stream."""
 
-    def to_pages(self, layer: int, rows: torch.Tensor, page_ids: torch.Tensor) -> None:
+    def to_pages(self, first_layer: int, rows: torch.Tensor, page_ids: torch.Tensor) -> None:
         """Copy rows into pages.
 
         Args:
-            layer: number of the layer.
-            rows: uint8 ``[blocks, row_bytes]``, last axis contiguous.
+            first_layer: of the cache.
+            rows: uint8 ``[blocks, layers, row_bytes]``, last axis contiguous.
             page_ids: int64 ``[blocks * pages_per_block]``, on the device, without duplicates.
         """
 
-    def to_rows(self, layer: int, page_ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def to_rows(self, first_layer: int, page_ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy pages into rows; arguments as ``to_pages``."""
 
-    def unit(self, common: int) -> int:
-        """Unit of offsets in a pool's memory, in bytes.
-
-        Args:
-            common: common divisor of all offsets and of the row size, in bytes.
-
-        Returns:
-            A divisor of ``common``.
-        """
-
     def move_slots(
-        self, layer: int, memory: torch.Tensor, slots: torch.Tensor, unit: int, page_ids: torch.Tensor, *, to_pages: bool
+        self,
+        first_layer: int,
+        layers: int,
+        memory: torch.Tensor,
+        slots: torch.Tensor,
+        common: int,
+        page_ids: torch.Tensor,
+        *,
+        to_pages: bool,
     ) -> None:
-        """Copy between pages and rows at any offsets of a pool's memory.
+        """Copy between pages and blocks at any offsets of a pool's memory.
 
         Args:
-            layer: number of the layer.
-            memory: uint8 ``[bytes]``, contiguous, 8-byte aligned, a whole number of units long.
-            slots: int64 ``[blocks]`` on the device: offset of each row from the start of ``memory``, in units.
-            unit: see ``unit``.
+            first_layer: of the cache.
+            layers: number of layers, which follow each other without gaps within a block.
+            memory: uint8 ``[bytes]``, contiguous, 8-byte aligned.
+            slots: int64 ``[blocks]`` on the device: offset of the first layer of each block in ``memory``, in bytes.
+            common: a common divisor of all offsets and of the row size.
             page_ids: as for ``to_pages``.
             to_pages: the direction.
         """
@@ -68,46 +67,54 @@ class TorchScatter:
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
 
-    def to_pages(self, layer: int, rows: torch.Tensor, page_ids: torch.Tensor) -> None:
-        for pages, ids, part in self._parts(layer, rows, page_ids):
+    def to_pages(self, first_layer: int, rows: torch.Tensor, page_ids: torch.Tensor) -> None:
+        for pages, ids, part in self._parts(first_layer, rows, page_ids):
             pages.index_copy_(0, ids, part)
 
-    def to_rows(self, layer: int, page_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        for pages, ids, part in self._parts(layer, rows, page_ids):
+    def to_rows(self, first_layer: int, page_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        for pages, ids, part in self._parts(first_layer, rows, page_ids):
             part.copy_(pages.index_select(0, ids))
 
-    def unit(self, common: int) -> int:
-        return common  # rows are picked by index in units: larger units mean fewer indexes
-
     def move_slots(
-        self, layer: int, memory: torch.Tensor, slots: torch.Tensor, unit: int, page_ids: torch.Tensor, *, to_pages: bool
+        self,
+        first_layer: int,
+        layers: int,
+        memory: torch.Tensor,
+        slots: torch.Tensor,
+        common: int,
+        page_ids: torch.Tensor,
+        *,
+        to_pages: bool,
     ) -> None:
-        size, each = self._cache.row_bytes, self._cache.pages_per_block
-        units = memory[: len(memory) // unit * unit].view(-1, unit)
-        units = units.view(WORDS[common_word(math.gcd(unit, 8), units)])
-        within = torch.arange(size // unit, device=slots.device)
+        size, each = layers * self._cache.row_bytes, self._cache.pages_per_block
+        units = memory[: len(memory) // common * common].view(-1, common)
+        units = units.view(WORDS[common_word(math.gcd(common, 8), units)])
+        within = torch.arange(size // common, device=slots.device)
         step = max(1, PIECE_BYTES // size)
         for begin in range(0, len(slots), step):
             some, ids = slots[begin : begin + step], page_ids[begin * each : (begin + step) * each]
-            at = (some[:, None] + within).view(-1)
+            at = (some[:, None] // common + within).view(-1)
+            shape = (len(some), layers, self._cache.row_bytes)
             if to_pages:
-                self.to_pages(layer, units.index_select(0, at).view(torch.uint8).view(len(some), size), ids)
+                self.to_pages(first_layer, units.index_select(0, at).view(torch.uint8).view(shape), ids)
             else:
-                rows = torch.empty((len(some), size), dtype=torch.uint8, device=memory.device)
-                self.to_rows(layer, ids, rows)
-                units.index_copy_(0, at, rows.view(-1, unit).view(units.dtype))
+                rows = torch.empty(shape, dtype=torch.uint8, device=memory.device)
+                self.to_rows(first_layer, ids, rows)
+                units.index_copy_(0, at, rows.view(-1, common).view(units.dtype))
 
     def _parts(
-        self, layer: int, rows: torch.Tensor, page_ids: torch.Tensor
+        self, first_layer: int, rows: torch.Tensor, page_ids: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each page of a block: the layer's pages, the page ids, and the matching part of the rows, in the same words."""
+        """For each layer and page of a block: the pages, the page ids, and the matching part of the rows, in the same words."""
         cache = self._cache
-        word = common_word(cache.word, rows)
-        pages = cache.layers[layer].words(word)
-        shaped = rows.view(WORDS[word]).unflatten(1, (cache.pages_per_block, *pages.shape[1:]))
         ids = page_ids.view(-1, cache.pages_per_block)
-        for number in range(cache.pages_per_block if len(rows) else 0):
-            yield pages, ids[:, number], shaped[:, number]
+        for number in range(rows.shape[1] if len(rows) else 0):
+            row = rows[:, number]
+            word = common_word(cache.word, row)
+            pages = cache.layers[first_layer + number].words(word)
+            shaped = row.view(WORDS[word]).unflatten(1, (cache.pages_per_block, *pages.shape[1:]))
+            for page in range(cache.pages_per_block):
+                yield pages, ids[:, page], shaped[:, page]
 
 
 def common_word(word: int, rows: torch.Tensor) -> int:

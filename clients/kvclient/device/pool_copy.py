@@ -1,10 +1,9 @@
-"""Copies between pages and a pool in memory of the same device: one launch per layer, without host memory."""
+"""Copies between pages and a pool in memory of the same device: one launch per copy, without host memory."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -58,18 +57,16 @@ class PoolCopy:
             Internal: the device refused; copies that have begun are before the events of ``record``.
         """
         cache = self._cache
-        unit = self._mover.unit(math.gcd(cache.row_bytes, int(np.gcd.reduce(slots.starts))))
+        common = math.gcd(cache.row_bytes, int(np.gcd.reduce(slots.starts)))
         numbers: list[torch.Tensor] = []  # filled in stream order: only the moves read it
-        parts = (torch.from_numpy(slots.starts // unit), slots.page_ids)
+        parts = (torch.from_numpy(slots.starts), slots.page_ids)
         self._moves.run(lambda: numbers.extend(uploaded(part, cache.device) for part in parts))
         self._moves.wait(slots.after)
-
-        def layer(number: int) -> None:
-            memory = slots.memory[number * cache.row_bytes :]
-            self._mover.move_slots(slots.first_layer + number, memory, numbers[0], unit, numbers[1], to_pages=to_pages)
-
-        for number in range(slots.layers):
-            self._moves.run(partial(layer, number))
+        self._moves.run(
+            lambda: self._mover.move_slots(
+                slots.first_layer, slots.layers, slots.memory, numbers[0], common, numbers[1], to_pages=to_pages
+            )
+        )
 
     def record(self) -> list[Event]:
         """Events after all enqueued work."""

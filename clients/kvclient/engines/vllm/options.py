@@ -64,7 +64,7 @@ class ConnectorOptions:
     events_locality: str = ""
     events_blocks: int = 262_144
     device_copies: str = "auto"
-    device_staging_bytes: int = 32 << 20
+    device_staging_bytes: int = 64 << 20
     device_pin_wait_s: float = 30.0
 
     def __post_init__(self) -> None:
