@@ -173,7 +173,7 @@ class DeferredDevice:
             if not self.fail_after:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
             self.fail_after -= 1
-        pins = dict(getattr(self.pinning, "pinned", {}))  # a copy: another thread pins meanwhile
+        pins = dict(getattr(self.pinning, "pinned", {}))  # a copy: another thread may pin
         for begin, pitch in ((target, target_pitch), (source, source_pitch)):
             end = begin + pitch * (rows - 1) + width
             touched = [start for start, length in pins.items() if begin < start + length and start < end]

@@ -1,4 +1,4 @@
-"""What each strategy costs: launches, calls of the driver, pieces and bytes for 1,000 blocks of Llama-3-8B of 16 tokens.
+"""Costs of each strategy: launches, calls of the driver, pieces and bytes for 1,000 blocks of Llama-3-8B of 16 tokens.
 
 The device counts and does nothing, so the memory is never touched.
 """

@@ -293,7 +293,7 @@ def test_pin_cost_on_the_device_is_reported(memory: mmap.mmap) -> None:
 
 
 def hold_turn(descriptor: int, pipe: Connection) -> None:
-    """Another process, in its turn until it is told to end it."""
+    """Another process: it ends its turn after a message."""
     fcntl.lockf(descriptor, fcntl.LOCK_EX)
     pipe.send(None)
     pipe.recv()

@@ -1,4 +1,4 @@
-"""Sleep mode of vLLM: the KV cache is unmapped only when no copy accesses it. A scripted allocator stands for vLLM's."""
+"""Sleep mode of vLLM: the KV cache is unmapped only when no copy accesses it. A scripted allocator replaces vLLM's."""
 
 from __future__ import annotations
 

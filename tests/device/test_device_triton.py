@@ -115,25 +115,37 @@ import os, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from kvclient.device.triton_checksum import hash_rows
 from kvclient.device.triton_scatter import PIECE_WORDS, move_layers
 import triton.language as tl
 
 names = ["rows_at", "table", "pitch", "layer_pitch", "layers_at", "page_ids", "pages", "layers", "first_layer"]
 signature = {name: "*i64" if name in ("table", "layers_at", "page_ids") else "i32" for name in names} | {"rows_at": "i64"}
-for to_pages in (True, False):
-    for table in (True, False):
-        for alignment in (16, 8, 2):
-            word = min(alignment, 8)
-            constants = {
-                "WORD": {8: tl.int64, 2: tl.int16}[word], "WORD_BYTES": word, "ALIGNMENT": alignment, "TABLE": table, "PARTS": 2,
-                "PART_WORDS": (32 << 10) // word, "PAGES_PER_BLOCK": 1, "TO_PAGES": to_pages, "PIECE": PIECE_WORDS,
-            }
-            types = signature | {name: "constexpr" for name in constants}
-            source = ASTSource(move_layers, types, {(move_layers.arg_names.index(n),): v for n, v in constants.items()})
-            made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-            ptx = made.asm["ptx"]
-            wide = ptx.count("ld.global.v2.b64") + ptx.count("ld.global.v4.b32")
-            print(alignment, wide, ptx.count(".local"))
+for to_pages, table, alignment in ((True, False, 16), (False, True, 16), (True, True, 8), (False, False, 2)):
+    word = min(alignment, 8)
+    constants = {
+        "WORD": {8: tl.int64, 2: tl.int16}[word], "WORD_BYTES": word, "ALIGNMENT": alignment, "TABLE": table, "PARTS": 2,
+        "PART_WORDS": (32 << 10) // word, "PAGES_PER_BLOCK": 1, "TO_PAGES": to_pages, "PIECE": PIECE_WORDS,
+    }
+    types = signature | {name: "constexpr" for name in constants}
+    source = ASTSource(move_layers, types, {(move_layers.arg_names.index(n),): v for n, v in constants.items()})
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    ptx = made.asm["ptx"]
+    wide = ptx.count("ld.global.v2.b64") + ptx.count("ld.global.v4.b32")
+    print("move", alignment, wide, ptx.count(".local"))
+
+names = ["rows_at", "offsets", "row_bytes", "layers_at", "page_ids", "first_layer", "layers", "table", "out"]
+pointers = ("offsets", "layers_at", "page_ids", "table", "out")
+signature = {name: "*i64" if name in pointers else "i32" for name in names} | {"rows_at": "i64"}
+for length, paged, wide in ((65536, True, True), (4098, False, False), (200, False, True)):
+    constants = {
+        "LENGTH": length, "PAGED": paged, "PART_BYTES": length // 2, "PARTS": 2, "PAGES_PER_BLOCK": 1, "WIDE": wide,
+    }
+    types = signature | {name: "constexpr" for name in constants}
+    source = ASTSource(hash_rows, types, {(hash_rows.arg_names.index(n),): v for n, v in constants.items()})
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    ptx = made.asm["ptx"]
+    print("hash", length, 1, ptx.count(".local"))
 """
 
 
@@ -144,11 +156,11 @@ def test_kernel_compiled_for_hopper_moves_16_bytes(tmp_path: Path) -> None:
     script.write_text(COMPILE, encoding="utf-8")
     ran = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    lines = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
-    assert len(lines) == 12
-    for alignment, wide, spilled in lines:
+    lines = [(kind, *map(int, rest)) for kind, *rest in map(str.split, ran.stdout.splitlines())]
+    assert len(lines) == 4 + 3
+    for kind, size, wide, spilled in lines:
         assert spilled == 0
-        assert (wide > 0) == (alignment == 16)
+        assert (wide > 0) == (size == 16 or kind == "hash"), (kind, size)
 
 
 @settings(max_examples=15)

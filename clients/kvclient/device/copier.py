@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,9 @@ from kvstore.native import address_of
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
 
+if TYPE_CHECKING:
+    from kvclient.device.triton_checksum import PageHasher, PendingChecksums
+
 _log = logging.getLogger(__name__)
 
 StrategyName = Literal["auto", "staged", "batched", "direct"]
@@ -63,6 +66,7 @@ class DeviceCopier:
         staging_bytes: size of each of four staging buffers, allocated at first use.
         pin: pin arenas for the device as they are mapped.
         pin_chunk_bytes: bytes pinned by one driver call.
+        checksums: compute checksums on the device, if Triton works there and ``fp8`` is off. False: on the host.
         device: the device; None: derived from the cache.
 
     Raises:
@@ -79,6 +83,7 @@ class DeviceCopier:
         staging_bytes: int = 64 << 20,
         pin: bool = True,
         pin_chunk_bytes: int = CHUNK_BYTES,
+        checksums: bool = True,
         device: Device | None = None,
     ) -> None:
         if strategy not in STRATEGIES:
@@ -109,6 +114,7 @@ class DeviceCopier:
         self._stuck: list[Event] = []
         self._kept: list[npt.NDArray[np.uint8]] = []
         mover = self._mover()
+        self._hasher = self._make_hasher() if checksums and not isinstance(mover, TorchScatter) else None
         self._lanes = [
             _CopyDirection(
                 self._make(self.strategy, mover, staging_bytes),
@@ -143,6 +149,39 @@ class DeviceCopier:
             _log.warning("Triton failed: using torch indexing, which needs more launches (error=%s)", error)
             return TorchScatter(self.cache)
         return rows
+
+    def _make_hasher(self) -> PageHasher | None:
+        if self.codec is not None:
+            return None
+        from kvclient.device.triton_checksum import PageHasher
+
+        try:
+            return PageHasher(self.device, self.cache)
+        except Exception as error:  # noqa: BLE001  # a compiler or an unknown device: errors of many types
+            self.counters.add(device_metrics.DEVICE_CHECKSUMS_BY_HOST)
+            _log.warning("failed to hash on the device: %s, the host does it (error=%s)", self.cache.device, error)
+            return None
+
+    def begin_checksums(self, pages: PageRange, after: Sequence[Event]) -> PendingChecksums | None:
+        """Start to hash pages on the device; for ``DeviceBlocks``.
+
+        Args:
+            pages: pages and layers.
+            after: events after which the pages have their content.
+
+        Returns:
+            None: the host must hash the bytes, because the device does not or cannot.
+        """
+        if self._hasher is None or self._suspended or any(lane.lost for lane in self._lanes):
+            return None
+        try:
+            return self._hasher.begin(
+                pages.page_ids, pages.first_layer, pages.layers, [pages.after, *after], lambda event: self.wait([event])
+            )
+        except Internal as error:
+            self.counters.add(device_metrics.DEVICE_CHECKSUMS_BY_HOST)
+            _log.warning("failed to hash on the device: %s, the host does it (error=%s)", self.cache.device, error)
+            return None
 
     def _make(self, name: str, mover: PageScatter, staging_bytes: int) -> CopyStrategy:
         if name == "batched":

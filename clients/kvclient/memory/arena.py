@@ -288,13 +288,16 @@ class ClientArena:
     ) -> Mask:
         """Copy as ``copy_out``, but do not wait for a device: its ``drain`` must return before the lease ends.
 
-        Checksums are computed of the bytes that are copied, in the same pass. A device's copy cannot be read here, so the blocks
-        in the arena are checked instead.
+        Checksums are computed of the bytes that are copied, in the same pass. A device computes them of its copy, and is then
+        waited for. A device without checksums: its copy cannot be read here, so the blocks in the arena are checked instead.
         """
         if isinstance(buffer, DeviceBuffer):
             buffer.read_arena(self._mapping.view, offsets, first, first_layer, layer_count)
             if expected is None:
                 return np.ones(len(offsets), bool)
+            pending = buffer.begin_checksums(first, len(offsets), first_layer, layer_count)
+            if pending is not None:
+                return matches(pending.result(), expected)
             blocks = self.blocks(offsets, buffer.shape)
             layers = blocks if layer_count == buffer.shape.layers else LayersOf(blocks, first_layer, layer_count)
             return matches(block_checksums(layers, range(len(offsets))), expected)
@@ -320,15 +323,19 @@ class ClientArena:
         return checksums
 
     def _copy_in_from_device(self, buffer: DeviceBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
-        """Copy from a device. The checksums are of the bytes in the arena, because a device's memory cannot be read here."""
+        """Copy from a device. Checksums are of its memory, else (if the device computes none) of the bytes in the arena."""
+        pending = None
         try:
             buffer.write_arena(self._mapping.view, offsets)
+            pending = buffer.begin_checksums(0, buffer.count, 0, buffer.shape.layers)
         finally:
             try:
                 buffer.drain()
             except KVStoreError:
                 self.stuck = True
                 raise
+        if pending is not None:
+            return pending.result()
         return block_checksums(self.blocks(offsets, buffer.shape), range(len(offsets)))
 
     def blocks(self, offsets: Offsets, shape: BlockShape) -> BlockBuffer:

@@ -44,6 +44,17 @@ class PoolMemory:
     tensor: object
 
 
+class Checksums(Protocol):
+    """Checksums that a device computes."""
+
+    def result(self) -> npt.NDArray[np.uint64]:
+        """Wait for them, for a bounded time: ``[blocks, layers]``.
+
+        Raises:
+            Internal: the device failed or hung.
+        """
+
+
 class DeviceBuffer(ABC):
     """A ``BlockBuffer`` that is filled or read by copies of a device. Used by one load or store, by one thread at a time."""
 
@@ -81,6 +92,14 @@ class DeviceBuffer(ABC):
     @abstractmethod
     def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
         """Start to copy all blocks into an arena. Raises the errors of ``read_arena``."""
+
+    def begin_checksums(self, first: int, count: int, first_layer: int, layer_count: int) -> Checksums | None:  # noqa: ARG002
+        """Start to compute checksums of blocks ``[first, first + count)`` on the device, after all copies that have begun.
+
+        Returns:
+            None: this device does not compute checksums; hash the bytes on the host instead.
+        """
+        return None
 
     @abstractmethod
     def pool_gap(self, memory: PoolMemory) -> str:

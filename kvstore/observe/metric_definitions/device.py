@@ -69,6 +69,9 @@ group = MetricGroup("Copies between the arena and a device")
 DEVICE_BATCH_REFUSED: Final = group.counter(
     "device_batch_refused_total", "devices without batched copies; their copies go through a staging buffer"
 )
+DEVICE_CHECKSUMS_BY_HOST: Final = group.counter(
+    "device_checksums_by_host_total", "failures to compute checksums on the device; the host computed them"
+)
 DEVICE_ERRORS: Final = group.counter("device_errors_total", "copies that the device rejected")
 DEVICE_LOADED_BYTES: Final = group.counter("device_loaded_bytes_total", "bytes of started copies into a device's pages")
 DEVICE_LOST: Final = group.counter("device_lost_total", "KV caches no longer used because copies on their device failed or hung")

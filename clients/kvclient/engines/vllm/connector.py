@@ -215,7 +215,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the pages of the worker's tensors, on the host or a device."""
         options = self._options
         strategy: Any = options.device_copies
-        return make_pages(groups, self._kv_cache_config.num_blocks, strategy=strategy, staging_bytes=options.device_staging_bytes)
+        return make_pages(
+            groups,
+            self._kv_cache_config.num_blocks,
+            strategy=strategy,
+            staging_bytes=options.device_staging_bytes,
+            checksums=options.device_checksums,
+        )
 
     def _connect_worker(self, weights_epoch: str) -> Sequence[KVClient]:
         """Make the clients of an epoch, one per part of a group."""

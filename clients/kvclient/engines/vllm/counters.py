@@ -74,6 +74,7 @@ COUNTERS = {
     "device_pin_turns_missed": "Parts of an arena pinned without a turn among the processes of the host.",
     "device_pinned_late": "Starts that did not wait until the whole arena was pinned, per group.",
     "device_batch_refused": "Devices that refused batched copies and use staged ones, per group.",
+    "device_checksums_by_host": "Failures to compute checksums on the device: the host computed them.",
     "device_sleeps": "Times that the engine slept: its loads and stores were cancelled first.",
     "device_without_triton": "Groups whose pages are moved by torch's indexing, since Triton is missing or fails.",
     "labels_stored": "Labels of blocks that were stored, or stored again.",

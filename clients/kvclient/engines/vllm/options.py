@@ -47,6 +47,7 @@ class ConnectorOptions:
         device_copies: how pages on a GPU are copied: ``batched``, ``staged`` or ``direct`` (see
             ``kvclient.device.copy_strategies``). ``auto`` is ``batched`` if the driver supports it, else ``staged``.
         device_staging_bytes: device memory of each of four staging buffers of a group, taken when first needed.
+        device_checksums: whether a GPU computes the checksums of the blocks that it stores or verifies. False: the host does.
         device_pin_wait_s: how long the start of a worker on a GPU waits until the node's arena is pinned. Copies of
             memory that is not pinned yet are slower.
     """
@@ -65,6 +66,7 @@ class ConnectorOptions:
     events_blocks: int = 262_144
     device_copies: str = "auto"
     device_staging_bytes: int = 64 << 20
+    device_checksums: bool = True
     device_pin_wait_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -76,8 +78,9 @@ class ConnectorOptions:
             raise InvalidArgument("unknown choice", option="device_copies", value=self.device_copies, choices=DEVICE_COPIES)
         if self.events_locality not in LOCALITIES:
             raise InvalidArgument("unknown choice", option="events_locality", value=self.events_locality, choices=LOCALITIES)
-        if not isinstance(self.block_labels, bool):
-            raise InvalidArgument("the option must be true or false", option="block_labels", value=self.block_labels)
+        for name in ("block_labels", "device_checksums"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument("the option must be true or false", option=name, value=getattr(self, name))
         for name, most in (
             ("lookup_wait_ms", 100.0),
             ("pinned_share", 1.0),

@@ -40,6 +40,7 @@ _COUNTED = (
     "device_pin_retries",
     "device_pin_turns_missed",
     "device_batch_refused",
+    "device_checksums_by_host",
     "device_without_triton",
 )
 """The copier's counters that the connector reports too."""
@@ -49,7 +50,12 @@ _kept: list[memoryview] = []
 
 
 def make_pages(
-    groups: Sequence[Sequence[torch.Tensor]], num_blocks: int, *, strategy: StrategyName, staging_bytes: int
+    groups: Sequence[Sequence[torch.Tensor]],
+    num_blocks: int,
+    *,
+    strategy: StrategyName,
+    staging_bytes: int,
+    checksums: bool = True,
 ) -> list[Pages]:
     """Create the pages of an engine by group, in host or device memory.
 
@@ -58,6 +64,7 @@ def make_pages(
         num_blocks: number of blocks of the block manager.
         strategy: how blocks are copied to a device; see ``kvclient.device.copy_strategies``.
         staging_bytes: size of each staging buffer on a device.
+        checksums: whether a device computes checksums.
 
     Raises:
         InvalidArgument: the memory is neither the host's nor a CUDA device's, or the layout is unknown.
@@ -72,14 +79,24 @@ def make_pages(
             "a KV cache on several devices or on such a device is not supported: use a CPU, or one CUDA device per worker",
             devices=", ".join(sorted(str(place) for place in places)),
         )
-    return device_pages(groups, num_blocks, CudaDevice(next(iter(places))), strategy=strategy, staging_bytes=staging_bytes)
+    device = CudaDevice(next(iter(places)))
+    return device_pages(groups, num_blocks, device, strategy=strategy, staging_bytes=staging_bytes, checksums=checksums)
 
 
 def device_pages(
-    groups: Sequence[Sequence[torch.Tensor]], num_blocks: int, device: Device, *, strategy: StrategyName, staging_bytes: int
+    groups: Sequence[Sequence[torch.Tensor]],
+    num_blocks: int,
+    device: Device,
+    *,
+    strategy: StrategyName,
+    staging_bytes: int,
+    checksums: bool = True,
 ) -> list[Pages]:
     """Create the pages on the given device. Copies of each group are tested before use."""
-    pages = [DevicePages(group, num_blocks, device, strategy=strategy, staging_bytes=staging_bytes) for group in groups]
+    pages = [
+        DevicePages(group, num_blocks, device, strategy=strategy, staging_bytes=staging_bytes, checksums=checksums)
+        for group in groups
+    ]
     for one in pages:
         one.try_out()
     return list(pages)
@@ -96,13 +113,21 @@ class DevicePages:
         device: the device of the tensors.
         strategy: how blocks are copied.
         staging_bytes: size of each staging buffer.
+        checksums: whether the device computes checksums.
 
     Raises:
         InvalidArgument: the layout is unknown, or this device does not support the strategy.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], num_blocks: int, device: Device, *, strategy: StrategyName, staging_bytes: int
+        self,
+        tensors: Sequence[torch.Tensor],
+        num_blocks: int,
+        device: Device,
+        *,
+        strategy: StrategyName,
+        staging_bytes: int,
+        checksums: bool = True,
     ) -> None:
         try:
             cache = PagedCache([_whole_pages(tensor, num_blocks) for tensor in tensors])
@@ -114,7 +139,7 @@ class DevicePages:
                 strides=tensors[0].stride(),
                 supported=f"[blocks, heads, tokens, content] as {LAYOUTS} have it, a tensor a layer, all layers of a group alike",
             ) from error
-        self._copier = DeviceCopier(cache, strategy=strategy, staging_bytes=staging_bytes, device=device)
+        self._copier = DeviceCopier(cache, strategy=strategy, staging_bytes=staging_bytes, checksums=checksums, device=device)
         self.num_blocks = num_blocks
         self.shape: BlockShape = self._copier.shape
         self._tried: dict[str, int] = {}
