@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+import xxhash
 from caches import LAYOUTS, block_bytes, make_cache, snapshot
 
 from kvclient.device.copier import DeviceCopier
@@ -217,6 +218,19 @@ def test_unpinned_copies_are_correct_and_counted(memory: mmap.mmap) -> None:
     assert np.array_equal(block_bytes(cache, range(40, 60)), expected)
     assert copier.stats()["device_unpinned_bytes_total"] == 2 * expected.nbytes
     assert guard.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checksums_of_pages_match_the_host(layout: str) -> None:
+    from kvclient.device.triton_checksum import TritonChecksums
+
+    cache = make_cache(layout, layers=3, pages=16, tokens=16, heads=4, dim=64, device="cuda")
+    ids = cache.check_pages([5, 0, 9]).cuda()
+    found = TritonChecksums(cache).of_pages(1, 2, ids).cpu().numpy().view(np.uint64)
+    rows = torch.empty((3, 2, cache.row_bytes), dtype=torch.uint8, device="cuda")
+    TorchScatter(cache).to_rows(1, ids, rows)
+    expected = [[xxhash.xxh3_64_intdigest(row.numpy().tobytes()) for row in block] for block in rows.cpu()]
+    assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("layout", ["flash_nhd", "mla"])
