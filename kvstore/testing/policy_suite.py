@@ -145,6 +145,34 @@ class PolicySuite(ABC):
                 policy.touch(chain)
         assert not warm & set(islice(policy.coldest(_always), 50))
 
+    def test_policy_demoted_chain_leaves_first(self) -> None:
+        policy = self.make_policy()
+        chains = [_chain(policy, range(at * 100, at * 100 + 10)) for at in range(8)]
+        for chain in [*chains, *chains, *chains[4:]]:
+            policy.touch(chain)
+        policy.demote([*chains[7], policy_key(9_999)])
+        assert list(islice(policy.coldest(_always), 10)) == chains[7][::-1]
+        child = policy_key(750)
+        policy.insert(child, chains[7][-1])
+        policy.demote([child])
+        assert list(islice(policy.coldest(_always), 11)) == [child, *chains[7][::-1]]
+
+    def test_policy_demoted_new_chain_leaves_first(self) -> None:
+        """Its inner blocks were leaves when they came."""
+        policy = self.make_policy()
+        chains = [_chain(policy, range(at * 100, at * 100 + 10)) for at in range(8)]
+        policy.demote(chains[7])
+        assert list(islice(policy.coldest(_always), 10)) == chains[7][::-1]
+
+    def test_policy_demoted_chain_used_again_is_not_first(self) -> None:
+        policy = self.make_policy()
+        chains = [_chain(policy, range(at * 100, at * 100 + 10)) for at in range(8)]
+        for chain in chains:
+            policy.touch(chain)
+        policy.demote(chains[7])
+        policy.touch(chains[7])
+        assert not set(chains[7]) & set(islice(policy.coldest(_always), 50))
+
     def test_coldest_blocks_used_meanwhile_continues(self) -> None:
         """Each block is yielded, also if blocks are used between two steps."""
         policy = self.make_policy()
@@ -208,6 +236,10 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(numbers=st.lists(st.integers(0, 45), max_size=10))
     def touch(self, numbers: list[int]) -> None:
         self.policy.touch([policy_key(number) for number in numbers])
+
+    @rule(numbers=st.lists(st.integers(0, 45), max_size=10))
+    def demote(self, numbers: list[int]) -> None:
+        self.policy.demote([policy_key(number) for number in numbers])
 
     @rule(number=st.integers(0, 45))
     def remove(self, number: int) -> None:

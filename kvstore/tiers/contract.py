@@ -232,6 +232,9 @@ class EvictionPolicy(Protocol):
     def restore(self, keys: Iterable[BlockKey]) -> None:
         """Ask ``evictable`` about these blocks again after it returned None. Other keys are ignored."""
 
+    def demote(self, keys: Iterable[BlockKey]) -> None:
+        """Make blocks the coldest until their next use; children still leave before their parents. Other keys are ignored."""
+
     def with_descendants(self, keys: Iterable[BlockKey], evictable: Callable[[BlockKey], bool]) -> list[BlockKey] | None:
         """Blocks held and all below them, each once, children before parents: the blocks to evict with ``keys``.
 

@@ -30,6 +30,8 @@ from kvstore.tiers.eviction.queue import EvictionQueue
 
 _NONE = 0
 """Row of no block."""
+_DEMOTED = 1 << 40
+"""Gap of a demoted block, longer than any measured one."""
 _SPARE_ENTRIES = 1024
 _ROWS_AT_ONCE = 64
 _TRIM_EVERY = 256
@@ -198,6 +200,15 @@ class _TreePolicy(ABC):
             if self._present[row] and not self._children[row] and not self._entry_numbers[row]:
                 self._queue(row)
 
+    def demote(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            row = self._row_of.get(key, _NONE)
+            if self._present[row]:
+                self._cool(row)
+                self._entry_numbers[row] = 0  # its entry is too far behind
+                if not self._children[row]:
+                    self._queue(row)
+
     def coldest(self, evictable: Callable[[BlockKey], bool | None]) -> Iterator[BlockKey]:
         numbers, children = self._entry_numbers, self._children
         for row in self._taken:
@@ -273,6 +284,10 @@ class _TreePolicy(ABC):
         """Forget a block that was removed."""
 
     @abstractmethod
+    def _cool(self, row: int) -> None:
+        """Make a block the coldest until its next use."""
+
+    @abstractmethod
     def _queue(self, row: int) -> None:
         """Enters a block that is (or is about to be) a leaf into its queue."""
 
@@ -300,6 +315,9 @@ class LruPolicy(_TreePolicy):
 
     def _left(self, row: int) -> None:
         pass
+
+    def _cool(self, row: int) -> None:
+        self._positions[row] = 0
 
     def _begin(self) -> None:
         pass
@@ -353,6 +371,9 @@ class S3FifoPolicy(_TreePolicy):
                 continue
             if uses[row] < most:
                 uses[row] += 1
+            if not self._positions[row]:  # it was demoted
+                self._ticks += 1
+                self._positions[row] = self._ticks
             if not self._in_main[row] and uses[row] >= 2:
                 self._in_main[row] = 1
                 uses[row] = 0
@@ -379,6 +400,11 @@ class S3FifoPolicy(_TreePolicy):
         if len(self._ghosts) > max(self._count, 1):
             self._ghosts.drop_oldest()
 
+    def _cool(self, row: int) -> None:
+        self._positions[row] = self._uses[row] = 0
+        self._small_count += self._in_main[row]
+        self._in_main[row] = 0
+
     def _queue(self, row: int) -> None:
         self._push(self._main if self._in_main[row] else self._small, self._positions[row], row)
 
@@ -389,7 +415,8 @@ class S3FifoPolicy(_TreePolicy):
         # what this iteration has yielded counts as gone, for its owner is about to remove it
         small = self._take(self._small, waiting)
         crowded = self._small_count - self._popped_small > self._small_share * (self._count - self._popped)
-        row = _NONE if small and crowded else self._pop_main(waiting)
+        demoted = small and not self._positions[small]
+        row = _NONE if small and (crowded or demoted) else self._pop_main(waiting)
         self._popped += 1
         if not row and small:
             self._popped_small += 1
@@ -447,7 +474,7 @@ class ReuseDistancePolicy(_TreePolicy):
         if last is not None:
             self._gaps[row] = self._ticks - last
         elif above and self._present[above]:
-            self._gaps[row] = self._gaps[above]
+            self._gaps[row] = self._gaps[above] if self._gaps[above] != _DEMOTED else 0
         else:
             self._gaps[row] = 0
 
@@ -455,6 +482,9 @@ class ReuseDistancePolicy(_TreePolicy):
         self._ghosts.add(self._key_of(row), self._positions[row])
         if len(self._ghosts) > self._ghosts_a_block * max(self._count, 1):
             self._ghosts.drop_oldest()
+
+    def _cool(self, row: int) -> None:
+        self._gaps[row] = _DEMOTED
 
     def _begin(self) -> None:
         pass
