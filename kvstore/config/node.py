@@ -203,6 +203,12 @@ class NodeSection(Section):
         default=None,
         description="arena bytes that may be read ahead and held for requests that wait; 0: none. Unset: a quarter of the arena",
     )
+    hint_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=0.9,
+        description="share of the volumes (without any: of DRAM) that hints of one tenant may protect; 0: hints are ignored",
+    )
     cache_loads: bool = Field(
         default=True, description="cache loaded and stored blocks in DRAM; false: use DRAM for staging only"
     )

@@ -36,6 +36,12 @@ MAX_AGENT_BYTES = 256 << 10
 """Metadata of a NIXL agent: addresses and keys of its registered memory."""
 MAX_TRANSFER_ID_BYTES = 64
 """The name of one handoff of a prompt."""
+MAX_KEEP_MS = 3_600_000
+"""How long a hint may protect a session's blocks, and how far ahead its next turn may be."""
+MAX_HINT_PRIORITY = 9
+MAX_HINTED_SESSIONS = 4_096
+"""Sessions of applications that hints protect on one node."""
+MAX_HINTED_SESSIONS_OF_TENANT = 1_024
 MAX_DATA_CONNECTIONS = 256
 MAX_HELD_CONNECTIONS = 64
 """Of one client to one node: handoffs under way. Each has a connection while its prompt is computed."""

@@ -45,6 +45,7 @@ from kvstore.node.durability.shutdown_flush import flush_on_shutdown
 from kvstore.node.durability.volume_checks import VolumeChecks
 from kvstore.node.durability.volume_watch import VolumeWatch
 from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBack
+from kvstore.node.hints.session_hints import SessionHints
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import Mount, Mounts
@@ -215,6 +216,7 @@ class NodeDaemon:
         read_ahead = BufferBudget("read_ahead", ahead_bytes, clock, counters)
         self._buffers = {"prefill_buffer": prefill_buffer, "decode_buffer": decode_buffer, "read_ahead": read_ahead}
         self._ahead = AheadReader(self.table, self._loader, read_ahead, counters, clock)
+        self._hints = SessionHints(self.table, self._ahead, config.hint_share, counters, clock)
         self._layered = LayeredLoader(
             NodeId(config.node_id),
             self.table,
@@ -429,6 +431,7 @@ class NodeDaemon:
             layered=self._layered,
             prompts=self._prompts,
             ahead=self._ahead,
+            hints=self._hints,
             buffers=self._buffers,
             gate=self._gate,
             puller=self._puller,
@@ -605,7 +608,7 @@ class NodeDaemon:
         self._arena_server.stop()
         for server in self._data_servers:
             server.stop()
-        for part in (self._servicer, self._admin, self._layered, self._loader, self._mounts, self._peers):
+        for part in (self._servicer, self._admin, self._hints, self._layered, self._loader, self._mounts, self._peers):
             part.close()
         self._liveness.close()
         self._nixl.close()
@@ -644,6 +647,7 @@ class NodeDaemon:
         while not self._stopping.wait(SWEEP_INTERVAL_S):
             try:
                 self.sessions.expire()
+                self._hints.sweep()
                 self._history.record_if_due()
             except Exception:  # thread edge: without this thread, no lease would expire
                 self.counters.add(node_metrics.LEASE_EXPIRY_BUGS)

@@ -62,6 +62,24 @@ class AheadReader:
                 return 0
             return self._hold(request.part(0, count), block_bytes)
 
+    def bring(self, request: BlockRequest, of_tenant: str) -> int:
+        """Read blocks into DRAM for a turn that is expected, and leave them there. Returns the bytes that were read."""
+        block_bytes = request.namespace.shape.block_bytes
+        count = min(len(request.chain), self._budget.limit_bytes(of_tenant or None) // block_bytes)
+        with self._budget.admission(count * block_bytes, request.deadline_s, of_tenant or None) as admitted:
+            if not admitted or not count:
+                self._counters.add(node_metrics.READ_AHEAD_REFUSED)
+                return 0
+            read = 0
+            with closing(self._loader.load(request.part(0, count), ahead=True)) as runs:
+                while self._loader.reads.wait_none(request.deadline_s) and (run := next(runs, None)) is not None:
+                    pinned = run.pinned()
+                    if run.tier is not Tier.DRAM:
+                        read += len(pinned) * block_bytes
+                    self._table.unpin(pinned)
+            self._counters.add(node_metrics.READ_AHEAD_BYTES, read)
+            return read
+
     def _hold(self, request: BlockRequest, block_bytes: int) -> int:
         keys = request.chain.keys
         held: list[Block] = []

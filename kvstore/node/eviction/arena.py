@@ -29,14 +29,22 @@ class ArenaEvictor:
         blocks: the table's, by key.
         policy: the order.
         idle: whether a block is neither pinned nor in transfer.
+        is_last_tier: whether blocks that hints protect stay in it: the node has no volume.
     """
 
     def __init__(
-        self, dram: MappedVolume, blocks: Mapping[BlockKey, Block], policy: EvictionPolicy, idle: Callable[[Block], bool]
+        self,
+        dram: MappedVolume,
+        blocks: Mapping[BlockKey, Block],
+        policy: EvictionPolicy,
+        idle: Callable[[Block], bool],
+        *,
+        is_last_tier: bool = False,
     ) -> None:
         self._blocks = blocks
         self._policy = policy
         self._idle = idle
+        self.is_last_tier = is_last_tier
         self.version = 0
         """Changes with the order, except if blocks were only used."""
         self.reclaimer = SpaceReclaimer(dram, blocks, policy)
@@ -68,6 +76,12 @@ class ArenaEvictor:
         self._policy.restore(keys)
         for order in namespace.dram_orders:
             order.policy.restore(keys)
+
+    def demote(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
+        """Make blocks of a namespace the first ones to be evicted, until their next use."""
+        self._policy.demote(keys)
+        for order in namespace.dram_orders:
+            order.policy.demote(keys)
 
     @property
     def held_blocks(self) -> dict[NodeNamespace, int]:
@@ -108,7 +122,7 @@ class ArenaEvictor:
 
         def may_leave(key: BlockKey) -> bool | None:
             block = blocks[key]
-            if block.namespace.kept:
+            if block.namespace.kept or (self.is_last_tier and key in block.namespace.hinted):
                 return None
             if not idle(block):
                 return False

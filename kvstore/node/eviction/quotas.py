@@ -156,6 +156,8 @@ def evict_tenant_dram(residency: Residency, order: EvictionOrder, wanted_bytes: 
 def _may_leave_dram(residency: Residency, order: EvictionOrder, block: Block, passed: dict[BlockKey, Block]) -> bool | None:
     if block.namespace.kept and not order.of_kept:
         return None  # skipped until the namespace is no longer kept
+    if residency.arena_evictor.is_last_tier and block.key in block.namespace.hinted and not order.of_kept:
+        return None  # skipped until no hint protects it: hints protect a part of a quota only
     if not residency.is_idle(block):
         return False
     if not block.clean and len(passed) < MOST_GIVEN:
@@ -175,7 +177,7 @@ def mark_coldest_evicting(residency: Residency, order: EvictionOrder, wanted_byt
 
     def to_leave(rule: Callable[[Block], bool]) -> list[Block]:
         def may_leave(block: Block) -> bool | None:
-            if block.namespace.kept and not order.of_kept:
+            if (block.namespace.kept or block.key in block.namespace.hinted) and not order.of_kept:
                 return None
             return block.nvme_volume is not None and block.nvme_volume.takes_changes(now_s) and rule(block)
 

@@ -91,6 +91,12 @@ class VolumeEvictor:
         for order in namespace.nvme_orders:
             order.policy.restore(keys)
 
+    def demote(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
+        """Make blocks of a namespace the first ones to be evicted, until their next use."""
+        self._policy.demote(keys)
+        for order in namespace.nvme_orders:
+            order.policy.demote(keys)
+
     def children(self, key: BlockKey) -> int:
         """Number of a block's children on all volumes."""
         return self._policy.children(key)
@@ -141,7 +147,9 @@ class VolumeEvictor:
         def passing(rule: Callable[[Block], bool]) -> Callable[[BlockKey], bool | None]:
             def leaves(key: BlockKey) -> bool | None:
                 block = self._blocks[key]
-                return None if block.namespace.kept else id(block.nvme_volume) not in fit or rule(block)
+                if block.namespace.kept or key in block.namespace.hinted:
+                    return None
+                return id(block.nvme_volume) not in fit or rule(block)
 
             return leaves
 

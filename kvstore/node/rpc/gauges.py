@@ -56,6 +56,9 @@ class NodeGauges:
         for name, buffer in self._parts.buffers.items():
             yield Sample(node_metrics.STAGING_USED_BYTES, buffer.used_bytes, {"buffer": name})
             yield Sample(node_metrics.STAGING_WAITING_LOADS, buffer.waiting, {"buffer": name})
+        hints = self._parts.hints
+        yield Sample(node_metrics.HINTED_SESSIONS, sum(hints.sessions().values()))
+        yield Sample(node_metrics.HINTED_BYTES, sum(hints.protected_bytes().values()))
         yield from self._networks()
 
     def _disks(self) -> Iterator[Sample]:

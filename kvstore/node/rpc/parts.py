@@ -17,6 +17,7 @@ from kvstore.node.control.pull import Puller
 from kvstore.node.control.retention import RetentionEnforcer
 from kvstore.node.copies.copier import Copier
 from kvstore.node.durability.volume_checks import VolumeChecks
+from kvstore.node.hints.session_hints import SessionHints
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.nixl import NixlAgents
@@ -50,6 +51,7 @@ class NodeParts:
     layered: LayeredLoader
     prompts: PromptWaits
     ahead: AheadReader
+    hints: SessionHints
     buffers: Mapping[str, BufferBudget]
     gate: AdmissionGate
     puller: Puller

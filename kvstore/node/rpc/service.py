@@ -23,6 +23,7 @@ from kvstore.node.loads.locate import located_runs, pin_stored
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.loads.runs import BlockRequest, Runs, SourceRange
 from kvstore.node.loads.timings import LoadTimer
+from kvstore.node.rpc.hint_request import apply_hint
 from kvstore.node.rpc.load_stream import LoadStreams
 from kvstore.node.rpc.parts import NodeParts
 from kvstore.node.rpc.sessions import Session
@@ -239,6 +240,14 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             return node_pb2.ReadAheadResponse(bytes_read=await run_in_pool(self._ahead_threads.pool, hold))
         finally:
             release()
+
+    async def Hint(self, request: node_pb2.HintRequest, context: Context) -> node_pb2.HintResponse:  # noqa: N802, ARG002
+        session = self._session(request.session_id)
+        try:
+            return apply_hint(self._parts.hints, session.namespace, request)
+        except (InvalidArgument, Unsupported, CapacityExceeded):
+            self._counters.add(node_metrics.HINTS_REJECTED)
+            raise
 
     def _timer(self, session: Session, request: node_pb2.LoadRequest, blocks: BlockRequest) -> LoadTimer:
         block_bytes = session.namespace.shape.block_bytes

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from kvstore.core.errors import CapacityExceeded, Conflict, NotFound
 from kvstore.core.limits import MAX_NAMESPACES, MAX_NAMESPACES_OF_TENANT
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockShape, NamespaceId, Tier
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Tier
 from kvstore.node.state.eviction_orders import EvictionOrder, TtlOrder
 from kvstore.tiers.contract import EvictionPolicy
 from kvstore.tiers.eviction.policy import LruPolicy
@@ -29,6 +29,7 @@ class NodeNamespace:
         "dram_orders",
         "evicting_blocks",
         "granted",
+        "hinted",
         "in_account",
         "kept",
         "kept_orders",
@@ -63,6 +64,8 @@ class NodeNamespace:
         """Orders in addition to the common one that its blocks in DRAM are in; usually empty. Guarded by the table's lock, as all
         fields except the id, shape, spec and account are."""
         self.nvme_orders: tuple[EvictionOrder, ...] = ()
+        self.hinted: dict[BlockKey, int] = {}
+        """Sessions whose hints protect a block, by key (``kvstore.node.hints``)."""
         self.kept = False
         """Whether an operator's rule keeps it (``kvstore namespaces pin``): its blocks are evicted last, up to a bound
         (``kvstore.node.eviction.quotas``)."""

@@ -72,7 +72,7 @@ class Residency:
         self.counters = counters
         self.clock = clock
         self.blocks: dict[BlockKey, Block] = {}
-        self.arena_evictor = ArenaEvictor(dram, self.blocks, dram_policy, self.is_idle)
+        self.arena_evictor = ArenaEvictor(dram, self.blocks, dram_policy, self.is_idle, is_last_tier=not node_volumes)
         self.volume_evictor = VolumeEvictor(self.blocks, make_durable_policy, self.node_volumes, clock)
         self.preparing: dict[BlockKey, SlotGrant] = {}
         """Keys that are being stored."""

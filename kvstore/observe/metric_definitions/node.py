@@ -43,6 +43,8 @@ DRAIN_NOT_DURABLE_BLOCKS: Final = group.gauge(
 COPIES_WAITING_BLOCKS: Final = group.gauge(
     "node_copies_waiting_blocks", "durable blocks that wait for a second copy, or for the check whether they have one"
 )
+HINTED_SESSIONS: Final = group.gauge("node_hinted_sessions", "sessions whose blocks hints protect now")
+HINTED_BYTES: Final = group.gauge("node_hinted_bytes", "bytes that hints protect now")
 STAGING_USED_BYTES: Final = group.gauge("node_staging_used_bytes", "bytes reserved in a staging buffer", {"buffer": BUFFERS})
 STAGING_WAITING_LOADS: Final = group.gauge(
     "node_staging_waiting_loads", "loads that wait for memory in a staging buffer", {"buffer": BUFFERS}
@@ -149,6 +151,25 @@ READ_AHEAD_UNUSED_BYTES: Final = group.counter(
 READ_AHEAD_REFUSED: Final = group.counter(
     "node_read_ahead_refused_total", "calls that read nothing ahead, because the budget was full or is smaller than a block"
 )
+HINTS: Final = group.counter_family(
+    "node_hints_total",
+    "hints about sessions; keep: protect until the next turn, end: the session has ended",
+    {"kind": ("keep", "end")},
+    "node_hints_{kind}_total",
+)
+HINTED_BLOCKS: Final = group.counter_family(
+    "node_hinted_blocks_total",
+    "blocks named by hints: protected, not protected because of the tenant's limit, or dropped (evicted first)",
+    {"result": ("protected", "beyond_limit", "dropped")},
+    "node_hinted_{result}_blocks_total",
+)
+HINTS_DISPLACED: Final = group.counter(
+    "node_hints_displaced_total", "sessions that lost their protection to another session of their tenant, or to a smaller limit"
+)
+HINTS_EXPIRED: Final = group.counter("node_hints_expired_total", "sessions whose protection ended by its time to live")
+HINTS_REJECTED: Final = group.counter("node_hints_rejected_total", "hints rejected: invalid, or of too many sessions")
+HINTED_READS_AHEAD: Final = group.counter("node_hinted_reads_ahead_total", "reads into DRAM shortly before an expected turn")
+HINTED_READS_FAILED: Final = group.counter("node_hinted_reads_failed_total", "failed reads of these")
 WAITS_CANCELLED: Final = group.counter(
     "node_waits_cancelled_total", "waits for memory or blocks that ended because the caller disconnected"
 )
@@ -258,6 +279,9 @@ WRITE_BACK_DROPPED_BLOCKS: Final = group.counter(
 )
 WRITE_BACK_ERRORS: Final = group.counter(
     "write_back_errors_total", "failed rounds of write-back: a full or failing disk, or an unreachable storage node"
+)
+WRITE_BACK_UNWANTED_BLOCKS: Final = group.counter(
+    "write_back_unwanted_blocks_total", "blocks not written back because a hint ended their session before"
 )
 WRITE_BACK_UNFIT_BLOCKS: Final = group.counter(
     "write_back_unfit_blocks_total", "blocks kept in DRAM only because they are larger than every volume of the node"

@@ -8,6 +8,7 @@ from kvstore.observe.metric_definitions.label_values import MOST_ENGINES
 from kvstore.observe.metrics import Limit, MetricGroup
 
 group = MetricGroup("Router")
+HINTS: Final = group.counter("router_hints_total", "requests with a hint about their session")
 REQUESTS: Final = group.counter("router_requests_total", "requests that the router received")
 REQUESTS_INFLIGHT: Final = group.gauge("router_requests_inflight", "requests that the router serves now")
 ENGINE_UP: Final = group.gauge(

@@ -1,11 +1,21 @@
 from kvproto.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class HintKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HINT_KIND_UNSPECIFIED: _ClassVar[HintKind]
+    HINT_KIND_KEEP: _ClassVar[HintKind]
+    HINT_KIND_END: _ClassVar[HintKind]
+HINT_KIND_UNSPECIFIED: HintKind
+HINT_KIND_KEEP: HintKind
+HINT_KIND_END: HintKind
 
 class GetNodeRequest(_message.Message):
     __slots__ = ()
@@ -198,6 +208,32 @@ class ReadAheadResponse(_message.Message):
     BYTES_READ_FIELD_NUMBER: _ClassVar[int]
     bytes_read: int
     def __init__(self, bytes_read: _Optional[int] = ...) -> None: ...
+
+class HintRequest(_message.Message):
+    __slots__ = ("session_id", "session", "kind", "keys", "keep_ms", "next_turn_ms", "priority")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_MS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TURN_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    session: str
+    kind: HintKind
+    keys: bytes
+    keep_ms: int
+    next_turn_ms: int
+    priority: int
+    def __init__(self, session_id: _Optional[bytes] = ..., session: _Optional[str] = ..., kind: _Optional[_Union[HintKind, str]] = ..., keys: _Optional[bytes] = ..., keep_ms: _Optional[int] = ..., next_turn_ms: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class HintResponse(_message.Message):
+    __slots__ = ("protected_blocks", "dropped_blocks")
+    PROTECTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    protected_blocks: int
+    dropped_blocks: int
+    def __init__(self, protected_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("session_id", "keys")

@@ -81,6 +81,11 @@ class NodeStub:
                 request_serializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_node__pb2.ReadAheadResponse.FromString,
                 _registered_method=True)
+        self.Hint = channel.unary_unary(
+                '/kvstore.v1.Node/Hint',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.HintRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.HintResponse.FromString,
+                _registered_method=True)
         self.Locate = channel.unary_unary(
                 '/kvstore.v1.Node/Locate',
                 request_serializer=kvstore_dot_v1_dot_node__pb2.LocateRequest.SerializeToString,
@@ -196,6 +201,14 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hint(self, request, context):
+        """Tells the node what happens next in a session of an application: its blocks are protected between turns, or it has ended. A hint
+        changes no result, only which blocks are evicted first. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Locate(self, request, context):
         """Returns the location of blocks that are on this node's NVMe volumes and not in its arena, so that an engine of this host can read
         them directly into GPU memory. A lease protects them from eviction. Only for sessions over the unix socket.
@@ -303,6 +316,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.ReadAhead,
                     request_deserializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_node__pb2.ReadAheadResponse.SerializeToString,
+            ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.HintRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.HintResponse.SerializeToString,
             ),
             'Locate': grpc.unary_unary_rpc_method_handler(
                     servicer.Locate,
@@ -589,6 +607,33 @@ class Node:
             '/kvstore.v1.Node/ReadAhead',
             kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
             kvstore_dot_v1_dot_node__pb2.ReadAheadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Node/Hint',
+            kvstore_dot_v1_dot_node__pb2.HintRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.HintResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,1 @@
+"""Hints of applications: which sessions go on, and which have ended."""

@@ -1,0 +1,209 @@
+"""Applies hints about sessions to the blocks of this node.
+
+A protected block stays in the last tier of the node: on its volumes, or in DRAM if it has no volume. It may be evicted from DRAM
+if the node has volumes, and is read back shortly before the session's next turn. An ended session's blocks are evicted first,
+and those that still wait for write-back are not written. Rules of operators outrank hints: kept namespaces, times to live, quotas
+and evictions on request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+from kvstore.core.chain import ChainSlice
+from kvstore.core.clock import Clock
+from kvstore.core.errors import KVStoreError
+from kvstore.core.types import BlockKey, Tier
+from kvstore.node.ahead.read_ahead import AheadReader
+from kvstore.node.eviction.quotas import held_bytes
+from kvstore.node.hints.ledger import HintLedger, Limits, Released, SessionHint, unshared_end
+from kvstore.node.loads.runs import BlockRequest
+from kvstore.node.state.model import Block
+from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.tiers.allocator import round_up
+
+_log: Final = LimitedLog(logging.getLogger(__name__))
+PROTECTED_PART: Final = 0.9
+"""Fraction of a tier, without the blocks of kept namespaces, that hints of all tenants may protect together."""
+AHEAD_S: Final = 2.0
+"""How long before the expected turn a session's blocks are read into DRAM."""
+READ_S: Final = 5.0
+MAX_READS: Final = 4
+MAX_WAITING_READS: Final = 64
+
+
+class HintResult(NamedTuple):
+    """Blocks that a hint concerned."""
+
+    protected: int = 0
+    dropped: int = 0
+
+
+class SessionHints:
+    """Hints of one node. Thread-safe.
+
+    Args:
+        table: the node's blocks.
+        ahead: reads blocks into DRAM.
+        share: fraction of the node's last tier, or of its quota there, that one tenant may protect; 0: hints are ignored.
+        counters: metrics.
+        clock: time.
+    """
+
+    def __init__(self, table: BlockTable, ahead: AheadReader, share: float, counters: Counters, clock: Clock) -> None:
+        self._table = table
+        self._residency = table.residency
+        self._ahead = ahead
+        self._share = share
+        self._counters = counters
+        self._clock = clock
+        self._ledger = HintLedger()
+        self._pool = ThreadPoolExecutor(MAX_READS, thread_name_prefix="kvstore-next-turn")
+        self._reads: set[Future[int]] = set()
+
+    def close(self) -> None:
+        """Read nothing more ahead."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- hints
+    def keep(self, namespace: NodeNamespace, hint: SessionHint) -> HintResult:
+        """Protect the blocks of a session between its turns.
+
+        Raises:
+            CapacityExceeded: too many sessions have hints.
+        """
+        if not self._share:
+            return HintResult()
+        self._counters.add(node_metrics.HINTS["keep"])
+        with self._residency.lock:
+            before, tenant = self._ledger.displaced, _tenant_of(namespace)
+            count, released = self._ledger.keep(
+                tenant, namespace, hint, self._slot_bytes(namespace), self._limits(namespace), self._clock.now_s()
+            )
+            self._restore(released)
+            for block in self._held(namespace, hint.keys[:count]):
+                block.unwanted = False
+            self._counters.add(node_metrics.HINTS_DISPLACED, self._ledger.displaced - before)
+        self._counters.add(node_metrics.HINTED_BLOCKS["protected"], count)
+        self._counters.add(node_metrics.HINTED_BLOCKS["beyond_limit"], len(hint.keys) - count)
+        return HintResult(protected=count)
+
+    def end(self, namespace: NodeNamespace, name: str, keys: Iterable[BlockKey] = ()) -> HintResult:
+        """End a session: its blocks are evicted first, except those that other sessions share.
+
+        Args:
+            namespace: of the session.
+            name: the session.
+            keys: its chain, from the head; empty: what it protected.
+        """
+        if not self._share:
+            return HintResult()
+        self._counters.add(node_metrics.HINTS["end"])
+        with self._residency.lock:
+            protected, released = self._ledger.end(namespace, name)
+            self._restore(released)
+            dropped = self._drop(namespace, list(keys) or protected)
+        self._counters.add(node_metrics.HINTED_BLOCKS["dropped"], dropped)
+        return HintResult(dropped=dropped)
+
+    def _drop(self, namespace: NodeNamespace, keys: Iterable[BlockKey]) -> int:
+        residency = self._residency
+        held = self._held(namespace, keys)
+        in_dram = {block.key: residency.dram_policy.children(block.key) for block in held if block.dram is not None}
+        on_volumes = {block.key: residency.volume_evictor.children(block.key) for block in held if block.nvme_volume is not None}
+        chain = [block.key for block in held]
+        from_dram = unshared_end(chain, in_dram, namespace.hinted)
+        from_volumes = unshared_end(chain, on_volumes, namespace.hinted)
+        residency.arena_evictor.demote(namespace, from_dram)
+        residency.volume_evictor.demote(namespace, from_volumes)
+        for key in from_dram:
+            block = residency.blocks[key]
+            block.unwanted = block.nvme_volume is None and not block.durable_remotely
+        return len({*from_dram, *from_volumes})
+
+    # ---- rounds
+    def sweep(self) -> None:
+        """End expired protections, apply smaller limits, and begin reads for turns that are expected. Called twice per second."""
+        if not len(self._ledger):
+            return
+        now_s = self._clock.now_s()
+        with self._residency.lock:
+            expired, released = self._ledger.expire(now_s)
+            self._restore(released)
+            before = self._ledger.displaced
+            for account in self._residency.accounts.all():
+                if account.namespaces:
+                    self._restore(self._ledger.trim(account.tenant, self._limits(account.namespaces[0])))
+            self._counters.add(node_metrics.HINTS_DISPLACED, self._ledger.displaced - before)
+            due = self._ledger.due(now_s, AHEAD_S) if self._residency.node_volumes else []
+        self._counters.add(node_metrics.HINTS_EXPIRED, expired)
+        for session in due:
+            assert isinstance(session.namespace, NodeNamespace)
+            self._read_ahead(session.namespace, session.keys, session.tenant)
+
+    def _read_ahead(self, namespace: NodeNamespace, keys: Iterable[BlockKey], tenant: str) -> None:
+        with self._residency.lock:
+            held = self._held(namespace, keys)
+            absent = any(block.dram is None for block in held)
+        if not absent:
+            return
+        self._reads = {read for read in self._reads if not read.done()}
+        if len(self._reads) >= MAX_WAITING_READS:
+            self._counters.add(node_metrics.READ_AHEAD_REFUSED)
+            return
+        chain = ChainSlice(namespace.namespace_id, [block.key for block in held])
+        self._counters.add(node_metrics.HINTED_READS_AHEAD)
+        self._reads.add(self._pool.submit(self._bring, BlockRequest(namespace, chain, self._clock.now_s() + READ_S, []), tenant))
+
+    def _bring(self, request: BlockRequest, tenant: str) -> int:
+        try:
+            return self._ahead.bring(request, tenant)
+        except KVStoreError as error:
+            self._counters.add(node_metrics.HINTED_READS_FAILED)
+            _log.warning("read ahead of an expected turn failed: %s", error)
+            return 0
+
+    # ---- state
+    def protected_bytes(self) -> dict[str, int]:
+        """Return the protected bytes of each tenant that has any."""
+        with self._residency.lock:
+            return self._ledger.bytes_by_tenant
+
+    def sessions(self) -> dict[str, int]:
+        """Return the number of protected sessions of each tenant that has any."""
+        with self._residency.lock:
+            return self._ledger.sessions_by_tenant
+
+    # ---- inside the lock
+    def _limits(self, namespace: NodeNamespace) -> Limits:
+        residency = self._residency
+        tier = Tier.NVME if residency.node_volumes else Tier.DRAM
+        on_volumes = sum(node_volume.volume.usage().capacity_bytes for node_volume in residency.node_volumes)
+        capacity = on_volumes if residency.node_volumes else residency.dram.usage().capacity_bytes
+        quota = namespace.account.share.of(tier) if namespace.account is not None else None
+        of_all = int(PROTECTED_PART * max(0, capacity - held_bytes(residency, residency.accounts.kept, tier)))
+        return Limits(int(self._share * (capacity if quota is None else min(capacity, quota))), of_all)
+
+    def _slot_bytes(self, namespace: NodeNamespace) -> int:
+        return namespace.slot_bytes if self._residency.node_volumes else round_up(namespace.shape.block_bytes)
+
+    def _held(self, namespace: NodeNamespace, keys: Iterable[BlockKey]) -> list[Block]:
+        find = self._residency.blocks.get
+        return [block for key in keys if (block := find(key)) is not None and block.namespace is namespace]
+
+    def _restore(self, released: Released) -> None:
+        for namespace, keys in released.items():
+            assert isinstance(namespace, NodeNamespace)
+            self._residency.arena_evictor.restore(namespace, keys)
+            self._residency.volume_evictor.restore(namespace, keys)
+
+
+def _tenant_of(namespace: NodeNamespace) -> str:
+    return namespace.account.tenant if namespace.account is not None else ""

@@ -1,0 +1,227 @@
+"""Hints at one node: what they protect, what leaves first, and that they outrank no rule and no other tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.types import BlockKey, StoreOutcome, Tier
+from kvstore.node.ahead.read_ahead import AheadReader
+from kvstore.node.base.buffer_budget import BufferBudget
+from kvstore.node.durability.writeback import WriteBack
+from kvstore.node.hints.ledger import SessionHint
+from kvstore.node.hints.session_hints import SessionHints
+from kvstore.node.state.namespaces import NamespaceRegistry, TenantLedger
+from support.node_harness import NodeHarness
+from support.quota_node import ARENA_BYTES, BLOCK, QuotaNode, spec_of
+from support.wait import wait_until
+
+ARENA = ARENA_BYTES // BLOCK
+
+
+def hints_of(node: NodeHarness, share: float = 0.5) -> SessionHints:
+    budget = BufferBudget("read_ahead", ARENA_BYTES, node.clock, node.counters)
+    return SessionHints(
+        node.table, AheadReader(node.table, node.loader, budget, node.counters, node.clock), share, node.counters, node.clock
+    )
+
+
+class DramNode(NodeHarness):
+    """A node without volumes, with two tenants."""
+
+    def __init__(self, policy: str, share: float = 0.5) -> None:
+        super().__init__(
+            policy=policy,
+            arena_bytes=ARENA_BYTES,
+            registry=NamespaceRegistry(TenantLedger()),
+            specs=[spec_of("acme"), spec_of("beta")],
+        )
+        self.hints = hints_of(self, share)
+
+    def keep(self, name: str, keys: list[BlockKey], namespace: int = 0, keep_s: float = 60.0, **more: float) -> int:
+        return self.hints.keep(self.namespaces[namespace], SessionHint(name, keys, keep_s, **more)).protected  # type: ignore[arg-type]
+
+    def flood(self, first: int, blocks: int = 2 * ARENA, namespace: int = 0) -> None:
+        """Store other chains."""
+        for chain in range(first, first + blocks // 8):
+            assert self.store(chain, 0, 8, namespace) == [StoreOutcome.STORED] * 8
+
+
+@pytest.fixture(params=["reuse-distance", "lru", "s3-fifo"])
+def node(request: pytest.FixtureRequest) -> Iterator[DramNode]:
+    made = DramNode(request.param)
+    yield made
+    made.hints.close()
+    made.close()
+
+
+def counted(node: NodeHarness, name: str) -> int:
+    return int(node.counters.snapshot().get(name, 0))
+
+
+def test_protected_session_survives_until_its_ttl(node: DramNode) -> None:
+    assert node.store(0, 0, 32) == [StoreOutcome.STORED] * 32
+    keys = node.keys(0, 32)
+    assert node.keep("chat", keys) == 32
+    node.flood(10)
+    assert node.is_resident(keys) == [True] * 32
+    node.clock.advance(61.0)
+    node.hints.sweep()
+    assert counted(node, "node_hints_expired_total") == 1
+    node.flood(100, 4 * ARENA)
+    assert node.is_resident(keys) == [False] * 32
+
+
+def test_ended_session_leaves_first(node: DramNode) -> None:
+    for chain in range(4):
+        node.store(chain, 0, 32)
+        node.is_resident(node.keys(chain, 32))
+    assert node.hints.end(node.namespace, "newest", node.keys(3, 32)).dropped == 32
+    node.flood(10, 24)
+    assert node.is_resident(node.keys(3, 32)) == [True] * 8 + [False] * 24
+    assert all(all(node.is_resident(node.keys(chain, 32))) for chain in range(3))
+
+
+def test_ended_session_keeps_what_forks_share(node: DramNode) -> None:
+    node.store(0, 0, 32)
+    keys = node.keys(0, 32)
+    assert node.keep("fork", keys[:20]) == 20
+    assert node.hints.end(node.namespace, "trunk", keys).dropped == 12
+    node.flood(10)
+    assert node.is_resident(keys) == [True] * 20 + [False] * 12
+    assert node.hints.end(node.namespace, "fork").dropped == 20
+    node.flood(100, 2 * ARENA)
+    assert not any(node.is_resident(keys))
+
+
+def test_tenant_protecting_all_leaves_room_for_others(node: DramNode) -> None:
+    """Hints of one tenant protect at most its share, and stores of others succeed."""
+    for chain in range(ARENA // 8):
+        node.store(chain, 0, 8)
+        node.keep(f"s{chain}", node.keys(chain, 8), priority=9)
+    assert node.hints.protected_bytes() == {"acme": ARENA_BYTES // 2}
+    node.flood(1_000, namespace=1)
+    assert sum(sum(node.is_resident(node.keys(chain, 8))) for chain in range(ARENA // 8)) == ARENA // 2
+    modest = node.keys(1_000 + 2 * ARENA // 8 - 1, 8, 1)
+    assert node.keep("modest", modest, 1) == 8
+
+
+def test_hints_of_two_tenants_never_fill_the_node(node: DramNode) -> None:
+    for namespace in (0, 1):
+        for chain in range(ARENA // 16):
+            node.store(chain, 0, 8, namespace)
+            node.keep(f"s{chain}", node.keys(chain, 8, namespace), namespace)
+    assert sum(node.hints.protected_bytes().values()) <= 0.9 * ARENA_BYTES
+    node.flood(1_000)
+
+
+def test_block_protected_before_it_is_stored(node: DramNode) -> None:
+    assert node.keep("early", node.keys(0, 16)) == 16
+    node.store(0, 0, 16)
+    node.flood(10)
+    assert all(node.is_resident(node.keys(0, 16)))
+
+
+def test_share_of_zero_ignores_hints() -> None:
+    node = DramNode("lru", 0.0)
+    node.store(0, 0, 16)
+    assert node.keep("chat", node.keys(0, 16)) == 0
+    assert node.hints.end(node.namespace, "chat", node.keys(0, 16)).dropped == 0
+    node.flood(10)
+    assert not any(node.is_resident(node.keys(0, 16)))
+    node.hints.close()
+    node.close()
+
+
+# ---- with volumes and rules
+
+
+@pytest.fixture
+def quota_node(tmp_path: Path) -> Iterator[QuotaNode]:
+    made = QuotaNode(tmp_path / "slab")
+    yield made
+    made.close()
+
+
+def test_quota_limits_what_hints_protect(quota_node: QuotaNode) -> None:
+    quota_node.set_shares(("acme", 40, 40))
+    hints = hints_of(quota_node)
+    for chain in range(5):
+        keys = quota_node.store_durably(chain, 8)
+        hints.keep(quota_node.namespaces[0], SessionHint(f"s{chain}", keys, 60.0))
+    slot_bytes = quota_node.namespaces[0].slot_bytes
+    assert hints.protected_bytes()["acme"] <= 40 * BLOCK // 2
+    for chain in range(5, 15):
+        quota_node.store_durably(chain, 8)
+    assert quota_node.held(0, Tier.NVME) <= 40
+    assert sum(block.nvme is not None for block in found(quota_node, 0)) >= 40 * BLOCK // 2 // slot_bytes
+    hints.close()
+
+
+def found(node: QuotaNode, chain: int) -> list[object]:
+    return [
+        block
+        for block in node.table.find(node.namespaces[0], [key for one in range(5) for key in node.keys(one, 8)])
+        if block is not None
+    ]
+
+
+def test_kept_namespace_outranks_hints(quota_node: QuotaNode) -> None:
+    """An operator's pin stays, whatever another tenant protects."""
+    pinned = quota_node.store_durably(1, 32, 1)
+    quota_node.set_rules((1, 0.0, True))
+    hints = hints_of(quota_node, 0.9)
+    for chain in range(40):
+        keys = quota_node.store_durably(chain, 8)
+        hints.keep(quota_node.namespaces[0], SessionHint(f"s{chain}", keys, 60.0))
+    held = quota_node.table.find(quota_node.namespaces[1], pinned)
+    assert all(block is not None and block.nvme is not None for block in held)
+    hints.close()
+
+
+def test_hint_of_another_namespace_protects_nothing(quota_node: QuotaNode) -> None:
+    keys = quota_node.store_durably(0, 8)
+    hints = hints_of(quota_node)
+    hints.keep(quota_node.namespaces[1], SessionHint("thief", keys, 60.0))
+    assert not quota_node.namespaces[0].hinted
+    assert hints.end(quota_node.namespaces[1], "thief", keys).dropped == 0
+    hints.close()
+
+
+def test_expected_turn_brings_blocks_to_dram(tmp_path: Path) -> None:
+    node = QuotaNode(tmp_path / "slab")
+    hints = hints_of(node)
+    keys = node.store_durably(0, 16)
+    hints.keep(node.namespaces[0], SessionHint("chat", keys, 60.0, 10.0))
+    node.table.drop_staged([block for block in node.table.find(node.namespaces[0], keys) if block is not None])
+    node.clock.advance(7.0)
+    hints.sweep()
+    assert not counted(node, "node_hinted_reads_ahead_total")
+    node.clock.advance(1.5)
+    hints.sweep()
+    wait_until(lambda: all(block is not None and block.dram is not None for block in node.table.find(node.namespaces[0], keys)))
+    wait_until(lambda: all(block is not None and not block.pins for block in node.table.find(node.namespaces[0], keys)))
+    assert counted(node, "node_read_ahead_bytes_total") == 16 * BLOCK
+    hints.close()
+    node.close()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_ended_session_is_not_written_back(quota_node: QuotaNode, ended: bool) -> None:
+    hints = hints_of(quota_node)
+    assert quota_node.store(0, 0, 16) == [StoreOutcome.STORED] * 16
+    if ended:
+        assert hints.end(quota_node.namespaces[0], "chat", quota_node.keys(0, 16)).dropped == 16
+    writes = WriteBack(quota_node.table, quota_node.target, quota_node.counters)
+    writes.start()
+    wait_until(lambda: quota_node.table.counts()[1] == 0)
+    assert sum(quota_node.table.are_durable(quota_node.keys(0, 16))) == (0 if ended else 16)
+    assert counted(quota_node, "write_back_unwanted_blocks_total") == (16 if ended else 0)
+    if ended:  # a caller that asks for durable blocks gets them
+        blocks = [block for block in quota_node.table.find(quota_node.namespaces[0], quota_node.keys(0, 16)) if block is not None]
+        quota_node.table.requeue_writeback(blocks)
+        wait_until(lambda: all(quota_node.table.are_durable(quota_node.keys(0, 16))))
+    writes.stop(5.0)
+    hints.close()

@@ -1,0 +1,166 @@
+"""The ledger of hints against a plain model: limits, shared blocks, displacement and times to live."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvstore.core.errors import CapacityExceeded
+from kvstore.core.limits import MAX_HINTED_SESSIONS_OF_TENANT
+from kvstore.core.types import BlockKey
+from kvstore.node.hints.ledger import HintLedger, Limits, SessionHint, unshared_end
+
+SIZE = 10
+PLENTY = Limits(1 << 40, 1 << 40)
+
+
+class Namespace:
+    """A namespace as the ledger needs it."""
+
+    def __init__(self) -> None:
+        self.hinted: dict[BlockKey, int] = {}
+
+
+def keys(*numbers: int) -> list[BlockKey]:
+    return [BlockKey(number.to_bytes(16, "big")) for number in numbers]
+
+
+def test_hint_beyond_limit_protects_a_prefix() -> None:
+    ledger, namespace = HintLedger(), Namespace()
+    kept, released = ledger.keep("a", namespace, SessionHint("s", keys(*range(9)), 60.0), SIZE, Limits(45, 1000), 0.0)
+    assert (kept, released) == (4, {})
+    assert list(namespace.hinted) == keys(*range(4))
+
+
+def test_fork_is_protected_until_both_sessions_end() -> None:
+    ledger, namespace = HintLedger(), Namespace()
+    ledger.keep("a", namespace, SessionHint("trunk", keys(1, 2, 3), 60.0), SIZE, PLENTY, 0.0)
+    ledger.keep("a", namespace, SessionHint("fork", keys(1, 2, 9), 60.0), SIZE, PLENTY, 0.0)
+    assert ledger.bytes_by_tenant == {"a": 4 * SIZE}, "shared blocks count once"
+    assert ledger.end(namespace, "trunk")[1] == {namespace: keys(3)}
+    assert ledger.end(namespace, "fork")[1] == {namespace: keys(1, 2, 9)}
+    assert ledger.end(namespace, "fork") == ((), {}), "again"
+    assert not namespace.hinted
+    assert not ledger.bytes_by_tenant
+
+
+def test_hint_displaces_later_turns_of_its_tenant_only() -> None:
+    ledger, mine, other = HintLedger(), Namespace(), Namespace()
+    limits = Limits(4 * SIZE, 8 * SIZE)
+    ledger.keep("b", other, SessionHint("late", keys(50, 51), 600.0, 500.0), SIZE, limits, 0.0)
+    ledger.keep("a", mine, SessionHint("late", keys(1, 2), 600.0, 100.0), SIZE, limits, 0.0)
+    ledger.keep("a", mine, SessionHint("soon", keys(3, 4), 600.0, 10.0), SIZE, limits, 0.0)
+    kept, released = ledger.keep("a", mine, SessionHint("next", keys(5, 6), 600.0, 50.0), SIZE, limits, 0.0)
+    assert (kept, released) == (2, {mine: keys(1, 2)})
+    assert ledger.keep("a", mine, SessionHint("later", keys(7), 600.0, 90.0), SIZE, limits, 0.0) == (0, {})
+    assert ledger.keep("a", mine, SessionHint("vip", keys(8), 600.0, 90.0, 1), SIZE, limits, 0.0) == (1, {mine: keys(5, 6)})
+    assert list(other.hinted) == keys(50, 51)
+
+
+def test_tenant_marking_everything_stays_in_its_limit() -> None:
+    ledger, mine, other = HintLedger(), Namespace(), Namespace()
+    limits = Limits(5 * SIZE, 9 * SIZE)
+    for number in range(100):
+        ledger.keep("greedy", mine, SessionHint(f"s{number}", keys(number), 3600.0, None, 9), SIZE, limits, 0.0)
+    assert ledger.bytes_by_tenant == {"greedy": 5 * SIZE}
+    assert ledger.keep("modest", other, SessionHint("s", keys(200, 201, 202), 60.0), SIZE, limits, 0.0)[0] == 3
+
+
+def test_too_many_sessions_are_rejected_unchanged() -> None:
+    ledger, namespace = HintLedger(), Namespace()
+    for number in range(MAX_HINTED_SESSIONS_OF_TENANT):
+        ledger.keep("a", namespace, SessionHint(f"s{number}", keys(number), 60.0), SIZE, PLENTY, 0.0)
+    with pytest.raises(CapacityExceeded):
+        ledger.keep("a", namespace, SessionHint("more", keys(9_999), 60.0), SIZE, PLENTY, 0.0)
+    assert len(ledger) == MAX_HINTED_SESSIONS_OF_TENANT
+    ledger.keep("a", namespace, SessionHint("s0", keys(9_999), 60.0), SIZE, PLENTY, 0.0)  # a known one may change
+    ledger.keep("b", Namespace(), SessionHint("s", keys(1), 60.0), SIZE, PLENTY, 0.0)
+
+
+def test_expected_turn_is_due_once() -> None:
+    ledger, namespace = HintLedger(), Namespace()
+    ledger.keep("a", namespace, SessionHint("s", keys(1), 60.0, 10.0), SIZE, PLENTY, 0.0)
+    ledger.keep("a", namespace, SessionHint("unknown", keys(2), 60.0), SIZE, PLENTY, 0.0)
+    assert ledger.due(7.0, 2.0) == []
+    assert [session.name for session in ledger.due(8.0, 2.0)] == ["s"]
+    assert ledger.due(9.0, 2.0) == []
+
+
+def test_end_of_chain_begins_behind_forks_and_protected() -> None:
+    one, two, three, four = keys(1, 2, 3, 4)
+    chain = {one: 1, two: 1, three: 1, four: 0}
+    assert unshared_end(chain, chain, {}) == [four, three, two, one]
+    assert unshared_end(chain, {**chain, two: 2}, {}) == [four, three]
+    assert unshared_end(chain, chain, {one: 1}) == [four, three, two]
+    assert unshared_end(chain, {**chain, four: 1}, {}) == [], "the session went on elsewhere"
+    assert unshared_end(chain, {one: 1, two: 0}, {}) == [two, one], "its end is gone"
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Random hints of two tenants, compared with a count over all sessions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = HintLedger()
+        self.namespaces = [Namespace(), Namespace()]
+        self.now_s = 0.0
+        self.limits = Limits(6 * SIZE, 9 * SIZE)
+        self.sessions: dict[tuple[int, int], tuple[list[BlockKey], float]] = {}
+
+    def take(self, released: dict[object, list[BlockKey]]) -> None:
+        """Released keys are protected no longer, and each is named once."""
+        for namespace, free in released.items():
+            assert isinstance(namespace, Namespace)
+            assert len(set(free)) == len(free)
+            assert not set(free) & namespace.hinted.keys()
+
+    @rule(
+        tenant=st.integers(0, 1), name=st.integers(0, 5), chain=st.integers(0, 3), length=st.integers(1, 8),
+        keep_s=st.integers(0, 20), turn_s=st.none() | st.integers(1, 30), priority=st.integers(0, 2),
+    )  # fmt: skip
+    def keep(self, tenant: int, name: int, chain: int, length: int, keep_s: int, turn_s: int | None, priority: int) -> None:
+        wanted = keys(*range(100 * chain, 100 * chain + length))
+        hint = SessionHint(str(name), wanted, keep_s, turn_s, priority)
+        others = dict(self.namespaces[1 - tenant].hinted)
+        kept, released = self.ledger.keep(str(tenant), self.namespaces[tenant], hint, SIZE, self.limits, self.now_s)
+        assert self.namespaces[1 - tenant].hinted == others, "another tenant's blocks"
+        assert all(key in self.namespaces[tenant].hinted for key in wanted[:kept])
+        self.take(released)  # type: ignore[arg-type]
+
+    @rule(tenant=st.integers(0, 1), name=st.integers(0, 5))
+    def end(self, tenant: int, name: int) -> None:
+        protected, released = self.ledger.end(self.namespaces[tenant], str(name))
+        self.take(released)  # type: ignore[arg-type]
+        assert set(released.get(self.namespaces[tenant], ())) <= set(protected)
+
+    @rule(seconds=st.integers(1, 10))
+    def wait(self, seconds: int) -> None:
+        self.now_s += seconds
+        self.take(self.ledger.expire(self.now_s)[1])  # type: ignore[arg-type]
+
+    @rule(tenant=st.integers(0, 1), blocks=st.integers(0, 6))
+    def trim(self, tenant: int, blocks: int) -> None:
+        self.take(self.ledger.trim(str(tenant), Limits(blocks * SIZE, 9 * SIZE)))  # type: ignore[arg-type]
+        assert self.ledger.bytes_by_tenant.get(str(tenant), 0) <= blocks * SIZE
+
+    @rule()
+    def end_all(self) -> None:
+        self.take(self.ledger.expire(self.now_s + 100)[1])  # type: ignore[arg-type]
+        assert not any(namespace.hinted for namespace in self.namespaces)
+        assert not len(self.ledger)
+        assert not self.ledger.sessions_by_tenant
+
+    @invariant()
+    def limits_hold(self) -> None:
+        sizes = Counter({str(at): len(one.hinted) * SIZE for at, one in enumerate(self.namespaces)})
+        assert +sizes == Counter(self.ledger.bytes_by_tenant)
+        assert all(size <= self.limits.of_tenant for size in sizes.values())
+        assert sizes.total() <= self.limits.of_all
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLedgerMachine = LedgerMachine.TestCase
