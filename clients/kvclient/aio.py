@@ -38,6 +38,8 @@ class AsyncKVClient:
     def __init__(self, client: KVClient) -> None:
         self.blocking = client
         """The blocking client, for use in threads."""
+        self.hints = client.hints
+        """See ``KVClient.hints``, whose calls do not wait."""
 
     @classmethod
     async def connect(

@@ -29,6 +29,7 @@ from kvclient.memory.buffers import as_block_buffer
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
 from kvclient.memory.engine_pool import EnginePool
 from kvclient.nodes.connect import NodeChoice, NodeFinder, attempt, check_types, watch_servers
+from kvclient.nodes.hints import SessionHints
 from kvclient.nodes.local_session import LocalNode
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
@@ -92,6 +93,8 @@ class KVClient:
         self._runner = CallRunner(
             context.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict
         )
+        self.hints = SessionHints(context)
+        """Hints about sessions of the application, for the node of this host."""
         self._layerwise_stores: weakref.WeakSet[LayerwiseStore] = weakref.WeakSet()
         self._pid = os.getpid()
         self._closed = False
@@ -216,10 +219,7 @@ class KVClient:
     ) -> list[BlockKey]:
         """Return the keys of all full blocks of some tokens; see ``kvstore.core.keys.KeyChain.keys``.
 
-        Example::
-
-            keys = client.keys(tokens)
-            more = client.keys(next_tokens, parent=keys[-1], first_block=len(keys))
+        Example: ``more = client.keys(next_tokens, parent=keys[-1], first_block=len(keys))``
         """
         check_position(parent, first_block)
         return self._chain.keys(tokens, extras=extras, parent=parent, first_block=first_block)

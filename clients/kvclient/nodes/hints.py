@@ -1,0 +1,111 @@
+"""Hints: the node of this host hears what happens next in a session of an application.
+
+    client.hints.keep("chat-7", keys, keep_for_s=300.0, next_turn_s=20.0)   # after a turn
+    client.hints.end("chat-7", keys)                                        # after the last one
+
+A hint changes no result, only which blocks are evicted first. It is sent in the background; a lost one is counted. There is no
+hint for a fork: it is a ``keep`` of the other session, and blocks that both share are protected until both have ended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+
+from kvproto.v1 import node_pb2
+from kvstore.core.chain import ChainSlice
+from kvstore.core.session_hint import DEFAULT_KEEP_S, RequestHint
+from kvstore.observe.metric_definitions import client as client_metrics
+from kvstore.observe.tracing import inject
+from kvstore.rpc.errors import FailedCall, from_rpc_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvclient.call.context import ClientContext
+    from kvstore.core.types import BlockKey
+
+
+class SessionHints:
+    """Hints of one client about sessions of its application. Thread-safe; nothing waits."""
+
+    def __init__(self, context: ClientContext) -> None:
+        self._context = context
+
+    def keep(
+        self,
+        session: str,
+        keys: Sequence[BlockKey] | bytes,
+        *,
+        keep_for_s: float = DEFAULT_KEEP_S,
+        next_turn_s: float | None = None,
+        priority: int = 0,
+    ) -> bool:
+        """Protect the blocks of a session until its next turn: ``client.hints.keep("chat-7", keys, next_turn_s=20.0)``.
+
+        Args:
+            session: its name, of 1 to 64 bytes, unique in this namespace.
+            keys: its chain, from the head.
+            keep_for_s: how long its blocks are protected, at most one hour.
+            next_turn_s: seconds until its next turn is expected, at most one hour: sessions that are expected sooner displace
+                others of the tenant, and blocks on a volume are read into DRAM in time. None: unknown.
+            priority: 0 to 9: sessions of a higher one displace those of a lower one of the same tenant.
+
+        Returns:
+            Whether the hint was sent. Its effect shows in the node's metrics.
+
+        Raises:
+            InvalidArgument: a value of another type or out of its range.
+        """
+        hint = RequestHint(session, keep_for_s, next_turn_s, priority)
+        request = node_pb2.HintRequest(
+            session=session,
+            kind=node_pb2.HINT_KIND_KEEP,
+            keep_ms=round(hint.keep_for_s * 1000),
+            next_turn_ms=0 if hint.next_turn_s is None else max(1, round(hint.next_turn_s * 1000)),
+            priority=hint.priority,
+        )
+        return self._send(request, keys)
+
+    def end(self, session: str, keys: Sequence[BlockKey] | bytes = b"") -> bool:
+        """Say that a session has ended: its blocks are evicted first, and need not be written back.
+
+            client.hints.end("chat-7", keys)
+
+        Args:
+            session: its name.
+            keys: its chain, from the head; empty: the blocks that it protects.
+
+        Returns:
+            Whether the hint was sent.
+
+        Raises:
+            InvalidArgument: a value of another type or out of its range.
+        """
+        RequestHint(session)
+        return self._send(node_pb2.HintRequest(session=session, kind=node_pb2.HINT_KIND_END), keys)
+
+    def _send(self, request: node_pb2.HintRequest, keys: Sequence[BlockKey] | bytes) -> bool:
+        context = self._context
+        request.keys = ChainSlice(context.namespace, keys).packed
+        counters, incidents = context.incidents.counters, context.incidents
+        session = context.local.session() if context.local is not None else None
+        if session is None:
+            counters.add(client_metrics.HINTS_NOT_SENT)
+            return False
+        request.session_id = session.session_id
+        try:
+            call = session.stub.Hint.future(request, timeout=context.options.lookup_deadline_s, metadata=inject())
+        except ValueError:  # the channel was closed
+            counters.add(client_metrics.HINTS_NOT_SENT)
+            return False
+
+        def ended(done: grpc.Future[Any]) -> None:
+            failed = None if done.cancelled() else done.exception()
+            if isinstance(failed, grpc.RpcError):
+                incidents.report(client_metrics.HINTS_FAILED, "hint not applied", from_rpc_error(cast("FailedCall", failed)))
+
+        counters.add(client_metrics.HINTS)
+        call.add_done_callback(ended)
+        return True
