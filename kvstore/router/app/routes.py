@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -24,6 +25,7 @@ from kvstore.router.engines import Role
 from kvstore.router.placement.placement import Placement
 from kvstore.router.prompts.prompt_facts import PromptReader
 from kvstore.router.prompts.request_body import CHAT, COMPLETIONS, parse_body
+from kvstore.router.prompts.session_hints import request_hint
 from kvstore.router.proxy.openai_errors import error_fields, http_status
 from kvstore.router.proxy.proxy import ProxyRequest
 
@@ -88,6 +90,11 @@ class _RouterRoutes:
             error = InvalidArgument("the request body is too long", max_bytes=self._context.config.max_body_bytes)
             return JSONResponse(error_fields(error), status_code=413)
         body = parse_body(request.url.path, raw)
+        hint = request_hint(request.headers, body.fields)
+        if hint is not None:
+            counters.add(router_metrics.HINTS)
+            body = replace(body, hint=hint)
+            raw = body.for_engine()
         headers = _engine_headers(request.headers)
         if body.stream:
             headers["accept-encoding"] = "identity"  # the end of a compressed stream cannot be verified without decompression

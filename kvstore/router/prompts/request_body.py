@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
+from kvstore.core.session_hint import RequestHint
 from kvstore.router.prompts.prefix_memory import MAX_TEXT_BYTES
+from kvstore.router.prompts.session_hints import with_hint
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -35,6 +37,7 @@ class RequestBody:
         choices: number of outputs.
         token_prompt: the prompt as token ids; None if it is given in another form.
         length: length of the body in bytes.
+        hint: what the client says about its session; None: nothing.
     """
 
     path: str
@@ -45,6 +48,7 @@ class RequestBody:
     choices: int
     token_prompt: list[int] | None
     length: int
+    hint: RequestHint | None = None
 
     @property
     def plain(self) -> bool:
@@ -76,14 +80,18 @@ class RequestBody:
     def for_prefill(self, params: Mapping[str, Any]) -> bytes:
         """Return the body for the prefill engine: the prompt, one output token, not streamed."""
         fields = {name: value for name, value in self.fields.items() if name not in _OUTPUT_FIELDS}
-        fields |= {"stream": False, "max_tokens": 1, "n": 1, "kv_transfer_params": dict(params)}
+        fields |= {"stream": False, "max_tokens": 1, "n": 1, "kv_transfer_params": with_hint(params, self.hint)}
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = 1
         return json.dumps(fields).encode()
 
-    def for_decode(self, params: Mapping[str, Any]) -> bytes:
+    def for_decode(self, params: Mapping[str, Any] | None) -> bytes:
         """Return the body for the decode engine: the client's, with the source of the prompt's KV."""
-        return json.dumps({**self.fields, "kv_transfer_params": dict(params)}).encode()
+        return json.dumps({**self.fields, "kv_transfer_params": with_hint(params, self.hint)}).encode()
+
+    def for_engine(self) -> bytes:
+        """Return the body for an engine that serves the whole request: the client's, with its hint."""
+        return self.for_decode(self.fields.get("kv_transfer_params"))
 
 
 def parse_body(path: str, raw: bytes) -> RequestBody:

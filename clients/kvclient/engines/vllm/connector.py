@@ -373,8 +373,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_side.has_pins
 
     def has_pending_push_work(self) -> bool:
-        """Whether pages are pinned. vLLM then runs steps even without requests, so that the pins are released."""
-        return self.scheduler_side.has_pins
+        """Whether pages are pinned or hints wait. vLLM then runs steps even without requests, so that the workers act on them."""
+        return self.scheduler_side.has_pins or self.scheduler_side.has_hints
 
     def reset_cache(self) -> bool | None:
         """Begin a weights epoch, so that earlier KV is not found. vLLM calls this when its cache is reset."""

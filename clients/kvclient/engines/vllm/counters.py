@@ -83,6 +83,8 @@ COUNTERS = {
     "events_retracted": "Announced blocks that were retracted although they are stored, since too many were announced.",
     "events_unconfirmed": "Announced blocks that were retracted, since no event of the store confirmed them within 10 s.",
     "events_refused": "Subscriptions to the store's events that it refused: no blocks are announced.",
+    "hints": "Hints about sessions, of requests that ended.",
+    "hints_refused": "Hints that were invalid, or too many in one step: ignored.",
     "resets": "Resets of the cache: from then on the store is used under another weights epoch.",
     "bugs": "Failures that should be impossible; each is logged.",
 }

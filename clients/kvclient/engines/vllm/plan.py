@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvclient import BlockKey, Lookup, Paths
 from kvclient.engines.vllm.identity.adapters import AdapterWeights
+from kvstore.core.session_hint import RequestHint
 
 
 @dataclass(slots=True)
@@ -84,6 +85,19 @@ class StoreJob:
 
 
 @dataclass(slots=True)
+class HintJob:
+    """What happens next in the session of an ended request.
+
+    Attributes:
+        hint: the request's.
+        keys: keys of its blocks in the store, in the request's chain.
+    """
+
+    hint: RequestHint
+    keys: list[BlockKey]
+
+
+@dataclass(slots=True)
 class StepPlan:
     """All work of one step for a worker.
 
@@ -97,6 +111,7 @@ class StepPlan:
         cancel_stores: cancel pending stores, because their pages must be freed.
         weights_check: number of a check of the weights that each worker makes before this step; 0: none.
         ahead: prefixes to read ahead.
+        hints: of ended requests, for the node of the worker's host.
         ahead_ended: requests that left the queue without a load: the blocks that were read ahead for them are released.
         step: number of a step that is timed, for the output; 0: it is not.
     """
@@ -111,6 +126,7 @@ class StepPlan:
     weights_check: int = 0
     ahead: list[AheadJob] = field(default_factory=list)
     ahead_ended: list[str] = field(default_factory=list)
+    hints: list[HintJob] = field(default_factory=list)
     step: int = 0
 
 

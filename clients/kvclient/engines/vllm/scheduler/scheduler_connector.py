@@ -37,6 +37,7 @@ from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, W
 from kvclient.engines.vllm.request_paths import request_paths
 from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLookup, PrefixMatch
 from kvclient.engines.vllm.scheduler.reads_ahead import ReadsAhead
+from kvclient.engines.vllm.scheduler.session_hints import SessionHintQueue
 from kvclient.engines.vllm.scheduler.verdicts import Verdicts
 
 _log = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ class SchedulerConnector:
         self._pending: dict[str, Future[PrefixMatch]] = {}
         """Lookups that the scheduler asked for in this step and that are not answered."""
         self._ahead = ReadsAhead(options.read_ahead_requests)
+        self._hints = SessionHintQueue(self.counters)
         self._layerwise = options.load_mode == "layerwise"
         self._verdicts: Verdicts | None = None
         self._step_pages: list[Sequence[Sequence[int]]] = []
@@ -176,6 +178,7 @@ class SchedulerConnector:
         self._epoch, self._weights_epoch = epoch, weights_epoch
         self._loads = []
         self._ahead.clear()
+        self._hints.clear()
         states, self._requests, self._pending = self._requests, {}, {}
         if old is not None:
             old.close()
@@ -385,6 +388,7 @@ class SchedulerConnector:
         plan.cancel_stores, self._give_up_saves = self._give_up_saves, False
         if not self._check_planned:
             plan.weights_check, self._check_planned = self._weights_check, True
+        plan.hints = self._hints.take()
         plan.ahead, plan.ahead_ended = self._ahead.plan(self._answer_of)
         for ahead in plan.ahead:
             ahead.paths = request_paths(self._requests[ahead.request_id].request, self._options.hook)
@@ -567,7 +571,15 @@ class SchedulerConnector:
         self._ahead.left(request.request_id)
         if self._verdicts is not None:
             self._verdicts.request_left(request.request_id)
-        self._requests.pop(request.request_id, None)
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            blocks = state.stored_blocks * self._blocks.keys_per_block
+            self._hints.ended(request, state.keys.upto(request.all_token_ids, blocks))
+
+    @property
+    def has_hints(self) -> bool:
+        """Whether hints wait for the next step."""
+        return bool(self._hints)
 
     def release_pins(self, release_pages: Callable[[], WorkerOutput] | None) -> None:
         """Give pinned pages back to the engine.

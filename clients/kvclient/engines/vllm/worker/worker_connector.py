@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from kvclient import KVClient, KVStoreError, LoadHandle, LoadResult, ReadAhead, Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.options import RESET_GRACE_S, ConnectorOptions
@@ -189,9 +190,9 @@ class WorkerConnector:
         self.step_failed = False
         """A layer-wise load or the forward pass of this step failed, so some computed blocks are wrong."""
         self._store_worker: StoreWorker | None = None
+        self._group_blocks = GroupBlocks([client.spec.block_tokens for client in self.clients])
         if stores:
-            blocks = GroupBlocks([client.spec.block_tokens for client in self.clients])
-            self._store_worker = StoreWorker(pages, blocks, options.hook.store_deadline_s, self.counters)
+            self._store_worker = StoreWorker(pages, self._group_blocks, options.hook.store_deadline_s, self.counters)
         self._output = WorkerOutput()
         self._before: Mark = None
         self._copied: dict[str, int] = {}
@@ -217,6 +218,7 @@ class WorkerConnector:
         self._apply_epoch(plan)
         self._output.step = plan.step
         self._read_ahead(plan)
+        self._send_hints(plan)
         self._before = self.pages[0].mark() if plan.loads else None
 
     def begin_loads(self, plan: StepPlan) -> None:
@@ -242,6 +244,27 @@ class WorkerConnector:
             if ahead is not None:
                 self.counters.add("reads_ahead")
                 self._ahead[job.request_id] = ahead
+
+    def _send_hints(self, plan: StepPlan) -> None:
+        """Pass hints to the node of this host, in the namespaces of all groups."""
+        for job in plan.hints if not self._outdated else ():
+            hint = job.hint
+            for part, client in enumerate(self.clients):
+                keys = NamespaceKeyMask(plan.chain, client.spec.namespace).keys(self._group_blocks.page_keys(part, job.keys))
+                try:
+                    if hint.end:
+                        client.hints.end(hint.session, keys)
+                    else:
+                        client.hints.keep(
+                            hint.session,
+                            keys,
+                            keep_for_s=hint.keep_for_s,
+                            next_turn_s=hint.next_turn_s,
+                            priority=hint.priority,
+                        )
+                except KVStoreError as error:  # such as a chain of too many blocks
+                    self.counters.add("hints_refused")
+                    _log.warning("hint not sent: session %s: %s", hint.session, error)
 
     def _end_ahead(self, request_id: str) -> None:
         """Release what was read ahead for a request."""
