@@ -1,4 +1,4 @@
-"""Hints at one node: what they protect, what leaves first, and that they outrank no rule and no other tenant."""
+"""Hints at one node: protected and ended sessions, limits per tenant, and rules of operators, which outrank hints."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def found(node: QuotaNode, chain: int) -> list[object]:
 
 
 def test_kept_namespace_outranks_hints(quota_node: QuotaNode) -> None:
-    """An operator's pin stays, whatever another tenant protects."""
+    """Hints of one tenant never evict the kept blocks of another one."""
     pinned = quota_node.store_durably(1, 32, 1)
     quota_node.set_rules((1, 0.0, True))
     hints = hints_of(quota_node, 0.9)
