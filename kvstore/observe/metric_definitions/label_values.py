@@ -37,7 +37,7 @@ METHODS: Final = (
     "UnregisterNode", "DrainNode", "UndrainNode", "RemoveNode", "LocateBlocks", "LookupHeads",
     "PullBlocks",
     "GetNode", "IssueTicket", "OpenSession", "Prepare", "Complete", "Abort", "Load", "LoadResident", "ReadAhead", "Locate",
-    "AwaitPrompt", "AbandonPrompt", "Release", "Flush", "Evict", "GetNodeStats",
+    "Hint", "AwaitPrompt", "AbandonPrompt", "Release", "Flush", "Evict", "GetNodeStats",
     "DescribeServer", "DescribeNamespaces", "DescribeBlocks", "DescribePlanning", "SetPathPolicy", "RebuildIndex",
     "DescribeTenants", "ListNamespaceRules", "SetTenantQuota", "SetNamespaceRule",
     "DescribeNode", "DescribeUsage", "ListSlowLoads", "EvictBlocks", "InvalidateNamespace", "SetTrafficCap", "CompareIndex",

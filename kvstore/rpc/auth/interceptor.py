@@ -102,6 +102,7 @@ _NODE: Final = {
     "Abort": Permission.DATA,
     "Load": Permission.DATA,
     "ReadAhead": Permission.DATA,
+    "Hint": Permission.DATA,
     "LoadResident": Permission.DATA,
     "Locate": Permission.DATA,
     "AwaitPrompt": Permission.DATA,
