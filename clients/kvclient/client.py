@@ -29,7 +29,7 @@ from kvclient.memory.buffers import as_block_buffer
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
 from kvclient.memory.engine_pool import EnginePool
 from kvclient.nodes.connect import NodeChoice, NodeFinder, attempt, check_types, watch_servers
-from kvclient.nodes.hints import SessionHints
+from kvclient.nodes.hints import HintSender
 from kvclient.nodes.local_session import LocalNode
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
@@ -93,7 +93,7 @@ class KVClient:
         self._runner = CallRunner(
             context.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict
         )
-        self.hints = SessionHints(context)
+        self.hints = HintSender(context)
         """Hints about sessions of the application, for the node of this host."""
         self._layerwise_stores: weakref.WeakSet[LayerwiseStore] = weakref.WeakSet()
         self._pid = os.getpid()

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import BlockKey
+from kvclient.call.request_hint import HINT_FIELD, RequestHint
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.scheduler.session_hints import ACTION, MAX_WAITING, SessionHintQueue
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.session_hint import HINT_FIELD, RequestHint
 from kvstore.router.prompts.request_body import COMPLETIONS, parse_body
 from kvstore.router.prompts.session_hints import request_hint
 

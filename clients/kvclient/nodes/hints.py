@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
+from kvclient.call.request_hint import DEFAULT_KEEP_S, RequestHint
 from kvproto.v1 import node_pb2
 from kvstore.core.chain import ChainSlice
-from kvstore.core.session_hint import DEFAULT_KEEP_S, RequestHint
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.tracing import inject
 from kvstore.rpc.errors import FailedCall, from_rpc_error
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvstore.core.types import BlockKey
 
 
-class SessionHints:
+class HintSender:
     """Hints of one client about sessions of its application. Thread-safe; nothing waits."""
 
     def __init__(self, context: ClientContext) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvclient.call.request_hint import RequestHint
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.session_hint import RequestHint
 from kvstore.router.prompts.prefix_memory import MAX_TEXT_BYTES
 from kvstore.router.prompts.session_hints import with_hint
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from kvclient.call.request_hint import DEFAULT_KEEP_S, HINT_FIELD, RequestHint
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.session_hint import DEFAULT_KEEP_S, HINT_FIELD, RequestHint
 
 SESSION: Final = "x-kvstore-session"
 _KEEP, _NEXT, _PRIORITY, _END = "x-kvstore-keep-for", "x-kvstore-next-turn", "x-kvstore-priority", "x-kvstore-session-end"

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvclient import BlockKey, Lookup, Paths
+from kvclient.call.request_hint import RequestHint
 from kvclient.engines.vllm.identity.adapters import AdapterWeights
-from kvstore.core.session_hint import RequestHint
 
 
 @dataclass(slots=True)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvclient import BlockKey, InvalidArgument
+from kvclient.call.request_hint import HINT_FIELD, RequestHint
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.plan import HintJob
-from kvstore.core.session_hint import HINT_FIELD, RequestHint
 
 _log = logging.getLogger(__name__)
 ACTION: Final = "kvstore.session"
