@@ -51,7 +51,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "netlab": ("netlab_engines", "netlab_loads", "netlab_traffic_class", "netlab_vllm"),
     "scale": ("audit_cost", "hints", "large_index", "server_rest", "server_scaling"),
-    "simulate": ("simulate_lab", "simulate_paper"),
+    "simulate": ("simulate_lab", "simulate_paper", "simulate_split"),
 }  # fmt: skip
 """Scripts by suite. Each script is in one."""
 
