@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import build_kernel
+import make_wheels
 import pytest
 
 import kvstore.native
@@ -41,6 +45,35 @@ def test_build_without_compiler_tells_why(command: str, tmp_path: Path, monkeypa
     monkeypatch.setenv("CC", command)
     assert build_kernel.build(tmp_path / "_kernel.so")
     assert not list(tmp_path.iterdir())
+
+
+needs_ziglang = pytest.mark.skipif(
+    find_spec("ziglang") is None,
+    reason="NO CROSS COMPILER: wheels are not tested (make .venv/.stamp-ziglang fetches it)",
+)
+
+
+@needs_ziglang
+@pytest.mark.parametrize("machine", make_wheels.MACHINES)
+def test_kernel_cross_compiled_is_right(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's own target is run as well, with each of its instruction sets."""
+    library = tmp_path / "_kernel.so"
+    monkeypatch.setenv("CC", make_wheels.compiler(machine))
+    reason = build_kernel.build(library)
+    assert not reason, reason
+    if platform.machine() == machine:
+        code = CHECK.format(tests=str(Path(__file__).parent), library=str(library))
+        assert "compared" in in_python(code)
+
+
+@needs_ziglang
+@pytest.mark.thorough
+def test_make_wheels_builds_all_machines(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, make_wheels.__file__, "--out", str(tmp_path)], check=True, timeout=200)
+    wheels = {path.stem.rsplit("_2_17_", 1)[-1]: path for path in tmp_path.glob("*.whl")}
+    assert set(wheels) == set(make_wheels.MACHINES)
+    for path in wheels.values():
+        assert "kvstore/native/_kernel.so" in zipfile.ZipFile(path).namelist()
 
 
 def test_store_without_library_uses_python(tmp_path: Path) -> None:
