@@ -104,6 +104,16 @@ def test_table_newest_full_record_is_shown(tmp_path: Path) -> None:
     assert [(record.figure, record.median) for record in shown] == [("other", 5.0), ("sample_rate", 2.0)]
 
 
+def test_table_of_a_quick_run_shows_its_records(tmp_path: Path) -> None:
+    """Also beside older full records of the same figures, which the table of all records prefers."""
+    before = options(tmp_path).keep(FIGURE, [1.0])
+    for value in (2.0, 3.0):
+        quick = options(tmp_path, "quick").keep(FIGURE, [value])
+    full = dataclasses.replace(before, date="2020-01-01T00:00:00+00:00")
+    assert [record.median for record in report.of_run([full, *report.read_records(tmp_path)[1:]], before.date)] == [3.0]
+    assert report.of_run([full], quick.date) == []
+
+
 def test_figure_without_peer_of_its_target_is_not_kept(tmp_path: Path) -> None:
     options(tmp_path).keep(FIGURE, [1.0], target=Target("peer", 0.9), notes="no fio")
     assert report.read_records(tmp_path) == []
