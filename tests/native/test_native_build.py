@@ -20,7 +20,7 @@ import kvstore.native
 CHECK = """
 import numpy as np, sys, xxhash
 sys.path.insert(0, {tests!r})
-from batches import random_case, run_and_compare
+from batches import random_case, reject_broken, run_and_compare
 from kvstore.native.c_kernel import CKernel
 from pathlib import Path
 first = CKernel(Path({library!r}))
@@ -28,6 +28,7 @@ for variant in first.variants:
     kernel, random = CKernel(Path({library!r}), variant), np.random.default_rng(3)
     for _ in range(200):
         run_and_compare(kernel, random_case(random))
+        reject_broken(kernel, random)
 print("compared", first.variants)
 """
 
@@ -98,7 +99,7 @@ def test_kernel_named_by_the_environment() -> None:
 
 
 def test_kernel_clean_under_sanitizers(tmp_path: Path) -> None:
-    """Random batches with the address and undefined-behaviour sanitizers of gcc."""
+    """Random batches, and those that must be rejected, with the address and undefined-behaviour sanitizers of gcc."""
     library = tmp_path / "_kernel.so"
     command = build_kernel.compiler()
     if command is None:
