@@ -44,7 +44,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "parts": (
         "data_plane", "device_copies", "dram_copy", "forwarding", "gds_read", "hbm_pool", "interpreter_wait", "lookup_growth",
         "micro_index", "nixl_transport", "node_memory", "nvme", "observe_cost", "planner", "rest_cost", "scheduling",
-        "read_ahead", "sharded_index", "verified_cpu",
+        "read_ahead", "sharded_index", "small_loads", "verified_cpu",
     ),
     "engines": (
         "engine_lmcache", "engine_overhead", "engine_router_sessions", "engine_sglang", "engine_transformers", "engine_ttft",
