@@ -16,6 +16,7 @@ import make_wheels
 import pytest
 
 import kvstore.native
+from kvstore.native.batch import STREAM_FROM_BYTES
 
 CHECK = """
 import numpy as np, sys, xxhash
@@ -92,6 +93,11 @@ assert layer_checksums(memoryview(bytes(65536)), BlockShape(2, 32768))
 print(native.kernel_name(), native.fallback_calls())
 """
     assert in_python(code, PYTHONPATH="", KVSTORE_NATIVE="").split() == ["python", "1"]
+
+
+def test_docs_name_the_size_stored_past_the_caches() -> None:
+    page = Path(build_kernel.REPOSITORY, "docs/explanation/data-plane.md").read_text(encoding="utf-8")
+    assert f"stores batches of {STREAM_FROM_BYTES >> 20} MiB or more past the caches" in page
 
 
 def test_kernel_named_by_the_environment() -> None:
