@@ -24,6 +24,8 @@ _BLOCK_TOKENS: Final = 16
 _NEW: Final = 1 << 31
 """Marks the tokens of blocks that the cold pass does not store."""
 _DEADLINE_S: Final = 30.0
+_MOST_DIGITS: Final = 6
+"""Of a weight in a mix."""
 
 
 class OperationKind(StrEnum):
@@ -58,8 +60,10 @@ class OperationMix:
             InvalidArgument: the text is not three whole numbers.
         """
         parts = text.split(":")
-        if len(parts) != len(OperationKind) or not all(part.isascii() and part.isdigit() for part in parts):
-            raise InvalidArgument("a mix is three whole numbers, LOOKUP:LOAD:STORE, such as 1:8:1", mix=text)
+        if len(parts) != len(OperationKind) or not all(
+            part.isascii() and part.isdigit() and len(part) <= _MOST_DIGITS for part in parts
+        ):
+            raise InvalidArgument("a mix is three numbers of at most 6 digits, LOOKUP:LOAD:STORE, such as 1:8:1", mix=text[:40])
         return cls(*map(int, parts))
 
     def __str__(self) -> str:
@@ -88,7 +92,7 @@ class StressPlan:
         host: part of the namespace's name, so that runs on several hosts do not remove each other's blocks.
         run: number of the run: makes its blocks unlike those of earlier runs.
         clients: client processes.
-        sessions: sessions of each client process; each has a thread, a connection and requests of its own.
+        sessions: sessions of each client process; each has its own thread, connection and requests.
         block_bytes: size of a block.
         layers: layers of a block.
         request_blocks: blocks per request.

@@ -94,7 +94,7 @@ def test_stress_mix_at_a_rate_counts_each_operation(store: LocalCluster) -> None
     assert warm["stored_bytes"] == warm["operations"]["store"]["count"] * 4 * (64 << 10)
 
 
-@pytest.mark.parametrize("mix", ["1:2", "0:0:0", "a:1:1", "-1:1:1", ""])
+@pytest.mark.parametrize("mix", ["1:2", "0:0:0", "a:1:1", "-1:1:1", "", f"1:1:{10**400}"])
 def test_stress_wrong_mix_is_a_usage_error(mix: str) -> None:
     done = CliRunner().invoke(root, ["stress", f"--mix={mix}"])
     assert done.exit_code == 2
