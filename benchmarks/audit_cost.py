@@ -2,7 +2,8 @@
 
 A round compares the digests of all volumes with the index, over gRPC, at a real metadata server, as nodes do: volumes whose nodes
 compare within a minute share one pass over the index. Half of the blocks are held by two volumes. The digests are the true ones,
-so every comparison must find nothing to repair.
+so every comparison must find nothing to repair. The limit of an index in Valkey is the CPU time of the same commands in a bare
+loop, of one process and the shards.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServers
 from kvstore.index.contract import PrefixIndex
 from kvstore.rpc.client import call
+from peers.bare_valkey import BareValkey
 from rig.served_index import BOOT_ID, CHAIN, NAMESPACE, NODE_ID, Client, Served, register_volumes
 from rig.shared_servers import Components
 
@@ -49,6 +51,7 @@ class Audited:
         client = Client.of(self.served.address, self.served.chains)
         stack.callback(client.channel.close)
         self._stub = MetadataStub(client.channel)
+        self._bare = stack.enter_context(BareValkey([one.address for one in cluster.primaries])) if cluster else None
         self._requests = [self._request(volume) for volume in self._volumes]
 
     def _fill(self, index: PrefixIndex, blocks: int, seed: int) -> list[bytes]:
@@ -81,6 +84,15 @@ class Audited:
         used = self.components.seconds()
         return sum(used[name] - before[name] for name in used if name != "client") / self._millions
 
+    def bare_s(self) -> float:
+        """CPU seconds per million records of the same commands without a metadata server, of this process and the shards."""
+        assert self._bare is not None
+        before = self.components.seconds()
+        read = self._bare.run()
+        used = self.components.seconds()
+        assert read >= self._millions * 1e6
+        return (sum(used.values()) - sum(before.values()) - used["metadata"] + before["metadata"]) / self._millions
+
     def _compare(self) -> None:
         for number, request in enumerate(self._requests):
             request.max_age_ms = SHARED_MS if number else 0  # the first one reads the index
@@ -96,7 +108,9 @@ def measure(stack: ExitStack, opts: Options, scratch: Path) -> None:
         cluster = stack.enter_context(ValkeyServers(scratch / f"valkey-{volumes}", shards=SHARDS))
         for name, over in (("lmdb", None), ("valkey", cluster)):
             beds[name, volumes] = Audited(stack, scratch / f"{name}-{volumes}", volumes, blocks, opts.seed, over)
-    samples = interleave({f"{name} {volumes}": bed.round_s for (name, volumes), bed in beds.items()}, opts.repetitions)
+    contestants = {f"{name} {volumes}": bed.round_s for (name, volumes), bed in beds.items()}
+    contestants |= {f"bare {volumes}": beds["valkey", volumes].bare_s for volumes in VOLUMES}
+    samples = interleave(contestants, opts.repetitions)
     for (name, volumes), bed in beds.items():
         opts.keep(
             Figure(
@@ -108,6 +122,7 @@ def measure(stack: ExitStack, opts: Options, scratch: Path) -> None:
             ),
             samples[f"{name} {volumes}"],
             peer=Reference("1 volume", samples[f"{name} 1"]) if volumes > 1 else None,
+            limit=Reference("the same commands in a bare loop", samples[f"bare {volumes}"]) if name == "valkey" else None,
             target=Target("value", 1.0),
             transport="gRPC, loopback TCP",
             cpu=bed.meter.cost("operation"),

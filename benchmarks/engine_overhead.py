@@ -33,7 +33,7 @@ from rig.engine_child import MIB, EngineChild, ModelSize, make_model
 SIZE = ModelSize()
 BATCH = 8
 PROMPT = 256
-TPOT_BOUND = 1.02
+TPOT_BOUND = 1.01
 TTFT_BOUND = 1.03
 INSIDE_BOUND = 0.02
 TPOT_ROUNDS = 3

@@ -181,6 +181,11 @@ def summary(records: Iterable[Record]) -> str:
     return f"{count} Figures that miss one, at some sizes or settings:\n{names}\n\n" if missed else f"{count}\n\n"
 
 
+def of_run(records: Iterable[Record], began: str) -> list[Record]:
+    """Select the newest record of each figure since a time (ISO 8601), of quick runs too, in the order of the table."""
+    return newest(record for record in records if record.date >= began)
+
+
 def page() -> tuple[str, list[Record]]:
     """Format all tables. Returns the page and the records shown."""
     records = [

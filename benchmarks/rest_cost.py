@@ -119,13 +119,14 @@ def main() -> None:
     settled_s = options.pick(full=SETTLED_S, quick=SETTLED_S, smoke=0.1)
     with ExitStack() as stack:
         bed = Bed(stack, options)
+        meters = {name: harness.CpuMeter(**bed.pids) for name in ("with", "without", "work")}
         times: dict[str, list[list[float]]] = {"with": [], "without": [], "work": []}
         outcomes: list[Outcome] = []
         shares: dict[str, dict[str, list[float]]] = {name: {process: [] for process in bed.pids} for name in times}
 
         def look(name: str) -> float:
             before, start = {process: processor_s(pid) for process, pid in bed.pids.items()}, time.perf_counter()
-            times[name].append(bed.lookups_ms(lookups))
+            meters[name].time(lookups, lambda: times[name].append(bed.lookups_ms(lookups)))
             seconds = time.perf_counter() - start
             for process, pid in bed.pids.items():
                 shares[name][process].append((processor_s(pid) - before[process]) / seconds)
@@ -174,6 +175,7 @@ def main() -> None:
         limit=Reference("unrelated work", samples["work"]),
         target=Target("peer", 1.05),
         transport="gRPC, loopback TCP",
+        cpu=meters["with"].cost("operation"),
         notes=told,
     )
     options.keep(
@@ -182,6 +184,7 @@ def main() -> None:
         peer=Reference("nobody asks", [statistics.median(some) for some in quiet["without"]]),
         limit=Reference("unrelated work", [statistics.median(some) for some in quiet["work"]]),
         transport="gRPC, loopback TCP",
+        cpu=meters["with"].cost("operation"),
     )
 
 

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import report
+from harness import RESULTS
 
 HERE = Path(__file__).resolve().parent
 NOT_A_BENCHMARK = {"harness", "report", "run_all", "simulate_parts", "simulate_plot", "engine_child"}
@@ -43,7 +44,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "parts": (
         "data_plane", "device_copies", "dram_copy", "forwarding", "gds_read", "hbm_pool", "interpreter_wait", "load_choice",
         "lookup_growth", "micro_index", "nixl_transport", "node_memory", "nvme", "observe_cost", "planner", "rest_cost",
-        "scheduling", "read_ahead", "sharded_index",
+        "scheduling", "read_ahead", "sharded_index", "small_loads", "verified_cpu",
     ),
     "engines": (
         "engine_lmcache", "engine_load_choice", "engine_overhead", "engine_router_sessions", "engine_sglang",
@@ -67,6 +68,7 @@ def main() -> None:
     chosen_by = parser.add_mutually_exclusive_group()
     chosen_by.add_argument("--only", nargs="+", choices=SCRIPTS, metavar="NAME", help=f"of {', '.join(SCRIPTS)}")
     chosen_by.add_argument("--suite", nargs="+", choices=SUITES, default=["store"], help="default: store")
+    parser.add_argument("--results", type=Path, help="folder of the records")
     parser.add_argument("--list", action="store_true", help="print the names and summaries of the scripts and exit")
     chosen, passed_on = parser.parse_known_args()
     if chosen.list:
@@ -74,6 +76,7 @@ def main() -> None:
             print(f"{name}\t{_summary(HERE / f'{name}.py')}")
         return
     scripts = chosen.only or [name for suite in chosen.suite for name in SUITES[suite] if name in SCRIPTS]
+    passed_on += ["--results", str(chosen.results)] if chosen.results else []
     began = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     if shutil.which("fio") is None:
         print("WARNING: fio is not installed (sudo apt install fio): disk figures will have no peer", flush=True)
@@ -84,8 +87,8 @@ def main() -> None:
         if subprocess.run([sys.executable, str(HERE / f"{name}.py"), *passed_on], check=False).returncode:
             failed.append(name)
         print(f"   {time.perf_counter() - started:.0f} s", flush=True)
-    records = report.write()
-    print(report.table([record for record in records if record.date >= began]), flush=True)
+    print(report.table(report.of_run(report.read_records(chosen.results or RESULTS), began)), flush=True)
+    report.write()
     print(f"table of all records: {(HERE / 'RESULTS.md').relative_to(HERE.parent)}", flush=True)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

@@ -37,10 +37,6 @@ def results(agents: int, seed: int) -> list[SimResult]:
 def main() -> None:
     """Parse the arguments of this script."""
     options = harness.options("simulate_split", __doc__)
-    print(
-        "| agents | links busy, round robin | load, round robin / split | JCT, round robin / shorter queue | JCT, round robin / split |"
-    )
-    print("|---|---|---|---|---|")
     for agents in options.pick(full=AGENTS, quick=(1, 11), smoke=(1,)):
         rounds = [results(agents, options.seed + round_number) for round_number in range(options.repetitions)]
         busy = statistics.median(base.snic_use for base, _, _ in rounds)

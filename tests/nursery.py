@@ -55,7 +55,18 @@ SERVED = [sys.executable, "-m", SERVER]
 TASKSET = ["taskset", "--cpu-list"]
 READY = b"ready"
 CLONE_NEWNET = 0x40000000
-SEEN_BY_IMPORTS = ("GRPC_", "LC_", "LANG", "NPY_", "OTEL_", "PROMETHEUS_", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYTHON")
+SEEN_BY_IMPORTS = (
+    "GRPC_",
+    "KVSTORE_NATIVE",
+    "LC_",
+    "LANG",
+    "NPY_",
+    "OTEL_",
+    "PROMETHEUS_",
+    "PROTOCOL_BUFFERS_",
+    "PYDANTIC_",
+    "PYTHON",
+)
 """Prefixes of variables that imports read. Not ``LD_``: the loader reads it at an exec, and vLLM sets it in the test process."""
 OF_ONE_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
 """Variables that engines read when they start, not when they are imported."""

@@ -104,6 +104,16 @@ def test_table_newest_full_record_is_shown(tmp_path: Path) -> None:
     assert [(record.figure, record.median) for record in shown] == [("other", 5.0), ("sample_rate", 2.0)]
 
 
+def test_table_of_a_quick_run_shows_its_records(tmp_path: Path) -> None:
+    """Also beside older full records of the same figures, which the table of all records prefers."""
+    before = options(tmp_path).keep(FIGURE, [1.0])
+    for value in (2.0, 3.0):
+        quick = options(tmp_path, "quick").keep(FIGURE, [value])
+    full = dataclasses.replace(before, date="2020-01-01T00:00:00+00:00")
+    assert [record.median for record in report.of_run([full, *report.read_records(tmp_path)[1:]], before.date)] == [3.0]
+    assert report.of_run([full], quick.date) == []
+
+
 def test_figure_without_peer_of_its_target_is_not_kept(tmp_path: Path) -> None:
     options(tmp_path).keep(FIGURE, [1.0], target=Target("peer", 0.9), notes="no fio")
     assert report.read_records(tmp_path) == []
@@ -207,6 +217,16 @@ def test_readme_figure_follows_from_records(page: str, sentence: str, of: Callab
     measured = "-".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios.values()), max(ratios.values()))))
     values = "\n".join(f"{ratio:.4f}  {name}" for name, ratio in ratios.items())
     assert written == measured, f"{page} must say {measured}; the newest records:\n{values}"
+
+
+def test_missed_goals_are_explained_by_name() -> None:
+    """Each row is a figure that misses its goal now, and each such figure of ``make bench`` has a row."""
+    text = (harness.REPOSITORY / "docs/explanation/decisions.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| (.+?) \|", text.partition("## Goals that are not reached")[2], re.MULTILINE)) - {"figure"}
+    missed = [record for record in report.page()[1] if record.passed is False]
+    assert rows <= {record.title for record in missed}, "a row whose figure meets its goal, or has another name"
+    default = [record for record in missed if Path(record.command.split()[1]).stem in run_all.SUITES["store"]]
+    assert {record.title for record in default} <= rows, "a figure of make bench that misses its goal has no row"
 
 
 def test_results_page_is_up_to_date() -> None:

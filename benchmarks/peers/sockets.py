@@ -17,6 +17,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.native import hash_parts
+
 REQUEST = struct.Struct("<QQ")
 """Offset into the server's memory, bytes wanted."""
 
@@ -55,9 +57,15 @@ class Sockets:
     """A server process with ``nbytes`` of memory, and ``streams`` connections to it.
 
     ``load`` brings all of it, in blocks, each stream its share.
+
+    Args:
+        nbytes: bytes of a load.
+        streams: connections, with a thread each.
+        part_bytes: each block is summed in parts of this size by the native kernel; 0: it is not summed.
     """
 
-    def __init__(self, nbytes: int, streams: int) -> None:
+    def __init__(self, nbytes: int, streams: int, part_bytes: int = 0) -> None:
+        self._part_bytes = part_bytes
         self.memory: npt.NDArray[np.uint8] = np.zeros(nbytes, np.uint8)
         self._server = subprocess.Popen(
             [sys.executable, __file__, str(nbytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -67,6 +75,11 @@ class Sockets:
         self._streams = [socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) for _ in range(streams)]
         for stream in self._streams:
             _tune(stream)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._server.pid
 
     def load(self, block_bytes: int) -> None:
         """Receive all blocks and wait for the last byte."""
@@ -95,6 +108,8 @@ class Sockets:
                 if not got:
                     raise ConnectionError("the peer's server closed the stream")
                 received += got
+            if self._part_bytes:
+                hash_parts(piece, self._part_bytes)
 
     def close(self) -> None:
         """Stop the server process."""

@@ -9,7 +9,7 @@ xxhash for Python hashes one piece per call and keeps the interpreter lock for p
 """
 
 from kvstore.native.batch import CopyBatch, Kernel, Rejected, address_of, bounds_of
-from kvstore.native.choice import fallback_calls, hash_parts, kernel_name, run
+from kvstore.native.choice import describe, fallback_calls, hash_parts, kernel_name, run
 
 __all__ = [
     "CopyBatch",
@@ -17,6 +17,7 @@ __all__ = [
     "Rejected",
     "address_of",
     "bounds_of",
+    "describe",
     "fallback_calls",
     "hash_parts",
     "kernel_name",

@@ -27,6 +27,11 @@ class Rejected(ValueError):
 class CopyBatch:
     """Pieces of memory. The caller keeps all of it allocated until the call returns.
 
+    The caller also ensures that no target shares a byte with another target or with the source of another piece: threads copy
+    pieces in any order, so such bytes would be undefined. Buffers of callers are checked before they become tables
+    (``kvclient/memory/buffers.py``), and slots of an arena do not overlap. The kernels reject only a piece that overlaps its
+    own copy: to compare all pieces, they would have to sort them in each call.
+
     Attributes:
         sources: address of each piece.
         targets: address of its copy; None: the pieces are only hashed.

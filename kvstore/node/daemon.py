@@ -21,6 +21,7 @@ import aiofiles.os
 import grpc
 
 from kvproto.v1 import admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
+from kvstore import native
 from kvstore.config.node import MountSection, NodeConfig
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
@@ -640,7 +641,7 @@ class NodeDaemon:
     def _io_engines(self) -> list[str]:
         engines = [f"{self._arena.volume_id}: {self._arena.backing}"]
         engines += [f"{one.volume_id}: {one.volume.io_engine}" for one in self.table.node_volumes]
-        engines += [*self._opened.gds_lines, f"NIXL: {self._nixl.description}"]
+        engines += [*self._opened.gds_lines, f"NIXL: {self._nixl.description}", native.describe()]
         return engines + [mount.describe() for mount in self._mounts]
 
     def _expire_leases(self) -> None:

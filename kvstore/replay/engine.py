@@ -85,14 +85,19 @@ class RequestRunner:
         self._tally.requests += 1
         return hit
 
+    def lookup(self, keys: Sequence[BlockKey]) -> Lookup:
+        """Look a prompt up without a load."""
+        started_s = time.perf_counter()
+        found = self._client.lookup(keys)
+        self._tally.lookup_s.append(time.perf_counter() - started_s)
+        self._note_error(found.error)
+        return found
+
     def load(self, keys: Sequence[BlockKey]) -> int:
         """Look a prompt up, load and check its leading hits; returns the number of loaded blocks."""
         tally = self._tally
         tally.blocks_total += len(keys)
-        started_s = time.perf_counter()
-        found = self._client.lookup(keys)
-        tally.lookup_s.append(time.perf_counter() - started_s)
-        self._note_error(found.error)
+        found = self.lookup(keys)
         promised = min(found.hit_blocks, len(keys))
         came = self._load_pieces(keys, found, promised)
         if came < promised:

@@ -1,1 +1,1 @@
-"""Load generator against a running store: a cold pass that stores, a warm pass that loads, and every byte checked."""
+"""Load generator against a running store: a cold pass stores, a warm pass looks up, loads and stores. Every byte is checked."""

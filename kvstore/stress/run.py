@@ -50,18 +50,24 @@ def run_stress(plan: StressPlan, watch: Watch) -> StressResult:
 
 @contextmanager
 def _clients(plan: StressPlan) -> Iterator[dict[int, Connection]]:
-    """Start the client processes; end them with the context. They are spawned, because gRPC does not survive a fork."""
+    """Start the client processes; end them with the context. They are spawned, because gRPC does not survive a fork.
+
+    Yields:
+        The pipe of each session.
+    """
     context = multiprocessing.get_context("spawn")
     pipes: dict[int, Connection] = {}
     processes: list[SpawnProcess] = []
     try:
-        for number in range(plan.clients):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=run_client, args=(plan, number, theirs), name=f"stress-{number}", daemon=True)
+        for client in range(plan.clients):
+            theirs: dict[int, Connection] = {}
+            for number in range(client * plan.sessions, (client + 1) * plan.sessions):
+                pipes[number], theirs[number] = context.Pipe()
+            process = context.Process(target=run_client, args=(plan, theirs), name=f"stress-{client}", daemon=True)
             process.start()
-            theirs.close()
             processes.append(process)
-            pipes[number] = ours
+            for pipe in theirs.values():
+                pipe.close()
         yield pipes
     finally:
         for pipe in pipes.values():
@@ -85,7 +91,7 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
 def _pass(
     pipes: dict[int, Connection], command: StressCommand, summary: PassSummary, show: Callable[[PassSummary], None]
 ) -> list[tuple[int, float]]:
-    """Give a command to all clients and collect their totals. Returns what each client measured, if anything."""
+    """Give a command to all sessions and collect their totals. Returns what each session measured, if anything."""
     started_s = time.monotonic()
     for pipe in pipes.values():
         pipe.send(command)
@@ -96,7 +102,7 @@ def _pass(
         for pipe in [pipe for pipe in running if pipe in ready]:
             kind, said = _receive(pipe)
             if kind == "totals":
-                summary.add(running[pipe], said)
+                summary.add(running[pipe], *said)
             else:
                 del running[pipe]
                 if said is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore.replay.engine import ReplayTotals
 from kvstore.replay.report import version
-from kvstore.stress.plan import StressPlan
+from kvstore.stress.plan import OperationKind, StressPlan
 
 _WIDTH: Final = math.log(1.02)
 _LEAST_S: Final = 1e-7
@@ -65,39 +65,40 @@ class PassSummary:
     stored_bytes: int = 0
     loaded_bytes: int = 0
     wrong_bytes: int = 0
-    calls: LatencyHistogram = field(default_factory=LatencyHistogram)
-    """Loads of the warm pass, stores of the cold pass."""
+    operations: dict[OperationKind, LatencyHistogram] = field(default_factory=dict)
+    """Latencies by operation. A load includes its lookup. With a rate they count from the intended start."""
     lookups: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """Calls of lookups, those of loads included."""
     by_tier: Counter[str] = field(default_factory=Counter)
     by_path: Counter[str] = field(default_factory=Counter)
     by_node: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     rates: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Bytes and seconds in calls, per client."""
+    """Bytes and seconds in calls, per session."""
 
-    def add(self, client: int, tally: ReplayTotals) -> None:
-        """Add what a client did since its last report."""
+    def add(self, session: int, tally: ReplayTotals, latencies: Mapping[OperationKind, Sequence[float]]) -> None:
+        """Add what a session did since its last report."""
         self.requests += tally.requests
         self.blocks += tally.blocks_total
         self.hits += tally.blocks_hit
         self.stored_bytes += tally.bytes_stored
         self.loaded_bytes += tally.bytes_loaded
         self.wrong_bytes += tally.wrong_bytes
-        spent = tally.load_s + tally.store_s
-        self.calls.add(spent)
+        for kind, seconds in latencies.items():
+            self.operations.setdefault(kind, LatencyHistogram()).add(seconds)
         self.lookups.add(tally.lookup_s)
         self.by_tier.update(tally.bytes_by_tier)
         self.by_path.update(tally.bytes_by_path)
         self.by_node.update(tally.bytes_by_node)
         self.outcomes.update(tally.store_outcomes)
         self.errors.update(tally.errors)
-        moved, seconds = self.rates.get(client, (0, 0.0))
-        self.rates[client] = (moved + tally.bytes_stored + tally.bytes_loaded, seconds + sum(spent))
+        moved, spent_s = self.rates.get(session, (0, 0.0))
+        self.rates[session] = (moved + tally.bytes_stored + tally.bytes_loaded, spent_s + sum(tally.load_s) + sum(tally.store_s))
 
     @property
     def bytes_per_s(self) -> float:
-        """Sum of the clients' rates while a call runs; the filling and checking of payloads does not count."""
+        """Sum of the sessions' rates while a call runs; the filling and checking of payloads does not count."""
         return sum(moved / seconds for moved, seconds in self.rates.values() if seconds)
 
     @property
@@ -113,7 +114,11 @@ class PassSummary:
             "bytes_per_s": round(self.bytes_per_s),
             "stored_bytes": self.stored_bytes,
             "loaded_bytes": self.loaded_bytes,
-            "call_ms": self.calls.to_json(),
+            "operations": {
+                kind.value: {"count": times.count, "latency_ms": times.to_json()}
+                for kind, times in sorted(self.operations.items())
+            },
+            "operations_per_s": round(self.requests / self.seconds, 3) if self.seconds else 0.0,
             "lookup_ms": self.lookups.to_json(),
             "blocks": self.blocks,
             "hit_blocks": self.hits,
@@ -135,7 +140,7 @@ class StressResult:
     cold: PassSummary
     warm: PassSummary
     local_nodes: dict[int, str] = field(default_factory=dict)
-    """Local node of each client; clients without one are missing."""
+    """Local node of each session; sessions without one are missing."""
     limit_kind: str = "memcpy"
     """``memcpy``, or ``socket`` if no client has a local node."""
     limit_bytes_per_s: float = 0.0
@@ -154,7 +159,7 @@ class StressResult:
             return f"{self.warm.wrong_bytes:,} wrong bytes were loaded"
         if not self.cold.stored_bytes:
             return f"nothing was stored: {_errors(self.cold)}; kvstore status --detail names the cause"
-        if self.plan.hit_blocks and not self.warm.hits:
+        if self.warm.blocks and self.plan.hit_blocks and not self.warm.hits:
             return f"nothing was loaded: {_errors(self.warm)}; kvstore status --detail names the cause"
         return None
 
@@ -164,6 +169,9 @@ class StressResult:
             "ok": self.problem is None,
             "problem": self.problem,
             "clients": self.plan.clients,
+            "sessions": self.plan.all_sessions,
+            "mix": str(self.plan.mix),
+            "rate": self.plan.rate,
             "block_bytes": self.plan.block_bytes,
             "request_blocks": self.plan.request_blocks,
             "stored_set_bytes": self.plan.stored_bytes,

@@ -1,11 +1,13 @@
-"""One client process of a stress run. It waits for a command, does it, and reports totals several times per second."""
+"""One client process of a stress run. Its sessions wait for a command, do it, and report totals several times per second."""
 
 from __future__ import annotations
 
 import itertools
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Final
@@ -15,13 +17,13 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey
 from kvstore.replay.engine import ReplayTotals, RequestRunner
 from kvstore.stress.limits import HostLimit, MemcpyLimit, SocketLimit
-from kvstore.stress.plan import StressChains, StressPlan
+from kvstore.stress.plan import OperationKind, StressChains, StressPlan
 
 _REPORT_S: Final = 0.2
 _VISIBLE_S: Final = 5.0
 _VISIBLE_POLL_S: Final = 0.02
 _SAMPLE_EVERY: Final = 4
-"""Loads per sample of the host's limit."""
+"""Operations per sample of the host's limit."""
 
 
 class StressCommand(StrEnum):
@@ -31,21 +33,30 @@ class StressCommand(StrEnum):
     WARM = "warm"
 
 
-def run_client(plan: StressPlan, number: int, pipe: Connection) -> None:
-    """Serve the commands of the parent until it closes the pipe. The parent handles Ctrl-C."""
+def run_client(plan: StressPlan, pipes: Mapping[int, Connection]) -> None:
+    """Serve the commands of the parent until it closes the pipes, in one thread per session. The parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        client = KVClient.connect(plan.metadata, plan.spec(), node=plan.node, tls=plan.tls, options=plan.options(number))
-    except (KVStoreError, OSError) as error:
-        pipe.send(("failed", str(error)))
-        return
-    with client:
-        pipe.send(("ready", client.local_node or ""))
+    sessions = [threading.Thread(target=_run_session, args=(plan, *one), daemon=True) for one in pipes.items()]
+    for session in sessions:
+        session.start()
+    for session in sessions:
+        session.join()
+
+
+def _run_session(plan: StressPlan, number: int, pipe: Connection) -> None:
+    with pipe:  # so that the parent notices the end of one session
         try:
-            _serve(plan, number, pipe, client)
-        except (EOFError, BrokenPipeError):
-            return  # the parent has ended
+            client = KVClient.connect(plan.metadata, plan.spec(), node=plan.node, tls=plan.tls, options=plan.options(number))
+        except (KVStoreError, OSError) as error:
+            pipe.send(("failed", str(error)))
+            return
+        with client:
+            pipe.send(("ready", client.local_node or ""))
+            try:
+                _serve(plan, number, pipe, client)
+            except (EOFError, BrokenPipeError):
+                return  # the parent has ended
 
 
 def _serve(plan: StressPlan, number: int, pipe: Connection, client: KVClient) -> None:
@@ -65,8 +76,8 @@ def _serve(plan: StressPlan, number: int, pipe: Connection, client: KVClient) ->
 def _cold(plan: StressPlan, number: int, runner: RequestRunner, reporter: _Reporter, client: KVClient) -> None:
     chains = StressChains(plan)
     for request in range(plan.requests):
-        runner.store(chains.stored(number, request), 0)
-        reporter.counted()
+        with reporter.operation(OperationKind.STORE):
+            runner.store(chains.stored(number, request), 0)
     _wait_visible(client, chains.stored(number, plan.requests - 1))
 
 
@@ -78,33 +89,58 @@ def _wait_visible(client: KVClient, keys: list[BlockKey]) -> None:
 
 
 def _warm(plan: StressPlan, number: int, runner: RequestRunner, reporter: _Reporter, *, local: bool) -> tuple[int, float]:
-    """Load, with a sample of the host's limit after every few requests. Returns bytes and seconds of the samples."""
+    """Run operations, with a sample of the host's limit after every few. Returns bytes and seconds of the samples.
+
+    With a rate, samples would delay operations, so one is taken before the first operation.
+    """
     limit: HostLimit = MemcpyLimit(plan.request_bytes) if local else SocketLimit(plan.request_bytes)
     samples = 0
     seconds = 0.0
+    run: dict[OperationKind, Callable[[list[BlockKey]], object]] = {
+        OperationKind.LOOKUP: runner.lookup,
+        OperationKind.LOAD: runner.load,
+        OperationKind.STORE: lambda keys: runner.store(keys, 0),
+    }
     try:
-        for done, keys in enumerate(_warm_requests(plan, number)):
-            runner.load(keys)
-            if done % _SAMPLE_EVERY == 0:
+        if plan.rate is not None:
+            seconds, samples = limit.sample(), 1
+        for done, (kind, keys, late_s) in enumerate(_started(plan, number)):
+            with reporter.operation(kind, late_s):
+                run[kind](keys)
+            if plan.rate is None and done % _SAMPLE_EVERY == 0:
                 seconds += limit.sample()
                 samples += 1
-            reporter.counted()
     finally:
         limit.close()
     return samples * plan.request_bytes, seconds
 
 
-def _warm_requests(plan: StressPlan, number: int) -> Iterator[list[BlockKey]]:
-    """Each stored request once, or again and again for the duration of the pass."""
-    chains = StressChains(plan)
-    end_s = None if plan.duration_s is None else time.monotonic() + plan.duration_s
-    for turn in itertools.count():
-        for request in range(plan.requests):
-            yield chains.warm(number, request, turn)
-            if end_s is not None and time.monotonic() >= end_s:
-                return
-        if end_s is None:
+def _started(plan: StressPlan, number: int) -> Iterator[tuple[OperationKind, list[BlockKey], float]]:
+    """Yield each operation of the warm pass when it is to begin, and how late it begins."""
+    start_s = time.monotonic()
+    for at, (kind, keys) in enumerate(warm_operations(plan, number)):
+        now_s, due_s = time.monotonic() - start_s, plan.due_s(number, at)
+        if plan.duration_s is not None and max(now_s, due_s) >= plan.duration_s:
             return
+        if plan.rate is None:
+            yield kind, keys, 0.0
+            continue
+        if now_s < due_s:
+            time.sleep(due_s - now_s)
+        yield kind, keys, max(0.0, time.monotonic() - start_s - due_s)
+
+
+def warm_operations(plan: StressPlan, number: int) -> Iterator[tuple[OperationKind, list[BlockKey]]]:
+    """Operations of a session: one per stored request, or without end if the pass has a duration.
+
+    Lookups and loads take the stored requests in turn. Each store has new blocks.
+    """
+    chains = StressChains(plan)
+    kinds = plan.mix.kinds(plan.run + number)
+    for at in itertools.count() if plan.duration_s is not None else range(plan.requests):
+        kind = next(kinds)
+        turn, request = divmod(at, plan.requests)
+        yield kind, chains.fresh(number, at) if kind is OperationKind.STORE else chains.warm(number, request, turn)
 
 
 class _Reporter:
@@ -114,14 +150,22 @@ class _Reporter:
         self._tally = tally
         self._pipe = pipe
         self._next_s = time.monotonic() + _REPORT_S
+        self._latencies: dict[OperationKind, list[float]] = {}
 
-    def counted(self) -> None:
-        """Count a request, and report if it is time."""
+    @contextmanager
+    def operation(self, kind: OperationKind, late_s: float = 0.0) -> Iterator[None]:
+        """Count an operation with the time of its calls after ``late_s``, and report if it is time."""
+        calls = (self._tally.lookup_s, self._tally.load_s, self._tally.store_s)
+        before = [len(times) for times in calls]
+        yield
+        spent_s = sum(sum(times[first:]) for times, first in zip(calls, before, strict=True))
+        self._latencies.setdefault(kind, []).append(late_s + spent_s)
         self._tally.requests += 1
         if time.monotonic() >= self._next_s:
             self.report()
 
     def report(self) -> None:
         """Report."""
-        self._pipe.send(("totals", self._tally.take()))
+        self._pipe.send(("totals", (self._tally.take(), self._latencies)))
+        self._latencies = {}
         self._next_s = time.monotonic() + _REPORT_S

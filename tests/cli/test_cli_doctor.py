@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from certificates import make_certificates
+from kvstore import native
 from kvstore.core.types import VolumeId
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.stub_cuda import build_stub, with_stub
@@ -102,10 +103,20 @@ def test_doctor_running_node_reports_io_paths(tmp_path: Path) -> None:
         assert node["error"] is None
         assert any(line.startswith("a/nvme0: posix") for line in node["io_engines"])
         assert any(line.startswith("GPUDirect Storage of a/nvme0: ") for line in node["io_engines"])
+        assert native.describe() in node["io_engines"]
     assert any("a volume, " in finding["what"] for finding in json.loads(known.stdout)["findings"])
     gone = run(tmp_path, "--node", "127.0.0.1:1", "--dram", "16MiB")
     assert gone.returncode == 1
     assert "missing  node: 127.0.0.1:1: no answer" in gone.stdout
+
+
+def test_doctor_names_the_kernel_of_each_node(tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node copies in Python, this process need not."""
+    monkeypatch.setenv("KVSTORE_NATIVE", "python")
+    with LocalCluster([NodeSpec("a", dram_bytes=16 << 20)], tmp_path / "store", socket_dir=socket_dir) as store:
+        monkeypatch.delenv("KVSTORE_NATIVE")
+        done = run(tmp_path, "--metadata", store.metadata_address, "--dram", "16MiB", "-o", "json")
+    assert finding(done, "node a", "copies and checksums: in Python")["level"] == "warning"
 
 
 def test_doctor_without_metadata_finds_nodes_by_socket(tmp_path: Path, socket_dir: Path) -> None:

@@ -90,6 +90,48 @@ def test_killed_writers_leave_nothing_half_written(make_store: MakeStore) -> Non
     store.empty_dram("a")  # nothing stays prepared or pinned
 
 
+KILLED_IN_COPY = """
+import mmap, os, sys, tempfile
+sys.path[:0] = sys.argv[4:]
+import numpy as np
+from conftest import Engine
+from kvclient.memory import arena
+class At:
+    def __init__(self, metadata, socket): self.metadata_address, self.local_socket = metadata, socket
+    def node(self, name): return self
+engine = Engine(At(sys.argv[1], sys.argv[2]), "a", layers=4, layer_bytes=1 << 20)
+keys = engine.keys(sys.argv[3], 16)
+with tempfile.TemporaryFile() as file:
+    size = len(keys) * engine.spec.block_bytes
+    file.truncate(size)
+    data = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8).reshape(len(keys), -1)
+    engine.payloads.fill(keys, data)
+    file.truncate(size - (16 << 20))  # a read of the pages at the end kills the process
+    run = arena.run
+    def noted(batch, sums=None):
+        print("copying", len(batch.sources), flush=True)
+        run(batch, sums)
+        print("copied", flush=True)
+    arena.run = noted
+    engine.client.store(keys, data)
+"""
+
+
+def test_writer_killed_inside_a_copy_leaves_no_block(make_store: MakeStore) -> None:
+    """The kernel dies in the middle of one call that copies 64 MiB: a chunk of a store, and an eighth of the arena."""
+    store = make_store(NodeSpec("a", dram_bytes=640 * MIB, settings=(("prefault", "false"),)))
+    daemon = store.cluster.node("a")
+    arguments = [store.cluster.metadata_address, daemon.local_socket, "killed", *map(str, Path(__file__).parents[:2])]
+    done = subprocess.run([sys.executable, "-c", KILLED_IN_COPY, *arguments], capture_output=True, check=False, timeout=HANG_S)
+    assert (done.returncode, done.stdout) == (-signal.SIGBUS, b"copying 16\n"), done.stderr
+    reader = store.engine("a", layers=4, layer_bytes=MIB)
+    assert reader.load("killed", 16).hit_blocks == 0
+    wait_until(lambda: store.node_stats("a").tiers[0].used_bytes == 0, "the slots are free")
+    assert store.node_stats("a").tiers[0].blocks == 0
+    reader.store("killed", 16)
+    assert reader.load("killed", 16).hit_blocks == 16
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_node_killed_under_load_serves_again(make_store: MakeStore) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
-from batches import Case, random_case, run_and_compare
+from batches import BatchPairs, Case, random_case, reject_broken, run_and_compare
 
 from kvstore.native import CopyBatch, Rejected, bounds_of
 from kvstore.native.batch import THREAD_BYTES, Kernel
+from kvstore.native.c_kernel import CKernel
+from kvstore.native.python_kernel import PythonKernel
 
 BYTES = np.random.default_rng(7).integers(0, 256, 12 << 20, np.uint8)
 
@@ -33,11 +36,26 @@ def test_kernel_hash_of_parts_matches_xxhash(kernel: Kernel, size: int, readonly
         assert kernel.hash(view.toreadonly() if readonly else view, size).tolist() == expected
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.thorough)])
 def test_kernel_random_batches_match_xxhash(kernel: Kernel, count: int) -> None:
     random = np.random.default_rng(count)
     for _ in range(count):
         run_and_compare(kernel, random_case(random))
+
+
+def test_kernel_rejects_broken_random_batches(kernel: Kernel) -> None:
+    draw = np.random.default_rng(5)
+    for _ in range(500):
+        reject_broken(kernel, draw)
+
+
+def test_native_and_python_agree_on_random_batches(library: Path) -> None:
+    """The kernel that this processor would use, against the fallback."""
+    pairs, kernels = BatchPairs(11), (CKernel(library), PythonKernel())
+    for _ in range(1_000):
+        for _ in range(100):
+            pairs.run(kernels)
+        pairs.compare_targets()
 
 
 @pytest.mark.parametrize("shift", [0, 16, 5])

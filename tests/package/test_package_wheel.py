@@ -18,6 +18,29 @@ from page_session import Session, steps
 import kvstore
 
 DEMO_S = 180
+STORE_AND_LOAD = """
+import tempfile
+import numpy as np
+from pathlib import Path
+from kvclient import KVClient
+from kvstore.core.spec import CacheSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.native import kernel_name
+
+spec = CacheSpec(model="m", block_tokens=16, layers=4, layer_block_bytes=16384)
+data = np.random.default_rng(1).integers(0, 256, (8, spec.block_bytes), np.uint8)
+with tempfile.TemporaryDirectory(dir="/tmp") as folder, LocalCluster([NodeSpec("a", dram_bytes=16 << 20)], Path(folder)) as store:
+    hits = []
+    for node in (store.node("a").local_socket, None):  # out of shared memory, and over TCP
+        with KVClient.connect(store.metadata_address, spec, node=node) as client:
+            keys = client.keys(np.arange(128, dtype=np.uint32))
+            if not hits:
+                client.store(keys, data, wait_visible=True)
+            out = np.zeros_like(data)
+            hits.append(client.load(client.lookup(keys), out, verify="always").hit_blocks)
+            assert (out == data).all()
+print(kernel_name(), *hits)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +84,16 @@ def test_wheel_contains_native_kernel(packages: tuple[Path, Path]) -> None:
     assert native != packages[0].name.endswith("-any.whl")
 
 
-def test_wheel_without_compiler_is_for_any_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_without_compiler_stores_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "")
     wheel, _ = build_packages(tmp_path, out_of=copied_tree(tmp_path / "tree"))
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as files:
         assert "kvstore/native/kernel.c" in files.namelist()
         assert "kvstore/native/_kernel.so" not in files.namelist()
+    programs = install_wheel(wheel, tmp_path / "venv")
+    done = run(programs / "python", "-c", STORE_AND_LOAD, folder=tmp_path)
+    assert done.stdout.split() == ["python", "8", "8"], done.stdout + done.stderr
 
 
 def cross_tree(folder: Path) -> tuple[Path, Path]:

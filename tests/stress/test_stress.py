@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -19,8 +20,9 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.replay.engine import ReplayTotals
 from kvstore.stress.limits import MemcpyLimit, SocketLimit
-from kvstore.stress.plan import StressChains, StressPlan
+from kvstore.stress.plan import OperationKind, OperationMix, StressChains, StressPlan
 from kvstore.stress.summary import LatencyHistogram, PassSummary, StressResult
+from kvstore.stress.worker import warm_operations
 from support.wait import wait_until
 
 WAIT_S = 60.0
@@ -78,7 +80,25 @@ def test_stress_table_shows_limit_and_wrong_bytes(store: LocalCluster) -> None:
     lines = done.stdout.splitlines()
     assert lines[1].split() == ["PASS", "REQUESTS", "THROUGHPUT", "P50", "P99", "HITS", "WRONG_BYTES"]
     assert [line.split()[0] for line in lines[2:5]] == ["cold:", "warm:", "limit:"]
+    assert [line.split()[1] for line in lines[2:5]] == ["store", "load", "memcpy"]
     assert lines[3].split()[-2:] == ["100.0%", "0"]
+
+
+def test_stress_mix_at_a_rate_counts_each_operation(store: LocalCluster) -> None:
+    found = stress(store, "--mix", "1:1:1", "--rate", "100", "--sessions", "2", "--clients", "1", "--duration", "1s")
+    warm = found["warm"]
+    assert (found["sessions"], found["mix"], found["rate"]) == (2, "1:1:1", 100.0)
+    assert set(warm["operations"]) == {"lookup", "load", "store"}
+    assert sum(one["count"] for one in warm["operations"].values()) == warm["requests"] <= 100
+    assert (warm["hit_ratio"], warm["wrong_bytes"]) == (1.0, 0)
+    assert warm["stored_bytes"] == warm["operations"]["store"]["count"] * 4 * (64 << 10)
+
+
+@pytest.mark.parametrize("mix", ["1:2", "0:0:0", "a:1:1", "-1:1:1", "", f"1:1:{10**400}"])
+def test_stress_wrong_mix_is_a_usage_error(mix: str) -> None:
+    done = CliRunner().invoke(root, ["stress", f"--mix={mix}"])
+    assert done.exit_code == 2
+    assert "--mix" in done.output
 
 
 def test_stress_unreachable_store_says_why() -> None:
@@ -127,6 +147,35 @@ def test_warm_chain_shares_the_stored_prefix() -> None:
     assert not set(warm[2:]) & set(next_warm[2:])
 
 
+def test_mix_draws_by_weight_and_repeats() -> None:
+    mix = OperationMix(lookup=1, load=2, store=1)
+    drawn = list(itertools.islice(mix.kinds(3), 4_000))
+    assert drawn == list(itertools.islice(mix.kinds(3), 4_000))
+    assert drawn.count(OperationKind.LOAD) == pytest.approx(2_000, rel=0.1)
+    assert set(itertools.islice(OperationMix(load=1).kinds(3), 100)) == {OperationKind.LOAD}
+
+
+def test_operations_store_new_blocks_alone() -> None:
+    """Lookups and loads take stored prompts; no block is stored twice, in any session."""
+    mixed = plan(mix=OperationMix(1, 1, 2), sessions=2, hit_share=0.5, requests=20)
+    chains, stored = StressChains(mixed), list[bytes]()
+    for session in range(mixed.all_sessions):
+        cold = [chains.stored(session, request) for request in range(mixed.requests)]
+        stored += [key for keys in cold for key in keys]
+        for at, (kind, keys) in enumerate(warm_operations(mixed, session)):
+            if kind is OperationKind.STORE:
+                stored += keys
+            else:
+                assert keys[:2] == cold[at][:2]
+    assert len(set(stored)) == len(stored)
+
+
+def test_rate_spreads_operations_over_sessions() -> None:
+    timed = plan(rate=10.0, clients=2, sessions=2)
+    due = sorted(timed.due_s(session, at) for session in range(4) for at in range(5))
+    assert due == pytest.approx([number / 10 for number in range(20)])
+
+
 def test_plan_too_large_a_request_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="too large"):
         plan(block_bytes=64 << 20, request_blocks=8)
@@ -147,7 +196,7 @@ def test_wrong_bytes_are_a_problem_of_the_run() -> None:
     warm = PassSummary("warm", hits=1)
     result = StressResult(plan(), PassSummary("cold", stored_bytes=1), warm)
     assert result.problem is None
-    warm.add(0, ReplayTotals(wrong_bytes=3))
+    warm.add(0, ReplayTotals(wrong_bytes=3), {})
     assert result.problem == "3 wrong bytes were loaded"
 
 

@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvclient.memory import arena as arena_module
 from kvclient.memory.arena import copy_from_arena, copy_to_arena
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
+from kvstore.native import CopyBatch, run
 from kvstore.testing.transport_suite import BUFFERS, SENTINEL, content, dense
 
 Make = Callable[[int, BlockShape], BlockBuffer]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def batches_of_disjoint_targets() -> Iterator[None]:
+    """Every batch of this file's copies: no target shares a byte with another target or with any source.
+
+    The kernel does not check that, because it would have to sort all pieces.
+    """
+
+    def run_checked(batch: CopyBatch, sums: npt.NDArray[np.uint64] | None = None) -> None:
+        assert batch.targets is not None
+        sizes = np.full(len(batch.sources), batch.parts * batch.size) if batch.lengths is None else batch.lengths.astype(np.int64)
+        targets, sources = batch.targets.astype(np.int64), batch.sources.astype(np.int64)
+        order = np.argsort(targets)
+        first, end = targets[order], (targets + sizes)[order]
+        assert (end[:-1] <= first[1:]).all()
+        assert not any(((first < source + size) & (source < end)).any() for source, size in zip(sources, sizes, strict=True))
+        run(batch, sums)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arena_module, "run", run_checked)
+        yield
 
 
 def random_arena(size: int, seed: int = 0) -> bytearray:

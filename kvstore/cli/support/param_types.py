@@ -13,6 +13,7 @@ from kvstore.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from kvstore.replay.capacity import StoreCapacity
+    from kvstore.stress.plan import OperationMix
 
 LEAST_VOLUME: Final = 16 << 20
 """Minimum capacity of a volume. A smaller number usually lacks its unit."""
@@ -47,6 +48,16 @@ def some_seconds(ctx: click.Context, param: click.Parameter, value: str | None) 
     if found == 0:
         raise click.BadParameter("must be more than 0", ctx, param)
     return found / 1000
+
+
+def operation_mix(ctx: click.Context, param: click.Parameter, value: str) -> OperationMix:
+    """Parse ``1:8:1``."""
+    from kvstore.stress.plan import OperationMix  # only stress needs it
+
+    try:
+        return OperationMix.parse(value)
+    except InvalidArgument as error:
+        raise click.BadParameter(str(error), ctx, param) from error
 
 
 def volume_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:

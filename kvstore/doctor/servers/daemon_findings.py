@@ -24,6 +24,8 @@ _LOOK_AT_NIXL = (
     "kvstore doctor --set node.nixl=required --set node.nixl_trusted_network=true   # what is missing for it, and what mends it"
 )
 
+_BUILD_KERNEL = "sudo apt install gcc   # then install the package again and start the node again; its log names the cause"
+
 
 class Answer(StrEnum):
     """The result of a call to a server."""
@@ -170,6 +172,8 @@ def _judge(area: str, line: str, gds_required: bool) -> Finding:
         if ": real " in line:
             return Finding(area, Level.OK, line)
         return Finding(area, Level.MISSING if gds_required else Level.INFO, line)
+    if line.startswith("copies and checksums: in Python"):
+        return Finding(area, Level.WARNING, line, _BUILD_KERNEL)
     if line.startswith("NIXL: not in use"):
         what = f"{line}; blocks move over TCP"
         return Finding(area, Level.WARNING, what, _LOOK_AT_NIXL)

@@ -19,10 +19,11 @@ from kvstore.config.model import Config
 from kvstore.core.errors import InvalidArgument, KVStoreError
 
 if TYPE_CHECKING:
-    from kvstore.stress.plan import StressPlan
-    from kvstore.stress.summary import PassSummary, StressResult
+    from kvstore.stress.plan import OperationMix, StressPlan
+    from kvstore.stress.summary import LatencyHistogram, PassSummary, StressResult
 
 _MOST_CLIENTS: Final = 256
+_MOST_SESSIONS: Final = 64
 _MODEL_CHARS: Final = 48
 
 
@@ -54,6 +55,23 @@ _MODEL_CHARS: Final = 48
     "--duration", callback=param_types.some_seconds, metavar="TIME", help="Length of the warm pass (default: each request once)."
 )
 @click.option(
+    "--mix",
+    callback=param_types.operation_mix,
+    default="0:1:0",
+    show_default=True,
+    metavar="LOOKUP:LOAD:STORE",
+    help="Weights of the operations of the warm pass. A load includes its lookup; a store adds new blocks.",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    metavar="N",
+    help="Operations per second of the warm pass, begun on time; latencies count from it (default: one after the other).",
+)
+@click.option(
+    "--sessions", type=click.IntRange(1, _MOST_SESSIONS), default=1, show_default=True, help="Sessions per client process."
+)
+@click.option(
     "--node",
     default="auto",
     show_default=True,
@@ -71,23 +89,30 @@ def stress(
     total: int,
     hits: float,
     duration: float | None,
+    mix: OperationMix,
+    rate: float | None,
+    sessions: int,
     node: str,
     tenant: str,
 ) -> CommandOutput:
     """Measure a running store under load: a cold pass stores, a warm pass loads, and every loaded byte is checked.
 
+    --mix makes the warm pass one of lookups, loads and stores. Its stores add blocks as long as it lasts. Run the command once
+    for each block size of interest.
+
     The clients are processes of this host and use the store as engines do. Their blocks are in a namespace of their own
     (kvstore-stress-HOST), and are removed at the end. A full store evicts other blocks to free space for them, so keep --size
-    small on a store in use. Each client needs memory of four requests.
+    small on a store in use. Each session needs memory of four requests.
 
-    Throughput is the sum of the clients' rates while a call runs; making and checking the bytes does not count. The limit is
-    measured by the same processes between their loads: one memcpy of a request, or a loopback TCP connection if no client has
-    a local node.
+    Throughput is the sum of the sessions' rates while a call runs; making and checking the bytes does not count. The limit is
+    measured by the same threads between their operations: one memcpy of a request, or a loopback TCP connection if no client
+    has a local node.
 
     Examples:
       kvstore stress
       kvstore stress --clients 8 --size 4GiB --block-size 2MiB --duration 60s
       kvstore stress --node none --hits 0.5 -o json
+      kvstore stress --mix 5:4:1 --rate 200 --sessions 8 --duration 30s
 
     The run fails if a byte was wrong or nothing could be stored or loaded. It is partly done if its blocks could not be removed.
     """
@@ -107,9 +132,12 @@ def stress(
         block_bytes=block_size,
         layers=_layers(block_size),
         request_blocks=request_blocks,
-        requests=max(1, total // (request_bytes * clients)),
+        sessions=sessions,
+        requests=max(1, total // (request_bytes * clients * sessions)),
         hit_share=hits,
         duration_s=duration,
+        mix=mix,
+        rate=rate,
     )
     ask(config, lambda store: store.rpc.server())  # its errors name the cause and the remedy
     with orderly_exit(), _alone(plan):
@@ -149,7 +177,7 @@ def _progress(plan: StressPlan, name: str) -> Iterator[Callable[[PassSummary], N
     from kvstore.replay.progress import progress
 
     timed = plan.duration_s if name == "warm" else None
-    total = plan.clients * plan.requests if timed is None else round(timed)
+    total = plan.all_sessions * plan.requests if timed is None else round(timed)
     with progress(f"stress, {name} pass", total, unit="requests" if timed is None else "s") as report:
 
         def show(totals: PassSummary) -> None:
@@ -181,17 +209,18 @@ def _print(result: StressResult) -> None:
     where = ", ".join(sorted(set(result.local_nodes.values())))
     at = f"node {where}" if where else "no local node, so over TCP"
     output.line(
-        f"{plan.clients} clients, {at}, requests of {plan.request_blocks} blocks"
+        f"{plan.all_sessions} sessions of {plan.clients} clients, {at}, requests of {plan.request_blocks} blocks"
         f" of {output.size(plan.block_bytes)}, {output.size(plan.stored_bytes)} in all"
     )
-    rows = [_row("cold: store", result.cold), _row("warm: load", result.warm)]
+    warm = result.warm
+    rows = [*_rows(result.cold), *_rows(warm)]
     kind = "memcpy" if result.limit_kind == "memcpy" else "socket"
     rows.append([f"limit: {kind}", "", output.rate(result.limit_bytes_per_s), "", "", "", ""])
     output.table(("pass", "requests", "throughput", "p50", "p99", "hits", "wrong bytes"), rows)
-    warm = result.warm
     facts = [
         ("loads reach", f"{output.share(warm.bytes_per_s, result.limit_bytes_per_s)} of the limit ({_limit(result)})"),
         ("hits expected", f"{result.expected_hit_ratio:.1%}"),
+        ("operations", f"{warm.requests / warm.seconds:.1f}/s" + (f" of {plan.rate:g}/s wanted" if plan.rate else "")),
         ("lookups", _times(warm.lookups.to_json())),
         ("by tier", _shares(warm.by_tier)),
         ("by path", _shares(warm.by_path)),
@@ -206,16 +235,23 @@ def _print(result: StressResult) -> None:
     output.facts(facts)
 
 
-def _row(name: str, one: PassSummary) -> list[str]:
-    times = one.calls.to_json()
-    hits = f"{one.hit_ratio:.1%}" if one.blocks else ""
-    wrong = f"{one.wrong_bytes:,}" if one.blocks else ""
-    return [name, f"{one.requests:,}", output.rate(one.bytes_per_s), _ms(times["p50"]), _ms(times["p99"]), hits, wrong]
+def _rows(one: PassSummary) -> list[list[str]]:
+    """One row per operation of a pass. A pass with several has one throughput, in the row of its loads or the first one."""
+    kinds = sorted(one.operations)
+    main = "load" if "load" in kinds else kinds[0] if kinds else ""
+    return [_row(one, kind, one.operations[kind], whole=kind == main) for kind in kinds]
+
+
+def _row(one: PassSummary, kind: str, latencies: LatencyHistogram, *, whole: bool) -> list[str]:
+    times = latencies.to_json()
+    rate = output.rate(one.bytes_per_s) if whole else ""
+    hits, wrong = (f"{one.hit_ratio:.1%}", f"{one.wrong_bytes:,}") if kind == "load" else ("", "")
+    return [f"{one.name}: {kind}", f"{latencies.count:,}", rate, _ms(times["p50"]), _ms(times["p99"]), hits, wrong]
 
 
 def _limit(result: StressResult) -> str:
     what = "one memcpy" if result.limit_kind == "memcpy" else "one loopback TCP connection"
-    return f"{what} per client, measured between its loads"
+    return f"{what} per session, measured {'before' if result.plan.rate else 'between'} its operations"
 
 
 def _times(times: dict[str, float | None]) -> str:
