@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_bed import BLOCK, MIB, MOST_TOKENS, tiny
+from vllm_bed import BLOCK, MIB, MOST_TOKENS, abort_after, tiny
 
 from kvstore.testing.connector.driver import Generated, StoreAddress
 
@@ -180,6 +180,11 @@ class TierHookEngine:
         if self._has_store:
             self._watch(engine.connector)
 
+    @property
+    def tier(self) -> Any:
+        """The tier."""
+        return self._engine.tier
+
     def _watch(self, connector: Any) -> None:
         """Notes requests, and how much of each was loaded: vLLM does not say."""
         arrived, allocated = connector.on_new_request, connector.update_state_after_alloc
@@ -204,6 +209,12 @@ class TierHookEngine:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         answers = self._engine.llm.generate(inputs, params, use_tqdm=False)
         return [Generated(tuple(one.outputs[0].token_ids), self._loaded.get(one.request_id, 0)) for one in answers]
+
+    def abort(self, prompts: Sequence[Sequence[int]], max_tokens: int, steps: int) -> None:
+        """Begins to answer prompts, and aborts them after some steps."""
+        asked = len(self._requests)
+        abort_after(self._engine.llm, prompts, max_tokens, steps)
+        del self._requests[asked:]  # perhaps not stored
 
     def flush(self, timeout_s: float) -> bool:
         """Steps until all that was generated is stored, or given up, and waits a moment until lookups show it."""

@@ -46,6 +46,25 @@ def text(seed: int, tokens: int) -> list[int]:
     return ids
 
 
+def abort_after(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int, steps: int) -> list[str]:
+    """Begin to answer prompts, and abort them after some steps of the engine. Returns the names of the requests."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    names = [f"aborted{at}" for at in range(len(prompts))]
+    inner = [llm.llm_engine.add_request(*one, params) for one in zip(names, _inputs(prompts), strict=True)]
+    for _ in range(steps):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request(names)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    return inner
+
+
+def _inputs(prompts: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+
 @dataclass(frozen=True)
 class VllmDriver:
     """Opens engines; see ``HookDriver``.
@@ -210,8 +229,7 @@ class VllmEngine:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling)
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        answers: list[Any] = self.llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
+        answers: list[Any] = self.llm.generate(_inputs(prompts), params, use_tqdm=False, lora_request=adapter)
         return answers
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, adapter: Any = None) -> list[Generated]:
@@ -220,6 +238,11 @@ class VllmEngine:
         answers = self.run(prompts, max_tokens, adapter)
         loaded = {request_id.rsplit("-", 1)[0]: tokens for request_id, tokens in self._loaded.items()}
         return [Generated(tuple(one.outputs[0].token_ids), loaded.get(one.request_id, 0)) for one in answers]
+
+    def abort(self, prompts: Sequence[Sequence[int]], max_tokens: int, steps: int) -> None:
+        """Begins to answer prompts, and aborts them after some steps."""
+        for name in abort_after(self.llm, prompts, max_tokens, steps):
+            self._stored.pop(name, None)  # perhaps not stored
 
     def tokens(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12) -> list[tuple[int, ...]]:
         """Only the tokens."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from kvstore.testing.connector.driver import Generated, HookDriver, HookEngine
+from kvstore.testing.connector.driver import AbortingEngine, Generated, HookDriver, HookEngine
 from kvstore.testing.connector.faulty_store import FaultyStore, StoreFault
 
 PRINTABLE = range(32, 127)
@@ -97,6 +97,7 @@ class RunReport:
         during: whether the fault occurred while the engine worked, or before.
         loaded_tokens: tokens loaded from the store.
         asked: number of prompts.
+        aborted: number of further prompts that were aborted.
     """
 
     seed: int
@@ -104,10 +105,13 @@ class RunReport:
     during: bool
     loaded_tokens: int
     asked: int
+    aborted: int
 
 
 def run_seeded(seed: int, engine: HookEngine, store: FaultyStore, talk: Conversations) -> RunReport:
     """Do one run: store and load prompts with a fault before or during it, and repair the fault. The tokens must always be right.
+
+    If the engine can abort requests, some are aborted between the others, also while the fault lasts.
 
     Raises:
         WrongTokensError: the tokens are wrong.
@@ -115,10 +119,15 @@ def run_seeded(seed: int, engine: HookEngine, store: FaultyStore, talk: Conversa
     dice = random.Random(seed)  # noqa: S311
     fault = list(StoreFault)[seed % len(StoreFault)]
     during = dice.random() < _DURING
-    loaded = asked = 0
+    loaded = asked = aborted = 0
+    aborts = random.Random(seed + 2)  # noqa: S311  # separate, so that engines without aborts have the same runs
 
     def ask() -> None:
-        nonlocal loaded, asked
+        nonlocal loaded, asked, aborted
+        if isinstance(engine, AbortingEngine) and aborts.random() < _ABORTED:
+            dropped = aborts.sample(talk.prompts, aborts.randint(1, 3))
+            engine.abort(dropped, MOST_TOKENS, aborts.randint(0, _MOST_STEPS))
+            aborted += len(dropped)
         prompts = dice.sample(talk.prompts, dice.randint(1, 4))
         answers = talk.ask(engine, prompts)
         loaded += sum(answer.loaded_tokens for answer in answers)
@@ -146,7 +155,7 @@ def run_seeded(seed: int, engine: HookEngine, store: FaultyStore, talk: Conversa
     store.heal()
     engine.forget()
     ask()
-    return RunReport(seed, fault, during, loaded, asked)
+    return RunReport(seed, fault, during, loaded, asked, aborted)
 
 
 def _strike_after(seconds: float, store: FaultyStore, fault: StoreFault, dice: random.Random) -> None:
@@ -157,5 +166,7 @@ def _strike_after(seconds: float, store: FaultyStore, fault: StoreFault, dice: r
 _DURING = 0.6
 _FLUSHED = 0.5
 _FORGOTTEN = 0.7
+_ABORTED = 0.5
+_MOST_STEPS = 6
 _WORK_S = 0.08
 """About how long an engine works on some prompts: faults that strike during it do so within this time."""

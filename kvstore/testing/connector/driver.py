@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,14 @@ class HookEngine(Protocol):
 
     def close(self) -> None:
         """Ends it."""
+
+
+@runtime_checkable
+class AbortingEngine(Protocol):
+    """An engine whose requests can be aborted. Optional: the seeded runs then abort some."""
+
+    def abort(self, prompts: Sequence[Sequence[int]], max_tokens: int, steps: int) -> None:
+        """Begin to answer prompts, and abort them after some steps of the engine, or earlier if all are answered."""
 
 
 class HookDriver(Protocol):

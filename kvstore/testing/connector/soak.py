@@ -34,7 +34,7 @@ def soak(driver: HookDriver, seeds: Sequence[int], options: dict[str, object], f
     """Runs them; the number of failures is 0, or the first one ends it with 1."""
     talk = Conversations.make(driver)
     faults: Counter[str] = Counter()
-    loaded = asked = 0
+    loaded = asked = aborted = 0
     began_s = time.monotonic()
     for batch, first in enumerate(range(0, len(seeds), _FRESH_EVERY)):
         dram, nvme = _ROOM[batch % len(_ROOM)]
@@ -54,9 +54,11 @@ def soak(driver: HookDriver, seeds: Sequence[int], options: dict[str, object], f
                 faults[f"{report.fault}{' meanwhile' if report.during else ''}"] += 1
                 loaded += report.loaded_tokens
                 asked += report.asked
+                aborted += report.aborted
             told = {name: value for name, value in sorted(engine.counters().items()) if value and _tells(name)}
         seconds = time.monotonic() - began_s
-        print(f"{first + _FRESH_EVERY} runs, {seconds:.0f} s, {asked} prompts, {loaded} tokens loaded; {told}", flush=True)
+        done = f"{first + _FRESH_EVERY} runs, {seconds:.0f} s, {asked} prompts, {aborted} aborted"
+        print(f"{done}, {loaded} tokens loaded; {told}", flush=True)
     for name, count in sorted(faults.items()):
         print(f"{count:5} {name}")
     return 0
