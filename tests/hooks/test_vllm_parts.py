@@ -21,8 +21,9 @@ from kvclient.engines.model_files import sampled_digest
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
-from kvclient.engines.vllm.identity.engine_facts import check_steps, files_text, model_digest
+from kvclient.engines.vllm.identity.engine_facts import check_steps, files_text, model_digest, whole_prompts_only
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys, is_hashable, request_extras
+from kvclient.engines.vllm.identity.kv_groups import GroupView
 from kvclient.engines.vllm.identity.namespaces import GroupFacts, chain_spec, group_spec
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.memory.pages import GroupPages, page_order
@@ -384,6 +385,30 @@ def test_weights_digest_malformed_header_is_sampled(tmp_path: Path, header: byte
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(65 << 20)
     assert sampled_digest(tmp_path)
+
+
+MEAN = SimpleNamespace(seq_pooling_type="MEAN", tok_pooling_type=None)
+
+
+@pytest.mark.parametrize(
+    ("attention", "pooler", "prefixes", "backend", "refused"),
+    [
+        ("decoder", None, True, "CPU_ATTN", ""),
+        ("decoder", None, True, "CPU_MLA", "attention backend CPU_MLA"),
+        ("attention_free", None, False, "MAMBA2", ""),
+        ("attention_free", MEAN, False, "MAMBA2", "a model of kind attention_free, pooling MEAN,"),
+        ("decoder", MEAN, False, "CPU_ATTN", "a model of kind decoder, pooling MEAN,"),
+        ("encoder_decoder", None, False, "CPU_ATTN", "a model of kind encoder_decoder, pooling none,"),
+    ],
+)
+def test_whole_prompts_only_names_backend_or_pooling(
+    attention: str, pooler: Any, prefixes: bool, backend: str, refused: str
+) -> None:
+    model = SimpleNamespace(attn_type=attention, pooler_config=pooler, is_prefix_caching_supported=prefixes)
+    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
+    compiled = SimpleNamespace(static_forward_context={"layer": layer})
+    config = SimpleNamespace(model_config=model, compilation_config=compiled)
+    assert whole_prompts_only(config, [GroupView(("layer",), 32, "", "")]) == refused
 
 
 def test_model_digest_depends_on_length_if_rope_does() -> None:

@@ -182,11 +182,12 @@ def whole_prompts_only(vllm_config: Any, groups: Sequence[GroupView]) -> str:  #
     """The backend or kind of model that must compute prompts as a whole; empty: none. Requires the KV cache.
 
     These are attention backends that cannot continue after a prefix, and models without prefix caching: pooling over all tokens
-    of a prompt (MEAN, CLS, STEP), which fails in the engine if some were not computed.
+    of a prompt (MEAN, CLS, STEP), which fails in the engine if some were not computed. A generative model without attention
+    (Mamba 2) is none of them: vLLM calls its prefix caching unsupported only because it is experimental there.
     """
     model = vllm_config.model_config
-    if not model.is_prefix_caching_supported:
-        pooler = model.pooler_config
+    pooler = model.pooler_config
+    if not model.is_prefix_caching_supported and (pooler is not None or model.attn_type != "attention_free"):
         pooling = [] if pooler is None else [pooler.seq_pooling_type, pooler.tok_pooling_type]
         return f"a model of kind {model.attn_type}, pooling {'/'.join(str(kind) for kind in pooling if kind) or 'none'},"
     names = (_backend(vllm_config, group) for group in groups)
