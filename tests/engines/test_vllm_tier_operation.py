@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,6 +19,7 @@ from tier_bed import PRIMARY_BYTES, engine
 from vllm_bed import BLOCK, MIB, text, tiny
 
 from kvclient.engines.vllm.tier.counters import COUNTERS, GAUGES, metric_name
+from kvstore.core.errors import Unsupported
 from kvstore.embedded.cluster import LocalCluster
 from kvstore.testing.connector.driver import StoreAddress
 
@@ -92,6 +97,58 @@ def test_tier_reset_while_pages_are_in_use_closes_it(folder: Path, store: StoreA
         again = served.answers(PROMPTS)
         assert all(answer.cached_tokens for answer in again)
         assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
+
+
+def test_tier_slow_stores_make_vllm_drop_stores(folder: Path, store: StoreAddress) -> None:
+    """By vLLM's own detector, which takes time and bytes of each store from the tier. Stores resume when it sees no pressure."""
+    detects = {
+        "backpressure_cls": "EMABackpressureDetector",
+        "policy_cls": "DropStorePolicy",
+        "high_water_s": 0.2,
+        "low_water_s": 0.1,
+        "warmup_completions": 1,
+        "decay_half_life_s": 3600.0,
+        "cooldown_s": 0.0,
+    }
+    prompts = [text(50 + at, 100) for at in range(4)]
+    with engine(tiny("llama", folder), store, {"salt": "pressure"}, extra={"backpressure": detects}) as served:
+        [chunks], detector = served.tier.stores.values(), served.tier.bp_detector
+
+        pause_s, stored = [0.3], []
+
+        def slow_store(*given: Any, stores: Any = chunks.store) -> Any:
+            stored.append(given)
+            time.sleep(pause_s[0])
+            return stores(*given)
+
+        def stores_of(prompt: list[int]) -> int:
+            stored.clear()
+            served.answers([prompt])
+            served.settle()
+            return len(stored)
+
+        chunks.store = slow_store
+        assert stores_of(prompts[0])
+        assert not detector.is_under_pressure(), "the first store only warms it up"
+        assert stores_of(prompts[1])
+        assert detector.is_under_pressure()
+        assert not stores_of(prompts[2])
+        pause_s[0] = 0.0
+        detector.store_latency_ema = 0.0  # instead of waiting until it decays
+        assert stores_of(prompts[3])
+        assert not detector.is_under_pressure()
+
+
+@pytest.mark.parametrize("name", ["connector:KVStoreConnector", "tier:KVStoreOffloadingConnector"])
+def test_connectors_refuse_untested_vllm(name: str) -> None:
+    """At their start, before they use anything else of vLLM."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    module, _, connector = name.partition(":")
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    made = getattr(import_module(f"kvclient.engines.vllm.{module}"), connector)
+    with mock.patch("vllm.__version__", "0.99.0"), pytest.raises(Unsupported, match="allow_untested_vllm"):
+        made(config, KVConnectorRole.SCHEDULER, None)
 
 
 def test_tier_events_and_metrics_tell_what_was_stored(folder: Path, store: StoreAddress) -> None:

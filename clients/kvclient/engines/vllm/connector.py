@@ -14,18 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from kvclient import CacheSpec, ClientOptions, KVClient, Tier
 from kvclient.engines.engine_log import share_handlers
 from kvclient.engines.vllm.announcements.messages import engine_hash_name, group_kinds
@@ -43,17 +31,33 @@ from kvclient.engines.vllm.identity.namespaces import group_spec
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.memory.device_pages import make_pages
 from kvclient.engines.vllm.memory.pages import GroupPages, Pages
-from kvclient.engines.vllm.metrics import StorePromMetrics, StoreStats
 from kvclient.engines.vllm.options import RECONNECT_S, RESET_GRACE_S, ConnectorOptions
 from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.scheduler.verdicts import Verdicts
+from kvclient.engines.vllm.versions import check_version, vllm_imports
 from kvclient.engines.vllm.worker.cpu_affinity import unbound
 from kvclient.engines.vllm.worker.sleep_mode import guard_sleep, may_sleep
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions, WorkerConnector
 from kvstore.recompute.decisions import LoadDecisions
 from kvstore.recompute.verdict import Overlap
+
+with vllm_imports():
+    import vllm
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    from kvclient.engines.vllm.metrics import StorePromMetrics, StoreStats
 
 _log = logging.getLogger(__name__)
 _MAX_PENDING = 1_024
@@ -108,10 +112,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
         Raises:
             InvalidArgument: an impossible option, or a model or way of running it that the connector cannot serve.
+            Unsupported: an untested version of vLLM.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         share_handlers(logging.getLogger("vllm"))
         self._options = self.options_class.from_mapping(self._kv_transfer_config.kv_connector_extra_config or {})
+        check_version(vllm.__version__, allow_untested=self._options.allow_untested_vllm)
         self._groups = read_groups(vllm_config, kv_cache_config)
         self._tables = len({group.table for group in self._groups})
         """Number of vLLM's KV cache groups, each of which has one block table and one or more parts."""

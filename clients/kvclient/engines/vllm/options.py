@@ -50,6 +50,7 @@ class ConnectorOptions:
         device_checksums: whether a GPU computes the checksums of the blocks that it stores or verifies. False: the host does.
         device_pin_wait_s: how long the start of a worker on a GPU waits until the node's arena is pinned. Copies of
             memory that is not pinned yet are slower.
+        allow_untested_vllm: whether versions of vLLM with which the connector is not tested are accepted.
     """
 
     hook: HookOptions = field(default_factory=HookOptions)
@@ -68,6 +69,7 @@ class ConnectorOptions:
     device_staging_bytes: int = 64 << 20
     device_checksums: bool = True
     device_pin_wait_s: float = 30.0
+    allow_untested_vllm: bool = False
 
     def __post_init__(self) -> None:
         if self.load_mode not in LOAD_MODES:
@@ -78,7 +80,7 @@ class ConnectorOptions:
             raise InvalidArgument("unknown choice", option="device_copies", value=self.device_copies, choices=DEVICE_COPIES)
         if self.events_locality not in LOCALITIES:
             raise InvalidArgument("unknown choice", option="events_locality", value=self.events_locality, choices=LOCALITIES)
-        for name in ("block_labels", "device_checksums"):
+        for name in ("block_labels", "device_checksums", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument("the option must be true or false", option=name, value=getattr(self, name))
         for name, most in (

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvclient.engines.vllm.versions import vllm_imports
+
 if TYPE_CHECKING:
     from kvclient.engines.vllm.tier.connector import KVStoreOffloadingConnector
     from kvclient.engines.vllm.tier.host_worker import HostTieringSpec
@@ -23,4 +25,5 @@ def __getattr__(name: str) -> object:
     """Import vLLM's part only when it is used: other modules of this package need no vLLM."""
     if name not in _HOMES:
         raise AttributeError(name)
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    with vllm_imports():
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -41,6 +42,7 @@ from kvclient.engines.vllm.tier.facts import (
 )
 from kvclient.engines.vllm.tier.manager import KVStoreTier, tier_of
 from kvclient.engines.vllm.tier.options import TierOptions
+from kvclient.engines.vllm.versions import check_version
 
 _log = logging.getLogger(__name__)
 _PACKAGE = "kvclient.engines.vllm.tier"
@@ -63,12 +65,14 @@ class KVStoreOffloadingConnector(OffloadingConnector):
 
         Raises:
             InvalidArgument: an impossible option, or an engine whose chunks cannot be shared safely.
+            Unsupported: an untested version of vLLM.
         """
         share_handlers(logging.getLogger("vllm"))
-        self._block_hash = check_block_hash(vllm_config)
         transfer = vllm_config.kv_transfer_config
         transfer.kv_connector_extra_config = with_tier(transfer.kv_connector_extra_config or {})
         self._options = TierOptions.from_extra_config(transfer.kv_connector_extra_config)
+        check_version(vllm.__version__, allow_untested=self._options.allow_untested_vllm)
+        self._block_hash = check_block_hash(vllm_config)
         self._config = build_offloading_config(vllm_config, kv_cache_config)
         if self._config.canonical_layout and not self._config.parallel.is_parallelism_agnostic:
             if role == KVConnectorRole.WORKER and vllm_config.parallel_config.rank == 0:

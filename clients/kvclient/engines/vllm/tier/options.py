@@ -10,7 +10,7 @@ from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 
 OPTIONS_KEY = "kvstore"
-_OWN = ("weights_epoch_file", "workers", "idle_wait_ms", "block_labels", "events_blocks")
+_OWN = ("weights_epoch_file", "workers", "idle_wait_ms", "block_labels", "events_blocks", "allow_untested_vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class TierOptions:
             publish these chunks to routers.
         events_blocks: stored chunks per KV cache group that this engine announces as KV events, if vLLM publishes them; older
             ones are retracted.
+        allow_untested_vllm: whether versions of vLLM with which the tier is not tested are accepted.
     """
 
     hook: HookOptions = field(default_factory=HookOptions)
@@ -36,6 +37,7 @@ class TierOptions:
     idle_wait_ms: float = 5.0
     block_labels: bool = False
     events_blocks: int = 262_144
+    allow_untested_vllm: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.workers, int) or isinstance(self.workers, bool) or not 1 <= self.workers <= 64:
@@ -43,8 +45,9 @@ class TierOptions:
         wait_ms = self.idle_wait_ms
         if isinstance(wait_ms, bool) or not isinstance(wait_ms, int | float) or not 0 <= wait_ms <= 100:
             raise InvalidArgument("the option is out of its range", option="idle_wait_ms", value=wait_ms, least=0, most=100)
-        if not isinstance(self.block_labels, bool):
-            raise InvalidArgument("the option must be true or false", option="block_labels", value=self.block_labels)
+        for name in ("block_labels", "allow_untested_vllm"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument("the option must be true or false", option=name, value=getattr(self, name))
         if not isinstance(self.events_blocks, int) or isinstance(self.events_blocks, bool) or self.events_blocks < 1:
             raise InvalidArgument("the option must be an integer of at least 1", option="events_blocks", value=self.events_blocks)
 
