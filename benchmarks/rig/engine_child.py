@@ -19,6 +19,8 @@ from types import TracebackType
 from typing import Any, Literal, Self
 from unittest import mock
 
+from kvstore.testing.connector.offload_files import OffloadFiles
+
 HERE = Path(__file__).resolve()
 MIB = 1 << 20
 
@@ -43,7 +45,7 @@ class ModelSize:
 
 
 class EngineChild:
-    """Parent side of an engine in a child process, as a context manager.
+    """Parent side of an engine in a child process, as a context manager. Its end removes what vLLM's offloading left behind.
 
     Args:
         model: folder of the model.
@@ -69,6 +71,8 @@ class EngineChild:
                 [sys.executable, str(HERE), given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, env=environment
             )
         self._log = log
+        self._files = OffloadFiles()
+        self._has_answered = False
 
     def ask(self, what: str, **how: object) -> dict[str, Any]:
         """Send one command and return its answer."""
@@ -80,6 +84,9 @@ class EngineChild:
         if not line:
             raise RuntimeError(f"the engine process exited:\n{self._log.read_text(errors='replace')[-3000:]}")
         answer: dict[str, Any] = json.loads(line)
+        if not self._has_answered:  # it may end without notice later
+            self._files.note(self._process.pid)
+            self._has_answered = True
         return answer
 
     def __enter__(self) -> Self:
@@ -87,12 +94,16 @@ class EngineChild:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._process.stdin is not None
+        self._files.note(self._process.pid)
         self._process.stdin.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._files.remove()
 
 
 class _Engine:
@@ -223,6 +234,11 @@ class _Engine:
 
         return timed
 
+    def close(self) -> None:
+        """Shut down the engine's own connector, which then releases host memory."""
+        for connector in self._connectors.get("own", ()):
+            connector.shutdown()
+
     def forget(self) -> dict[str, Any]:
         """Wait for all stores and reset the engine's prefix cache."""
         while self._engine.engine_core.engine_core.scheduler.has_requests():
@@ -254,7 +270,10 @@ def main() -> None:
         command = json.loads(line)
         answer = getattr(engine, command.pop("do"))(**command)
         answers.write(json.dumps(answer) + "\n")
-    os._exit(0)  # vLLM's own shutdown would add seconds
+    try:
+        engine.close()
+    finally:
+        os._exit(0)  # vLLM's own shutdown would add seconds
 
 
 if __name__ == "__main__":

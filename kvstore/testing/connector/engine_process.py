@@ -11,6 +11,7 @@ from typing import Any
 from kvstore.core.errors import DeadlineExceeded, Internal, Unavailable
 from kvstore.embedded.children import die_with_parent
 from kvstore.testing.connector.driver import Generated, HookDriver, HookEngine, StoreAddress
+from kvstore.testing.connector.offload_files import OffloadFiles
 
 START_S = 120.0
 CALL_S = 120.0
@@ -42,6 +43,7 @@ class EngineProcess:
         self._process = spawn.Process(target=_serve, args=(theirs, driver), daemon=True)
         self._process.start()
         self._is_asked = False
+        self._files = OffloadFiles()
         theirs.close()
         try:
             self.open(store, options)
@@ -62,6 +64,7 @@ class EngineProcess:
         """
         self.begin("open", store, dict(options))
         self._answer(START_S)
+        self._note_files()
 
     def leave(self) -> None:
         """Ends the engine in order; the process stays, for another one."""
@@ -109,10 +112,16 @@ class EngineProcess:
         return counters
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """SIGKILL. Files of vLLM's offloading are removed, since vLLM cannot do it."""
+        self._note_files()
         self._process.kill()
         self._process.join()
         self._pipe.close()
+        self._files.remove()
+
+    def _note_files(self) -> None:
+        if self._process.pid is not None:
+            self._files.note(self._process.pid)
 
     def close(self) -> None:
         """Ends it in order."""
