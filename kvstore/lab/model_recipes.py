@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,9 @@ class Recipe:
         cannot: why vLLM cannot run it on a CPU; empty: it can.
         fails_with: part of the error that vLLM then raises.
         whole_prompts: vLLM computes its prompts only as a whole on CPUs without AMX, so nothing is loaded there.
+        patch: why vLLM runs it on a CPU only with a one-line patch; empty: it needs none. ``fails_with`` is its error without.
+        torchvision: vLLM needs torchvision, at least to look at the model's class.
+        images: prompts may have images, so the folder has an image processor.
     """
 
     models: str
@@ -109,6 +113,9 @@ class Recipe:
     cannot: str = ""
     fails_with: str = ""
     whole_prompts: bool = False
+    patch: str = ""
+    torchvision: bool = False
+    images: bool = False
 
     @property
     def digest(self) -> str:
@@ -131,7 +138,22 @@ _GEMMA_4 = {
 _NO_SPARSE = "vLLM has no sparse attention on CPUs"
 _NO_SCAN = "vLLM's build for CPUs lacks the selective scan of Mamba 1"
 _NO_EXPORT = "vLLM's build for CPUs lacks the kernel that keeps a state of Mamba 2 at a block's end, so prefixes cannot be cached"
-_MAMBA_2 = {"served_by": TIER, "cannot": _NO_EXPORT, "fails_with": "out of bounds for dimension"}
+_MAMBA_2 = {"served_by": TIER, "patch": _NO_EXPORT, "fails_with": "out of bounds for dimension"}
+IMAGE_TOKENS = {"image_token_id": 259, "video_token_id": 260, "vision_start_token_id": 261, "vision_end_token_id": 262}
+"""The tokens after those of ``tiny_models``. A prompt has start, image and end for each image."""
+_IMAGE_TEXTS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+_VISION = {
+    "depth": 2,
+    "embed_dim": 64,
+    "hidden_size": 128,
+    "num_heads": 2,
+    "mlp_ratio": 2,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.15,
+}
 
 RECIPES: dict[str, Recipe] = {
     "llama": Recipe("Llama 2 and 3", "LlamaForCausalLM", "LlamaConfig", _HEADS),
@@ -261,6 +283,31 @@ RECIPES: dict[str, Recipe] = {
         served_by=TIER,
         dtype="bfloat16",
     ),
+    "qwen35": Recipe(
+        "Qwen 3.5",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        {**_ATTENTION, **_MANY_HEADS, **_LINEAR},
+        served_by=TIER,
+        dtype="bfloat16",
+        torchvision=True,
+    ),
+    "qwen2vl": Recipe(
+        "Qwen2-VL",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {
+            "text_config": {
+                **_ATTENTION,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]},
+            },
+            "vision_config": _VISION,
+            **IMAGE_TOKENS,
+            "tie_word_embeddings": False,
+        },
+        torchvision=True,
+        images=True,
+    ),
     "lfm2": Recipe(
         "LFM 2",
         "Lfm2ForCausalLM",
@@ -371,5 +418,27 @@ def make_recipe(folder: Path, name: str) -> Path:
         return made
 
     save_model(model, make, recipe.dtype)
+    if recipe.images:
+        _save_image_processor(model)
     (model / _DONE).write_text(name)
     return model
+
+
+def _save_image_processor(folder: Path) -> None:
+    """Add what Qwen2-VL's processor reads: tokens of images, and the configuration of the processors of images and videos."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_IMAGE_TEXTS)})
+    tokenizer.save_pretrained(folder)
+    side = _VISION["patch_size"] * _VISION["spatial_merge_size"]
+    processor = {
+        "processor_class": "Qwen2VLProcessor",
+        "size": {"shortest_edge": 4 * side**2, "longest_edge": 16 * side**2},
+        "patch_size": _VISION["patch_size"],
+        "temporal_patch_size": _VISION["temporal_patch_size"],
+        "merge_size": _VISION["spatial_merge_size"],
+    }
+    for name, kind in (("preprocessor", "image_processor_type"), ("video_preprocessor", "video_processor_type")):
+        processor_class = f"Qwen2VL{kind.partition('_')[0].capitalize()}Processor"
+        (folder / f"{name}_config.json").write_text(json.dumps({**processor, kind: processor_class}))

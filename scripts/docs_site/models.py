@@ -22,6 +22,8 @@ def pages() -> str:
         result = f"not run: {recipe.cannot}" if recipe.cannot else f"{row['result']}, {row['hit_tokens']} of 700 tokens loaded"
         if recipe.whole_prompts:
             result += ", with AMX; without AMX vLLM computes prompts only as a whole, and nothing is loaded"
+        if recipe.patch:
+            result += f", with a one-line patch of vLLM: {recipe.patch}"
         groups = ", ".join(row.get("groups", ()))
         rows.append((plain(recipe.models), code(recipe.architecture), code(recipe.served_by), plain(groups), plain(result)))
     return table(_HEADING, rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,12 +15,32 @@ from typing import Any, Protocol
 from tier_bed import TierEngine
 from vllm_bed import VllmDriver, VllmEngine, text
 
-from kvstore.lab.model_recipes import CONNECTOR, RECIPES, Recipe, make_recipe
+from kvclient.engines.file_stamps import mark_engine_start
+from kvstore.lab.model_recipes import CONNECTOR, IMAGE_TOKENS, RECIPES, Recipe, make_recipe
 from kvstore.testing.connector.driver import StoreAddress
 
 PROMPTS = [text(1, 700), text(2, 620), text(3, 128), text(4, 31)]
 ANSWER_TOKENS = 12
 _SETTLED_S = 30.0
+
+
+def image_prompts() -> list[Any]:
+    """Prompts that differ only in the color of their image, with text before and after it."""
+    from PIL import Image
+
+    place = [IMAGE_TOKENS[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end")]
+    tokens = [*text(5, 200), *place, *text(6, 300)]
+    images = [Image.new("RGB", (112, 112), color) for color in ("red", "blue")]
+    return [{"prompt_token_ids": tokens, "multi_modal_data": {"image": image}} for image in images]
+
+
+def export_no_states() -> None:
+    """The one-line patch of vLLM: states of Mamba 2 are not exported from within a step, so prompts are computed in pieces."""
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    if "get_kv_cache_spec" in vars(MambaMixer2):
+        del MambaMixer2.get_kv_cache_spec
+
 
 Answers = list[tuple[list[int], int]]
 """Tokens of each answer, and how many tokens of its prompt were not computed."""
@@ -45,11 +65,12 @@ class ServedModel(Protocol):
 class ConnectorModel:
     """An engine with ``KVStoreConnector``, or without a store."""
 
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: VllmEngine, prompts: Sequence[Any]) -> None:
         self.engine = engine
+        self._prompts = prompts
 
     def answers(self) -> Answers:
-        found = [self.engine.generate([prompt], ANSWER_TOKENS)[0] for prompt in PROMPTS]
+        found = [self.engine.generate([prompt], ANSWER_TOKENS)[0] for prompt in self._prompts]
         return [(list(one.tokens), one.loaded_tokens) for one in found]
 
     def settle(self) -> None:
@@ -102,13 +123,17 @@ class TierModel:
 
 
 @contextmanager
-def served(name: str, folder: Path, store: StoreAddress | None) -> Iterator[ServedModel]:
+def served(name: str, folder: Path, store: StoreAddress | None, *, patch: bool = True) -> Iterator[ServedModel]:
     """An engine with the model of a recipe; ``store`` None: vLLM alone."""
     recipe, model = RECIPES[name], make_recipe(folder, name)
+    if recipe.patch and patch:
+        export_no_states()
+    if recipe.images:
+        mark_engine_start()  # lists of the model identify how images are prepared, and perhaps this process has just written them
     made: Any
     if store is None or recipe.served_by == CONNECTOR:
         made = VllmDriver(model).open(store, dtype=recipe.dtype)
-        wrapped: ServedModel = ConnectorModel(made)
+        wrapped: ServedModel = ConnectorModel(made, [*PROMPTS, *image_prompts()] if recipe.images else PROMPTS)
     else:
         made = TierEngine(model, store, {}, dtype=recipe.dtype)
         wrapped = TierModel(made)
@@ -131,9 +156,9 @@ def _kind(spec: Any) -> str:
     return f"{get_kv_cache_spec_kind(spec).value.replace('_', ' ')} ({spec.block_size} tokens)"
 
 
-def stored(recipe: Recipe, name: str, folder: Path, store: StoreAddress) -> dict[str, Any]:
+def stored(recipe: Recipe, name: str, folder: Path, store: StoreAddress, *, patch: bool = True) -> dict[str, Any]:
     """Answer without the store, then with it, and store."""
-    with served(name, folder, None) as alone:
+    with served(name, folder, None, patch=patch) as alone:
         assert isinstance(alone, ConnectorModel)
         fresh, cached = ([tokens for tokens, _ in alone.answers()] for _ in range(2))
         found: dict[str, Any] = {"fresh": fresh, "cached": cached, "groups": groups_of(alone.engine)}
@@ -150,11 +175,13 @@ def main() -> None:
     for name in ("metadata", "node", "folder"):
         parser.add_argument(name)
     parser.add_argument("names", nargs="+", choices=RECIPES)
+    parser.add_argument("--no-patch", action="store_true", help="without the patch of a recipe")
     given = parser.parse_args()
     found: dict[str, Any] = {}
     for name in given.names:
         try:
-            found[name] = stored(RECIPES[name], name, Path(given.folder), StoreAddress(given.metadata, given.node))
+            store = StoreAddress(given.metadata, given.node)
+            found[name] = stored(RECIPES[name], name, Path(given.folder), store, patch=not given.no_patch)
         except Exception as error:  # noqa: BLE001  # reported to the test
             found[name] = {"error": f"{type(error).__name__}: {error}"}
             break  # vLLM does not start again in this process

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,18 @@ from kvstore.testing.connector.driver import StoreAddress
 SAMPLE = ("gptoss", "mistral", "qwen3next", "deepseek3")
 """Sinks and experts, windows in all layers, linear attention, latents. Other tests run Llama, Qwen 3, Gemma and LFM 2."""
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.json"
-TIMEOUT_S = 280.0
-pytestmark = pytest.mark.timeout(600)
+START_S, MODEL_S = 160.0, 30.0
+"""Limit of the other process: for its start, and per model."""
+pytestmark = pytest.mark.timeout(600, func_only=True)
+HAS_TORCHVISION = find_spec("torchvision") is not None
 
 
-def stored_elsewhere(names: Sequence[str], folder: Path, store: StoreAddress) -> dict[str, Any]:
+def stored_elsewhere(names: Sequence[str], folder: Path, store: StoreAddress, *options: str) -> dict[str, Any]:
     """Have another process answer without the store, then with it, and store."""
     script = Path(__file__).with_name("models_bed.py")
-    argv = [sys.executable, str(script), store.metadata, store.node, str(folder), *names]
-    done = subprocess.run(argv, env=os.environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    argv = [sys.executable, str(script), store.metadata, store.node, str(folder), *names, *options]
+    limit_s = START_S + MODEL_S * len(names)
+    done = subprocess.run(argv, env=os.environ, capture_output=True, text=True, timeout=limit_s, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -44,7 +48,13 @@ def stored_elsewhere(names: Sequence[str], folder: Path, store: StoreAddress) ->
 def elsewhere(request: pytest.FixtureRequest, folder: Path, store: StoreAddress) -> dict[str, Any]:
     """Answers of the other process, for the models of this run that a CPU can run."""
     every = request.config.getoption("--thorough")
-    return stored_elsewhere([name for name in RECIPES if not RECIPES[name].cannot and (every or name in SAMPLE)], folder, store)
+    names = [name for name in RECIPES if (every and runs(name)) or name in SAMPLE]
+    return stored_elsewhere(names, folder, store)
+
+
+def runs(name: str) -> bool:
+    """Whether this machine can run a model."""
+    return not RECIPES[name].cannot and (HAS_TORCHVISION or not RECIPES[name].torchvision)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +68,10 @@ def rows(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 
 
 def param(name: str) -> Any:
-    return pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.thorough])
+    marks = [] if name in SAMPLE else [pytest.mark.thorough]
+    if not runs(name):
+        marks.append(pytest.mark.skip(reason="needs torchvision, which make install-engines could not install"))
+    return pytest.param(name, marks=marks)
 
 
 def check_row(request: pytest.FixtureRequest, rows: dict[str, Any], name: str, **shown: Any) -> None:
@@ -98,6 +111,13 @@ def test_model_answers_the_same_from_the_store(
 def _computes_whole_prompts(recipe: Recipe, engine: Any) -> bool:
     """Whether the model has latents, and this CPU lacks AMX."""
     return recipe.whole_prompts and isinstance(engine, ConnectorModel) and engine.engine.whole_prompts_only
+
+
+@pytest.mark.thorough
+def test_model_with_patch_cannot_run_without(folder: Path, store: StoreAddress) -> None:
+    """If it runs one day, the table must say so."""
+    error = stored_elsewhere(["mamba2"], folder, store, "--no-patch")["mamba2"].get("error", "")
+    assert RECIPES["mamba2"].fails_with in error
 
 
 @pytest.mark.thorough

@@ -61,8 +61,8 @@ def abort_after(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int, ste
     return inner
 
 
-def _inputs(prompts: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+def _inputs(prompts: Sequence[Any]) -> list[Any]:
+    return [prompt if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
 
 
 @dataclass(frozen=True)
