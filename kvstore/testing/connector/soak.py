@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests/engines python -m kvstore.testing.connector.soak test_vllm_kit:TestVllm --seeds 0:200
 
-A wrong token or a hung run ends it with code 1 and names the seed. Otherwise it prints a line every twenty runs, and a summary.
+A wrong token or a hung run ends it with code 1 and names the seed. Otherwise it prints a line every twenty runs, and a summary,
+which ``--output`` also writes to a file.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
+import json
 import sys
 import tempfile
 import time
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from kvstore.testing.connector.conversations import SOON, Conversations, WrongTokensError, run_seeded
 from kvstore.testing.connector.driver import HookDriver
@@ -30,10 +33,11 @@ _ROOM = ((64 * MIB, 64 * MIB), (6 * MIB, 8 * MIB), (16 * MIB, 0))
 """Memory and disk of the store, in turn: ample; hardly any; no disk at all."""
 
 
-def soak(driver: HookDriver, seeds: Sequence[int], options: dict[str, object], folder: Path) -> int:
-    """Runs them; the number of failures is 0, or the first one ends it with 1."""
+def soak(driver: HookDriver, seeds: Sequence[int], options: dict[str, object], folder: Path) -> dict[str, Any] | None:
+    """Do the runs. Returns their summary; None: a token was wrong, which ended them."""
     talk = Conversations.make(driver)
     faults: Counter[str] = Counter()
+    counters: Counter[str] = Counter()
     loaded = asked = aborted = 0
     began_s = time.monotonic()
     for batch, first in enumerate(range(0, len(seeds), _FRESH_EVERY)):
@@ -48,7 +52,7 @@ def soak(driver: HookDriver, seeds: Sequence[int], options: dict[str, object], f
                     report = run_seeded(seed, engine, store, talk)
                 except WrongTokensError as error:
                     print(f"seed {seed}, space {dram >> 20}+{nvme >> 20} MiB: WRONG TOKENS: {error}")
-                    return 1
+                    return None
                 finally:
                     faulthandler.cancel_dump_traceback_later()
                 faults[f"{report.fault}{' meanwhile' if report.during else ''}"] += 1
@@ -56,12 +60,23 @@ def soak(driver: HookDriver, seeds: Sequence[int], options: dict[str, object], f
                 asked += report.asked
                 aborted += report.aborted
             told = {name: value for name, value in sorted(engine.counters().items()) if value and _tells(name)}
+            counters.update(told)
         seconds = time.monotonic() - began_s
         done = f"{first + _FRESH_EVERY} runs, {seconds:.0f} s, {asked} prompts, {aborted} aborted"
         print(f"{done}, {loaded} tokens loaded; {told}", flush=True)
     for name, count in sorted(faults.items()):
         print(f"{count:5} {name}")
-    return 0
+    return {
+        "runs": len(seeds),
+        "wrong_tokens": 0,
+        "hung": 0,
+        "seconds": round(time.monotonic() - began_s),
+        "prompts": asked,
+        "aborted": aborted,
+        "loaded_tokens": loaded,
+        "counters": dict(sorted(counters.items())),
+        "faults": dict(sorted(faults.items())),
+    }
 
 
 def _tells(counter: str) -> bool:
@@ -74,13 +89,19 @@ def main() -> int:
     parser.add_argument("suite", help="MODULE:CLASS of the hook's conformance suite, whose driver is taken")
     parser.add_argument("--seeds", default="0:200", help="FIRST:END (0:200)")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=TEXT", help="a further option of the hook")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the summary to a file")
     given = parser.parse_args()
     module, _, name = given.suite.partition(":")
     first, _, end = given.seeds.partition(":")
     options: dict[str, object] = dict(one.partition("=")[::2] for one in given.set)
     with tempfile.TemporaryDirectory(prefix="kvstore-soak-") as folder:
         driver = getattr(importlib.import_module(module), name).make_driver(Path(folder))
-        return soak(driver, range(int(first), int(end)), options, Path(folder))
+        summary = soak(driver, range(int(first), int(end)), options, Path(folder))
+    if summary is None:
+        return 1
+    if given.output is not None:
+        given.output.write_text(json.dumps({"suite": given.suite, **summary}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
