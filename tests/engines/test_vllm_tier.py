@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
+from docs_site.markdown import fences
 from tier_bed import FAMILIES, engine
 from vllm_bed import BLOCK, text, tiny
 
@@ -99,6 +101,21 @@ def test_tier_engine_answers_after_the_store_is_gone(folder: Path, fragile: Loca
         others = [text(40, 300), text(41, 200)]
         assert len(served.answers(others)) == 2
         served.settle()
+
+
+@pytest.mark.thorough
+def test_report_of_whole_prompts_repeats(tmp_path: Path) -> None:
+    """vLLM answers wrongly with its own example of a connector. If it does not any more, the page must say so."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "test-a-connector.md"
+    [program] = [fence.text for fence in fences(page.read_text(encoding="utf-8")) if fence.title == "reproduce.py"]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = [line.partition(": ") for line in done.stdout.splitlines() if "[" in line and ": [" in line]
+    computed = [tokens for name, _, tokens in said if name == "computed"]
+    loaded = [tokens for name, _, tokens in said if name == "288 tokens loaded"]
+    assert len(computed) == len(loaded) == 4
+    if not getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
+        assert computed != loaded
 
 
 def test_tier_refuses_backend_of_whole_prompts(folder: Path, store: StoreAddress) -> None:
