@@ -30,6 +30,7 @@ GENERATED: Final[Mapping[str, Callable[[], str]]] = {
 }
 """Generators of ``<!-- generated: NAME -->``."""
 _DIRECTIVE: Final = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
+_TITLE: Final = re.compile(r"^# .+$", re.MULTILINE)
 
 
 _DESCRIBED: Final = (
@@ -74,6 +75,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     needs = str(page.meta.get("needs", ""))
     try:
         text = included.expand(markdown, PurePosixPath(page.file.src_uri), needs)
+        if rows := models.engine_rows(PurePosixPath(page.file.src_uri)):
+            text = _TITLE.sub(lambda found: f"{found[0]}\n\n{rows}", text, count=1)
         text = diagrams.as_images(text, PurePosixPath(page.file.src_uri))
         return _DIRECTIVE.sub(lambda found: GENERATED[found[1]](), text)
     except (LookupError, OSError) as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from docs_site import models
 
 from kvstore.lab.model_recipes import RECIPES
 
@@ -27,3 +29,15 @@ def test_engine_table_names_existing_tests() -> None:
         tests = re.findall(r"`(tests/[^`]+)`", row)
         assert tests, row
         assert [path for path in tests if not (REPOSITORY / path).is_file()] == []
+
+
+def test_engine_pages_begin_with_their_rows() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition("\n\n")[2].partition("\n\n")[0]
+    rows, shown = table.splitlines()[2:], []
+    for page in sorted(set(re.findall(r"\]\(\.\./(how-to/[\w-]+\.md)\)", table))):
+        own = [line for line in models.engine_rows(PurePosixPath(page)).splitlines() if line.startswith("| ")][1:]
+        assert own, page
+        assert all(f"](../{page})" in line for line in own), "each row names its engine"
+        shown += own
+    assert len(shown) == len(rows)
+    assert not models.engine_rows(PurePosixPath("how-to/deploy.md"))
