@@ -65,11 +65,13 @@ def test_tier_two_ranks_load_what_two_ranks_stored(tmp_path: Path) -> None:
 @NEEDS_TWO_CORES
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.thorough)])
 def test_tier_canonical_chunks_fit_any_number_of_ranks(family: str, model_folder: Path, tmp_path: Path) -> None:
+    """A prompt that two ranks only prefilled is decoded by one rank."""
     model, named = tiny(family, model_folder), ("--canonical", "--epoch", "e1")
     with LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path / "store") as cluster:
-        two = answer(cluster, model, 2, *named)
-        one = answer(cluster, model, 1, *named, "--prompts", "1", "2")
+        two = answer(cluster, model, 2, *named, "--prefill", "3")
+        one = answer(cluster, model, 1, *named, "--prompts", "1", "2", "3")
         again = answer(cluster, model, 2, *named, "--prompts", "1", "2")
-    assert [two["cached"], one["cached"], again["cached"]] == [[0], [HIT, 0], [HIT, HIT]]
-    assert again["answers"] == one["answers"]
+    assert [two["cached"], one["cached"], again["cached"]] == [[0], [HIT, 0, HIT], [HIT, HIT]]
+    assert again["answers"] == one["answers"][:2]
+    assert two["first_tokens"] == one["answers"][2][:1]
     assert one["answers"][:1] == two["answers"]

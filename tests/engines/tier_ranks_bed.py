@@ -26,6 +26,7 @@ def main() -> None:
     for name in ("metadata", "node", "model", "ranks"):
         parser.add_argument(name)
     parser.add_argument("--prompts", nargs="+", type=int, default=[1])
+    parser.add_argument("--prefill", nargs="*", type=int, default=[], help="prompts of which only the first token is computed")
     parser.add_argument("--canonical", action="store_true")
     parser.add_argument("--epoch", default="")
     parser.add_argument("--dtype", default="float32")
@@ -59,11 +60,15 @@ def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [{"prompt_token_ids": text(seed, TOKENS)} for seed in given.prompts]
     answers = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+    first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    prefilled = [{"prompt_token_ids": text(seed, TOKENS)} for seed in given.prefill]
+    first_tokens = [llm.generate([prompt], first, use_tqdm=False)[0].outputs[0].token_ids[0] for prompt in prefilled]
     time.sleep(SETTLED_S)
     llm.generate([{"prompt_token_ids": [40]}], SamplingParams(max_tokens=1), use_tqdm=False)
     said = {
         "answers": [list(answer.outputs[0].token_ids) for answer in answers],
         "cached": [answer.num_cached_tokens for answer in answers],
+        "first_tokens": first_tokens,
     }
     print(json.dumps(said))
 
