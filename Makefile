@@ -19,6 +19,8 @@ NEED_CUDA := 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA 
 TRITON := triton==3.9.0
 # Not in requirements-engines.txt: its build on PyPI is for CUDA, and can only be imported after scripts/stub_torchvision.py.
 TORCHVISION := torchvision==0.28.0
+# The code of Dynamo's router, for one test of the events. 75 MB, so only on request.
+DYNAMO := ai-dynamo-runtime==1.6.1
 
 # pip builds the editable install in an environment of its own, which only the variables reach (two names: old pip, new pip).
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -27,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # An import of vLLM takes 20 s without cached bytecode and 9 s with it: let Python write it, whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help valkey install install-engines run test test-store test-engines test-gpu bench-gpu wheel wheels docs lint format types stubs check bench clean
+.PHONY: help valkey install install-engines install-dynamo run test test-store test-engines test-gpu bench-gpu wheel wheels docs lint format types stubs check bench clean
 
 help:  ## shows this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*##\s*/\1\t/' | expand -t 10
@@ -96,6 +98,9 @@ endef
 install-engines: $(VENV_ENGINES)/.stamp  ## virtual environment .venv-engines with real engines
 
 install: $(VENV)/.stamp  ## virtual environment .venv with everything in it
+
+install-dynamo: install-engines  ## adds Dynamo's KV indexer to .venv-engines, for a test of block events (75 MB)
+	@PIP_CONSTRAINT= $(VENV_ENGINES)/bin/python -m pip install --quiet --no-deps $(DYNAMO)
 
 run: install  ## starts the store, runs the demo workload with every byte checked, exits 0
 	@$(BIN)/kvstore demo

@@ -1,9 +1,11 @@
 """Dynamo's standalone KV indexer, the code of its router, in a separate process: needs the package ``ai-dynamo-runtime``.
 
-The wheel has 75 MB, so no environment of this project has it. To run the tests that use it::
+The wheel has 75 MB, so an environment has it only on request. To run the tests that use it::
 
-    python -m venv DIR && DIR/bin/pip install --no-deps ai-dynamo-runtime==1.6.1
-    KVSTORE_DYNAMO_PYTHON=DIR/bin/python make test-store TEST_ARGS=tests/events
+    make install-dynamo
+    make test-store TEST_ARGS=tests/events
+
+``KVSTORE_DYNAMO_PYTHON`` names the Python of another environment that has it.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ import pytest
 from support.ports import free_ports
 from support.wait import wait_until
 
+ENGINES = Path(__file__).resolve().parents[2] / ".venv-engines" / "bin" / "python"
 PROGRAM = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
 
 
 def dynamo_python() -> str:
     """The Python that has Dynamo's runtime; the test is skipped without one."""
-    python = os.environ.get("KVSTORE_DYNAMO_PYTHON", sys.executable)
+    python = os.environ.get("KVSTORE_DYNAMO_PYTHON", str(ENGINES) if ENGINES.exists() else sys.executable)
     found = subprocess.run([python, "-c", "import dynamo._core"], capture_output=True, check=False, timeout=60)
     if found.returncode:
-        pytest.skip("Dynamo's KV indexer is NOT TESTED here: ai-dynamo-runtime is missing (see tests/support/dynamo_indexer.py)")
+        pytest.skip("Dynamo's KV indexer is NOT TESTED here: run make install-dynamo")
     return python
 
 
