@@ -1,7 +1,7 @@
 """The bytes of KV events as llm-d's router declares them in Go: fields, their order in arrays, and types.
 
-``llmd_wire.json`` has the declarations, and messages that were packed by hand from the msgpack specification, as maps (vLLM 0.32)
-and as arrays (earlier versions).
+``llmd_wire.json`` has the declarations, and messages packed by hand as the msgpack specification says: maps (vLLM 0.32) and
+arrays (earlier versions).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TYPES: Final[dict[str, Callable[[Any], bool]]] = {
     "string": lambda value: isinstance(value, str),
     "[][]any": is_list_of(lambda value: value is None or isinstance(value, list)),
 }
-"""What the router's converters accept."""
+"""Types that the converters of the router accept."""
 
 
 def event_of(message: dict[str, Any]) -> wire.Event:
