@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
@@ -501,11 +501,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Close all connections. vLLM calls this when the engine stops."""
-        if self._restore_allocator is not None:
-            self._restore_allocator()
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._observer is not None:
-            self._observer.events.close()
+        with ExitStack() as ends:  # call all, also if one fails; the last one first
+            if self._observer is not None:
+                ends.callback(self._observer.events.close)
+            if self._scheduler is not None:
+                ends.callback(self._scheduler.close)
+            if self._worker is not None:
+                ends.callback(self._worker.close)
+            if self._restore_allocator is not None:
+                ends.callback(self._restore_allocator)
