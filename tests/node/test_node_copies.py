@@ -279,6 +279,67 @@ def test_copier_zones_that_appear_get_copies(node: CopyingNode) -> None:
     assert node.others.calls["holders"] == 0, "a zone that comes back starts no pass"
 
 
+def test_copier_zone_that_was_away_gets_new_blocks(node: CopyingNode) -> None:
+    """Blocks stored while the other zone was away have both copies in one zone, until it is back."""
+    node.others.statuses = [status(HERE, "east"), status("node-1", "east"), status("node-2", "west")]
+    node.order(2)
+    node.work()
+    node.others.statuses[2].alive = False
+    node.members_changed()
+    keys = [key for number in range(12) for key in node.store_durably(number, 1)]
+    node.work()
+    node.work()
+    assert [node.others.held[key] for key in keys] == [{"node-1"}] * 12
+    node.others.statuses[2].alive = True
+    node.members_changed()
+    node.others.pulled.clear()
+    node.work()
+    assert {node_id for node_id, _, _ in node.others.pulled} == {"node-2"}
+    assert 0 < len(node.pulled()) < 12, "of two nodes in one zone, one acts for each chain"
+
+
+def test_copier_renamed_zones_are_checked_again(node: CopyingNode) -> None:
+    node.others.statuses = [status(HERE, "east"), status("node-1", "west"), status("node-2", "west")]
+    node.order(2)
+    keys = [key for number in range(12) for key in node.store_durably(number, 1)]
+    node.work()
+    node.work()
+    near = [key for key in keys if node.others.held[key] == {"node-1"}]
+    assert 0 < len(near) < 12
+    node.others.statuses[1].node.zone = "east"
+    node.members_changed()
+    node.others.pulled.clear()
+    node.work()
+    assert {node_id for node_id, _, _ in node.others.pulled} == {"node-2"}
+    assert set(node.pulled()) < set(near)
+    assert node.pulled()
+    node.others.calls.clear()
+    for status_ in node.others.statuses:
+        status_.node.control_address = f"elsewhere-{status_.node.node_id}:1"
+    node.members_changed()
+    node.work()
+    assert node.others.calls["holders"] == 0, "another address is no other zone"
+
+
+def test_copier_short_answer_leaves_blocks_queued(node: CopyingNode) -> None:
+    keys = node.store_durably("chain", 8)
+    node.order(2)
+    pull = node.others.pull
+
+    def short(*arguments: object, **options: object) -> node_pb2.PullBlocksResponse:
+        answer = pull(*arguments, **options)  # type: ignore[arg-type]
+        for key in keys[3:]:
+            del node.others.held[key]
+        return node_pb2.PullBlocksResponse(outcomes=answer.outcomes[:3])
+
+    node.others.pull = short  # type: ignore[method-assign]
+    node.work()
+    assert node.copier.waiting_blocks == 5
+    node.others.pull = pull  # type: ignore[method-assign]
+    node.work(RETRY_S)
+    assert node.pulled() == [*keys, *keys[3:]]
+
+
 def test_copier_full_partner_is_tried_again_later(node: CopyingNode) -> None:
     node.others.outcome = lambda _key: SKIPPED
     node.order(2)

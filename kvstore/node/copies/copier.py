@@ -119,7 +119,7 @@ class Copier:
         self._token = 0
         self._read_token: int | None = None
         self._reach = 0
-        """The farthest that partners have ever been."""
+        """The nearest that partners have been in a check since the last pass, at which copies are far enough; 0: no check."""
         self._held_until_s = 0.0
         self._lost: frozenset[NodeId] = frozenset()
         """Nodes whose loss the pass repairs."""
@@ -247,7 +247,7 @@ class Copier:
 
     # ---- passes
     def _begin_pass_if_due(self, namespaces: frozenset[NodeNamespace], now_s: float) -> None:
-        volumes, members = self._membership.volumes, self._membership.members
+        volumes, members, zones = self._membership.volumes, self._membership.members, self._membership.zones
         if self._read_token != self._token or now_s >= self._membership.until_s:
             token = self._token
             statuses = self._calls.nodes()
@@ -262,11 +262,13 @@ class Copier:
             why = f"volumes lost, of {', '.join(sorted(lost))}"
         elif self._membership.members.reach > self._reach > 0:
             why = "partners in another zone or on another host appeared"
+        elif moved := sorted(one for one, zone in self._membership.zones.items() if zones.get(one, zone) != zone):
+            why = f"zones changed, of {', '.join(moved)}"
         elif (self._queue.left_out or self._new_left_out) and now_s >= self._left_out_due_s:
             why = "blocks were left out of the queue"
         self._namespaces = namespaces
-        self._reach = max(self._reach, self._membership.members.reach)
         if why:
+            self._reach = 0
             hot, cold = self._held_blocks()
             self._left_out_due_s, self._new_left_out = now_s + LEFT_OUT_S, False
             self._hot_due_s = now_s + HOT_CHECK_S
@@ -305,6 +307,7 @@ class Copier:
         for key, node_id in self._calls.holders(keys, lambda _volume: True):
             holders.setdefault(key, set()).add(NodeId(node_id))
         members, units = self._membership.members, self._units(held)
+        self._reach = min(self._reach or members.reach, members.reach)
         chosen: list[tuple[NodeId, Candidate[Block]]] = []
         for one in held:
             unit = units[one.block.key]
@@ -353,6 +356,7 @@ class Copier:
         finally:
             self._table.drop_staged(cold)
         outcomes = [StoreOutcome(outcome) for outcome in answer.outcomes]
+        outcomes += [StoreOutcome.LOST] * (len(blocks) - len(outcomes))
         moved = [block for block, outcome in zip(blocks, outcomes, strict=False) if outcome is StoreOutcome.STORED]
         left = [
             one

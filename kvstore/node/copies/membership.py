@@ -30,6 +30,8 @@ class Membership:
         self.members = Members(here, ())
         self.volumes: frozenset[tuple[NodeId, bytes]] = frozenset()
         """Durable volumes of nodes that count: the node, and the volume's uid."""
+        self.zones: dict[NodeId, str] = {}
+        """Zones of these nodes."""
         self.until_s = 0.0
         """When the list must be read again, because a silent node then ceases to count; infinite: no node is silent."""
 
@@ -55,3 +57,4 @@ class Membership:
         ends = [since + self._recopy_after_s for since in silent_s.values()]
         self.until_s = min((end for end in ends if end > now_s), default=float("inf"))
         self.members, self.volumes = Members(self.members.here, counted), frozenset(volumes)
+        self.zones = {member.node_id: member.zone for member in counted}
