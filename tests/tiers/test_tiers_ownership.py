@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
-from kvstore.core.errors import CorruptBlock, Unavailable
+from kvstore.core.errors import CorruptBlock, Unavailable, Unsupported
 from kvstore.core.types import NodeId, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.testing.mount_suite import Held, fetch, known, put
 from kvstore.testing.volume_suite import SHAPES, block_payload, empty_memory, items_for
 from kvstore.tiers.nvme import slab as slab_module
+from kvstore.tiers.nvme import superblock as superblock_module
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.fsck import check_volume
 from kvstore.tiers.nvme.mounted import MountedSlab
 from kvstore.tiers.nvme.ownership import Claim, VolumeAdopted, claim, claim_in_force, newest_catalog, read_superblock, release
 from kvstore.tiers.nvme.slab import NvmeSlab
-from kvstore.tiers.nvme.slab_io import SlabFile
-from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, pack_superblock
+from kvstore.tiers.nvme.slab_io import SlabFile, SlotIO
+from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, UnknownVersion, pack_superblock
 
 NAME = VolumeId("owner/nvme0")
 OWNER, ADOPTER, OTHER = NodeId("owner"), NodeId("adopter"), NodeId("other")
@@ -249,6 +252,102 @@ def test_damaged_catalog_is_rebuilt_for_adopter(tmp_path: Path, damage: str) -> 
         slab.close()
 
 
+def test_repair_of_lost_claim_changes_nothing(tmp_path: Path) -> None:
+    """A candidate is paused before it repairs the catalog. Another node claims and opens the volume meanwhile."""
+    opened(tmp_path)[0].close()
+    assert claim(tmp_path, 1, OTHER)
+    adopter, _ = adopt(tmp_path)
+    put(adopter, range(4), SHAPE)
+    with pytest.raises(VolumeAdopted, match="belongs to node adopter"):
+        check_volume(tmp_path, repair=True, token=1)
+    adopter.close()
+    again, held = opened(tmp_path, ADOPTER)
+    assert good(again, held) == list(range(4))
+    again.close()
+
+
+@pytest.mark.parametrize("lost", ["catalog", "superblock"])
+def test_repair_ends_at_a_later_claim(tmp_path: Path, lost: str) -> None:
+    owner, _ = opened(tmp_path)
+    put(owner, range(4), SHAPE)
+    owner.close()
+    if lost == "catalog":
+        shutil.rmtree(tmp_path / "catalog")
+    else:
+        with (tmp_path / "slab.kv").open("r+b") as file:
+            file.write(bytes(2 * SUPERBLOCK_BYTES))
+    before = (tmp_path / "slab.kv").read_bytes()
+    assert claim(tmp_path, 1, ADOPTER)
+    reads = SlabFile.pread
+
+    def paused(file: SlabFile, offset: int, size: int) -> bytes:
+        if not (tmp_path / "claim.2").exists():
+            assert claim(tmp_path, 2, OTHER)
+        return reads(file, offset, size)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SlabFile, "pread", paused)
+        with pytest.raises(VolumeAdopted, match="belongs to node other"):
+            check_volume(tmp_path, repair=True, token=1)
+    assert (tmp_path / "slab.kv").read_bytes() == before
+
+
+def test_unattended_repair_drops_no_unreadable_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, _ = opened(tmp_path)
+    put(owner, range(12), SHAPE)
+    owner.close()
+    shutil.rmtree(tmp_path / "catalog")
+    assert claim(tmp_path, 1, ADOPTER)
+    read = SlabFile.read
+
+    def failing(file: SlabFile, slots: list[SlotIO], *, verify: bool) -> None:
+        read(file, slots, verify=verify)
+        slots[3].outcome = Outcome.UNAVAILABLE
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SlabFile, "read", failing)
+        with pytest.raises(Unavailable, match="cannot be read"):
+            check_volume(tmp_path, repair=True, token=1)
+    assert check_volume(tmp_path, repair=True, token=1).good == 12
+
+
+def test_repair_leaves_unknown_formats_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer build has published its token and died before it wrote a catalog: the catalog still has the known format."""
+    owner, _ = opened(tmp_path)
+    put(owner, range(4), SHAPE)
+    current = read_superblock(tmp_path)
+    owner.close()
+    with monkeypatch.context() as newer:
+        newer.setattr(superblock_module, "VERSION", superblock_module.VERSION + 1)
+        page = pack_superblock(current)
+    with (tmp_path / "slab.kv").open("r+b") as file:
+        file.write(2 * page)
+    before = (tmp_path / "slab.kv").read_bytes()
+    with pytest.raises(UnknownVersion):
+        check_volume(tmp_path, repair=True)
+    assert (tmp_path / "slab.kv").read_bytes() == before
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_claim_without_hard_links_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(_self: Path, _target: Path) -> None:
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    with pytest.raises(Unsupported, match=r"hard links.*node\.adopt_mounts"):
+        claim(tmp_path, 1, ADOPTER)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_claim_on_full_disk_is_not_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim cut off in the node's name would name another node: storage-10, storage-1."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:9]))
+    with pytest.raises(OSError, match="No space left"):
+        claim(tmp_path, 1, NodeId("storage-10"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_unreadable_superblock_leaves_fencing_to_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, _ = opened(tmp_path)
     monkeypatch.setattr(SlabFile, "pread", lambda *_: bytes(2 * SUPERBLOCK_BYTES))
@@ -262,7 +361,8 @@ def test_unreadable_superblock_leaves_fencing_to_claims(tmp_path: Path, monkeypa
 
 def test_unreadable_claims_after_commit_stop_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commit may count or not, so its slots are not named again by another commit."""
-    owner, _ = opened(tmp_path)
+    counters = Counters()
+    owner, _ = opened(tmp_path, counters=counters)
     slots = owner.allocate(SHAPE, 2)
     assert slots is not None
     items = items_for(slots, range(2), SHAPE)
@@ -275,6 +375,7 @@ def test_unreadable_claims_after_commit_stop_stores(tmp_path: Path, monkeypatch:
         failing.setattr(slab_module, "is_claimed", fail)
         with pytest.raises(Unavailable):
             owner.commit([(slot, record) for slot, record, _ in items], [])
+    assert counters.get("fencing_checks_failed_total") == 1
     owner.free(slots)
     with pytest.raises(Unavailable, match="until it is opened again"):
         put(owner, range(10, 12), SHAPE)
@@ -288,8 +389,10 @@ def test_lost_claims_are_refused(tmp_path: Path) -> None:
     opened(tmp_path)[0].close()
     adopt(tmp_path)[0].close()
     (tmp_path / "claim.1").unlink()
-    with pytest.raises(CorruptBlock, match="claims of this volume are missing"):
+    with pytest.raises(CorruptBlock, match=r"claims of this volume are missing.*write the owner's name to claim\.1"):
         opened(tmp_path)
+    (tmp_path / "claim.1").write_text("adopter\n")
+    opened(tmp_path, ADOPTER)[0].close()
 
 
 def test_torn_token_is_published_again(tmp_path: Path) -> None:

@@ -48,11 +48,15 @@ ADOPTED_CATALOGS_REBUILT: Final = group.counter(
     "adopted_catalogs_rebuilt_total", "catalogs rebuilt from slot headers while a volume was adopted"
 )
 FENCED_VOLUMES: Final = group.counter("fenced_volumes_total", "volumes of this node that another node has adopted")
+FENCING_CHECKS_FAILED: Final = group.counter(
+    "fencing_checks_failed_total", "checks of a volume's owner that failed, so that nothing was written"
+)
 FENCING_TOKENS_RESTORED: Final = group.counter(
     "fencing_tokens_restored_total", "superblocks written again after a late write of an earlier owner"
 )
 ADOPTED_BLOCKS_UNUSED: Final = group.counter(
-    "adopted_blocks_unused_total", "blocks of adopted volumes left out until the next opening, as DRAM holds other bytes"
+    "adopted_blocks_unused_total",
+    "blocks of adopted volumes left out until the next opening, as this node holds their keys in another way",
 )
 VOLUME_STALLS: Final = group.counter("volume_stalls_total", "stalls of a volume, own or mounted")
 VOLUME_STALL_REFUSED_BLOCKS: Final = group.counter(

@@ -29,14 +29,15 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.core import limits
-from kvstore.core.errors import CorruptBlock, NotFound
+from kvstore.core.errors import CorruptBlock, NotFound, Unavailable
 from kvstore.core.types import BlockKey, NodeId, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
-from kvstore.tiers.nvme.catalog import Catalog, map_bytes_for
+from kvstore.tiers.nvme.catalog import Catalog, map_bytes_for, mend_hint
 from kvstore.tiers.nvme.ownership import (
     CATALOG_FOLDER,
     SLAB_FILE,
+    VolumeAdopted,
     claim_in_force,
     copy_catalog,
     name_at,
@@ -49,6 +50,7 @@ from kvstore.tiers.nvme.superblock import (
     GENERATION_BITS,
     SUPERBLOCK_BYTES,
     Superblock,
+    UnknownVersion,
     newest_superblock,
     pack_superblock,
 )
@@ -93,7 +95,13 @@ class CheckReport:
 
 
 def check_volume(
-    path: Path, *, repair: bool = False, progress: Progress | None = None, io_threads: int = 4, direct: bool = True
+    path: Path,
+    *,
+    repair: bool = False,
+    progress: Progress | None = None,
+    io_threads: int = 4,
+    direct: bool = True,
+    token: int | None = None,
 ) -> CheckReport:
     """Check a volume that no process has open.
 
@@ -103,25 +111,40 @@ def check_volume(
         progress: called from time to time.
         io_threads: number of concurrent I/O requests.
         direct: use O_DIRECT if the file system supports it.
+        token: of the node that repairs the volume while it adopts it. Then blocks that cannot be read are not removed, because
+            no operator has judged whether they are lost.
 
     Raises:
         NotFound: no volume is in the folder.
         Conflict: a process has the volume open.
+        VolumeAdopted: another node has claimed the volume.
+        Unavailable: with ``token``, a block cannot be read.
         CorruptBlock: neither slab nor catalog identifies the volume.
+        UnknownVersion: the volume has another format.
         OSError: an error of the file system.
     """
     if not (path / SLAB_FILE).exists():
         raise NotFound("the folder has no slab of a volume", path=path)
-    token = claim_in_force(path, NodeId("")).token
+    attended = token is None
+    if token is None:
+        token = claim_in_force(path, NodeId("")).token
+    _check_claim(path, token)
     lock = VolumeLock(path, token)
     try:
         file = SlabFile(path / SLAB_FILE, io_threads=io_threads, direct=direct, writable=repair, counters=Counters())
         try:
-            return _Check(path, file, token, repair, progress or _silent).run()
+            return _Check(path, file, token, repair, progress or _silent, attended=attended).run()
         finally:
             file.close()
     finally:
         lock.close()
+
+
+def _check_claim(path: Path, token: int) -> None:
+    """Raise ``VolumeAdopted`` if a higher token is claimed: the files belong to another node now."""
+    found = claim_in_force(path, NodeId(""))
+    if found.token != token:
+        raise VolumeAdopted(path, VolumeId(path.name), found.node_id, found.token)
 
 
 def _silent(_done: int, _total: int) -> None:
@@ -131,11 +154,12 @@ def _silent(_done: int, _total: int) -> None:
 class _Check:
     """One running check."""
 
-    def __init__(self, path: Path, file: SlabFile, token: int, repair: bool, progress: Progress) -> None:
+    def __init__(self, path: Path, file: SlabFile, token: int, repair: bool, progress: Progress, *, attended: bool) -> None:
         self._path = path
         self._token = token
         self._file = file
         self._repair = repair
+        self._attended = attended
         self._progress = progress
         self._bad: Counter[str] = Counter()
 
@@ -180,6 +204,7 @@ class _Check:
     def _mend(self, damage: str, remedy: str, action: Callable[[], None]) -> None:
         self._report.damage.append(damage)
         if self._repair:
+            _check_claim(self._path, self._token)
             action()
             self._report.mended.append(remedy)
             _log.warning("volume %s: %s: %s", self._path, damage, remedy)
@@ -191,6 +216,7 @@ class _Check:
             return None, "the catalog is lost"
         try:
             if self._repair and newest < self._token:  # the volume was adopted, and its catalog was not copied yet
+                _check_claim(self._path, self._token)
                 copy_catalog(self._path, newest, self._token)
                 newest = self._token
             folder = self._path / name_at(CATALOG_FOLDER, newest)
@@ -200,6 +226,9 @@ class _Check:
             return None, str(error)
         try:
             catalog.superblock()
+        except UnknownVersion:
+            catalog.close()
+            raise
         except CorruptBlock as error:
             catalog.close()
             return None, str(error)
@@ -209,15 +238,18 @@ class _Check:
         noted = catalog.superblock() if catalog is not None else None
         try:
             current, _ = newest_superblock(self._file.pread(0, 2 * SUPERBLOCK_BYTES))
+        except UnknownVersion:
+            raise
         except CorruptBlock as error:
             if noted is None:
                 raise CorruptBlock(f"neither slab nor catalog identifies the volume: {error.message}", path=self._path) from error
             return noted, f"no good superblock: {error.message}"
         if noted is not None and noted.uid == current.uid and noted.epoch > current.epoch:
-            return noted, ""
+            return replace(noted, token=current.token), ""
         return current, ""
 
     def _rewrite_superblock(self) -> None:
+        _check_claim(self._path, self._token)
         page = pack_superblock(self._superblock_in_force)
         self._file.pwrite(0, page)
         self._file.pwrite(SUPERBLOCK_BYTES, page)
@@ -245,6 +277,7 @@ class _Check:
             self._progress(self._report.blocks, total)
         self._count(good)
         if self._repair:
+            _check_claim(self._path, self._token)
             catalog.put_superblock(self._superblock_in_force)  # a damaged list of free pages is detected only by a write
             if bad:
                 catalog.commit((), bad)
@@ -286,6 +319,13 @@ class _Check:
             slots.append(SlotIO(slot.offset, slot.size, packed, header_bytes(record.shape.layers), record, payload))
             at += slot.size
         self._file.read(slots, verify=True)
+        unreadable = sum(io.outcome is Outcome.UNAVAILABLE for io in slots)
+        if unreadable and self._repair and not self._attended:
+            raise Unavailable(
+                "blocks of this volume cannot be read now, and a repair would remove them; if they are lost,"
+                f" {mend_hint(self._path)}",
+                blocks=unreadable,
+            )
         results: list[tuple[SlotHeader, bool]] = []
         for header, io in zip(headers, slots, strict=True):
             self._report.bytes_read += header.slot.size

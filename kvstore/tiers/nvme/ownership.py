@@ -19,6 +19,7 @@ Theory of operation.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -31,7 +32,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from kvstore.core.errors import Conflict, CorruptBlock, Unavailable
+from kvstore.core.errors import Conflict, CorruptBlock, Unavailable, Unsupported
 from kvstore.core.types import NodeId, VolumeId
 from kvstore.process import lmdb_meta
 from kvstore.tiers.nvme.catalog import CATALOG_FILE
@@ -45,6 +46,8 @@ CLAIM_FILE: Final = "claim"
 _CLAIM = re.compile(rf"{CLAIM_FILE}\.(\d{{1,18}})")
 _CATALOG = re.compile(rf"{CATALOG_FOLDER}\.(\d{{1,18}})")
 _MOST_CLAIM_BYTES: Final = 1024
+_NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""Errors of file systems without hard links."""
 _COPIES: Final = 3
 """Attempts to copy a catalog that its old owner changes at the same time."""
 
@@ -60,11 +63,26 @@ class VolumeAdopted(Conflict):
     def __init__(self, path: Path, volume_id: VolumeId, node_id: NodeId, token: int) -> None:
         super().__init__(
             f"volume {volume_id} belongs to node {node_id or 'unknown'} (token {token}), which has adopted it; "
-            "stop that node to get the volume back",
+            "stop that node to get the volume back; if it was killed, this node takes it back after node.adopt_after",
             path=path,
         )
         self.node_id = node_id
         self.token = token
+
+
+class ClaimsMissing(CorruptBlock):
+    """The superblock has a token that no claim has.
+
+    Args:
+        token: of the superblock.
+    """
+
+    def __init__(self, path: Path, token: int) -> None:
+        super().__init__(
+            f"claims of this volume are missing: its superblock has token {token}, and no claim does; put the claim files back,"
+            f" or, if no node has the volume open, write the owner's name to {name_at(CLAIM_FILE, token)} in its folder",
+            path=path,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,22 +234,39 @@ def claim(path: Path, token: int, node_id: NodeId) -> bool:
     """Claim a token for a node. Returns whether this call succeeded.
 
     Raises:
-        OSError: the file system refuses it; it must support hard links.
+        Unsupported: the file system does not support hard links.
+        OSError: the file system refuses it.
     """
     content = f"{node_id}\n{secrets.token_hex(16)}\n".encode()
     temporary = path / f"{CLAIM_FILE}.{token}.{secrets.token_hex(8)}"
     target = path / name_at(CLAIM_FILE, token)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, content)
+        if os.write(fd, content) != len(content):  # a name that is cut off may be that of another node
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary))
         os.fsync(fd)
-        with suppress(FileExistsError):  # the content decides: a network file system may repeat a call that had succeeded
-            target.hardlink_to(temporary)
+        _link(temporary, target)
     finally:
         os.close(fd)
         temporary.unlink(missing_ok=True)
     sync_folder(path)
     return _read_claim(target) == content
+
+
+def _link(temporary: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(temporary)
+    except FileExistsError:
+        pass  # the content decides: a network file system may repeat a call that had succeeded
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        raise Unsupported(
+            "the file system of this volume does not support hard links, which claims require; set node.adopt_mounts=false,"
+            " or move the volume",
+            path=target.parent,
+            reason=error.strerror,
+        ) from error
 
 
 def release(path: Path, volume_id: VolumeId, token: int) -> bool:

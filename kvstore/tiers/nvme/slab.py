@@ -241,6 +241,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
             try:
                 claimed = held + 1 if is_claimed(self._path, held + 1) else held
             except OSError as error:
+                self._counters.add(volumes_metrics.FENCING_CHECKS_FAILED)
                 raise Unavailable("claims of this volume cannot be read", volume_id=self.volume_id, reason=error) from error
             newest = self._published()
             step = next_step(Seen(Owner.SELF, claimed, newest.token, held, held))
@@ -266,6 +267,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         try:
             publish_token(self._path, self._file, self._superblock, self._claim.token)
         except CannotWriteError as error:
+            self._counters.add(volumes_metrics.FENCING_CHECKS_FAILED)
             raise Unavailable("the token of this volume cannot be written", volume_id=self.volume_id, reason=error) from error
         except VolumeAdopted:
             return Step.DROP
@@ -289,7 +291,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
             if not self._owned():
                 return True  # its new owner may remove files
         except KVStoreError as error:
-            _log.warning("volume owner not checked: %s (error=%s)", self.volume_id, error)
+            _limited.warning("volume owner not checked: %s (error=%s)", self.volume_id, error)
         found = all(_is_at(path, file) for path, file in self._places)
         if found or self._gone:
             return found

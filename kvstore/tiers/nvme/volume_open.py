@@ -30,6 +30,7 @@ from kvstore.tiers.nvme.ownership import (
     LOCK_FILE,
     SLAB_FILE,
     Claim,
+    ClaimsMissing,
     Owner,
     Seen,
     Step,
@@ -202,10 +203,7 @@ def _take_over(path: Path, file: SlabFile, current: Superblock, owned: Claim, *,
         if step is Step.OPEN:
             return current
         if step is Step.REFUSE:
-            raise CorruptBlock(
-                "claims of this volume are missing: its superblock has a higher token than any of them",
-                path=path, token=current.token, claimed=owned.token,
-            )  # fmt: skip
+            raise ClaimsMissing(path, current.token)
         if not writable:
             raise Unavailable("the volume must be taken over first, and its file system accepts no writes", path=path)
         if step is Step.PUBLISH:
