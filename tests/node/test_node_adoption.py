@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproto.v1 import common_pb2, metadata_pb2
+from kvstore.core.errors import Conflict, CorruptBlock, Unavailable
 from kvstore.core.types import BlockKey, NodeId, VolumeId
 from kvstore.node.base.volume_guard import VolumeGuard
 from kvstore.node.durability import adoption
@@ -22,8 +23,10 @@ from kvstore.node.loads.locate import pin_stored
 from kvstore.node.state.block_states import DramState
 from kvstore.node.state.model import NodeVolume
 from kvstore.tiers.contract import BlockRecord
-from kvstore.tiers.nvme.ownership import Claim, Owner, claim, claim_in_force
+from kvstore.tiers.nvme.catalog import Catalog
+from kvstore.tiers.nvme.ownership import Claim, ClaimsMissing, Owner, claim, claim_in_force
 from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.superblock import UnknownVersion
 from support.chains import checksums_of, payload_of
 from support.node_harness import MIB, NODE_ID, SHAPE, NodeHarness, volume_id
 from support.wait import wait_until
@@ -72,7 +75,13 @@ class Bed:
         slab.commit(list(zip(slots, records, strict=True)), [])
         slab.close()
 
-    def adopter(self, shared: SharedVolume | None = None, held: NodeVolume | None = None) -> VolumeAdopter:
+    def adopter(
+        self,
+        shared: SharedVolume | None = None,
+        held: NodeVolume | None = None,
+        open_volume: Callable[[SharedVolume], NvmeSlab] | None = None,
+        stopping: threading.Event | None = None,
+    ) -> VolumeAdopter:
         node = self.node
         parts = AdoptionParts(
             node_id=NODE_ID,
@@ -82,21 +91,25 @@ class Bed:
             replica_log=node.log,
             is_away=lambda _owner, _home: self.away,
             may_adopt=lambda: self.open,
-            open_volume=lambda shared: NvmeSlab.open(
-                shared.path,
-                volume_id=shared.volume_id,
-                capacity_bytes=shared.capacity_bytes,
-                node_id=NODE_ID,
-                io_threads=1,
-                counters=node.counters,
-            ),
+            open_volume=open_volume or self.open_volume,
             make_guard=lambda _: None,
             mount=lambda shared: self.mounted.append(shared.volume_id),
             counters=node.counters,
             clock=node.clock,
             registration=self.registered,
+            stopping=stopping or threading.Event(),
         )
         return VolumeAdopter(shared or SharedVolume(THEIRS, self.folder), parts, held)
+
+    def open_volume(self, shared: SharedVolume) -> NvmeSlab:
+        return NvmeSlab.open(
+            shared.path,
+            volume_id=shared.volume_id,
+            capacity_bytes=shared.capacity_bytes,
+            node_id=NODE_ID,
+            io_threads=1,
+            counters=self.node.counters,
+        )
 
     def look_until_absent(self, adopter: VolumeAdopter) -> None:
         """Look every second until the owner has been away for long enough."""
@@ -211,6 +224,47 @@ def test_adopted_volume_is_written_and_evicted_like_own(bed: Bed) -> None:
     bed.node.table.validate()
 
 
+def test_folder_of_another_volume_is_not_claimed(bed: Bed) -> None:
+    """A mount names the wrong folder: a claim there would fence the owner of the volume that it has."""
+    bed.make_theirs(bed.node.keys("theirs", 4))
+    adopter = bed.adopter(SharedVolume(VolumeId("gone/nvme0"), bed.folder))
+    with pytest.raises(Conflict, match="has volume other/nvme0"):
+        bed.look_until_absent(adopter)
+    assert claim_in_force(bed.folder, OTHER) == Claim(0, OTHER)
+
+
+class Waits(threading.Event):
+    """Notes how long a thread waits, and ends it after some waits."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.seconds = most, list[float]()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout or 0.0)
+        return len(self.seconds) >= self.most
+
+
+def test_failed_attempts_are_ever_further_apart(bed: Bed) -> None:
+    """An attempt may read the whole volume."""
+    bed.make_theirs(bed.node.keys("theirs", 4))
+    assert claim(bed.folder, 1, NODE_ID)
+    tries = iter(range(100))
+
+    def failing(shared: SharedVolume) -> NvmeSlab:
+        if next(tries) < 6:
+            raise Unavailable("the file server is away")
+        return bed.open_volume(shared)
+
+    waits = Waits(9)
+    adopter = bed.adopter(open_volume=failing, stopping=waits)
+    adopter.start()
+    adopter.stop(30)
+    assert waits.seconds == [1, 5, 10, 20, 40, 60, 60, 1, 1]
+    assert adopter.adopted
+    assert bed.node.counters.get("adoptions_failed_total") == 6
+
+
 def test_busy_node_does_not_adopt(bed: Bed) -> None:
     bed.make_theirs(bed.node.keys("theirs", 4))
     bed.open = False
@@ -255,6 +309,40 @@ def test_damaged_catalog_is_rebuilt_while_adopting(bed: Bed) -> None:
     assert bed.node.counters.get("adopted_catalogs_rebuilt_total") == 1
 
 
+def test_catalog_damaged_inside_is_rebuilt_while_adopting(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a read of all entries finds the damage."""
+    keys = bed.node.keys("theirs", 12)
+    bed.make_theirs(keys)
+    read = Catalog.entries
+
+    def damaged(catalog: Catalog) -> Iterator[tuple[bytes, bytes]]:
+        is_rebuilt = (bed.folder / "catalog.1.damaged.0").exists()
+        for number, entry in enumerate(read(catalog)):
+            if number == 5 and not is_rebuilt:
+                raise CorruptBlock("the catalog is damaged")
+            yield entry
+
+    monkeypatch.setattr(Catalog, "entries", damaged)
+    bed.look_until_absent(bed.adopter())
+    assert bed.loaded(keys) == 12
+    assert bed.node.counters.get("adopted_catalogs_rebuilt_total") == 1
+    bed.node.table.validate()
+
+
+@pytest.mark.parametrize("error", [UnknownVersion("format version 9"), ClaimsMissing(Path("volume"), 3)], ids=["newer", "claims"])
+def test_volume_that_is_not_damaged_is_not_rebuilt(bed: Bed, monkeypatch: pytest.MonkeyPatch, error: CorruptBlock) -> None:
+    bed.make_theirs(bed.node.keys("theirs", 4))
+
+    def refused(_shared: SharedVolume) -> NvmeSlab:
+        raise error
+
+    monkeypatch.setattr(adoption, "check_volume", lambda *_, **__: pytest.fail("repaired"))
+    adopter = bed.adopter(open_volume=refused)
+    with pytest.raises(type(error)):
+        bed.look_until_absent(adopter)
+    assert not adopter.adopted
+
+
 def test_blocks_known_already_keep_one_durable_replica(bed: Bed) -> None:
     durable, resident, other = bed.node.keys("d", 4), bed.node.keys("r", 4), bed.node.keys("o", 4)
     assert bed.node.store_durably("d", 4) == durable
@@ -272,6 +360,22 @@ def test_blocks_known_already_keep_one_durable_replica(bed: Bed) -> None:
     assert bed.node.counters.get("adopted_blocks_unused_total") == 4
     assert bed.node.table.node_volumes[1].volume.usage().blocks == 8, "doubles are freed, blocks left out are not"
     bed.node.table.validate()
+
+
+def test_copy_on_lost_files_keeps_the_adopted_one(bed: Bed) -> None:
+    """The files of this node's volume were removed: its blocks end with the process, the adopted ones do not."""
+    keys = bed.node.store_durably("c", 4)
+    bed.make_theirs(keys)
+    own = bed.node.volumes[0].volume
+    (bed.node.slabs[0].path / "slab.kv").unlink()
+    assert not own.check_files()
+    bed.look_until_absent(bed.adopter())
+    adopted = bed.node.table.node_volumes[1]
+    adopted.guard.close()
+    adopted.volume.close()
+    again = bed.open_volume(SharedVolume(THEIRS, bed.folder))
+    assert {record.key for _, record in again.recover()} == set(keys)
+    again.close()
 
 
 def test_block_being_loaded_is_adopted_after_the_load(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import grpc
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import Clock
-from kvstore.core.errors import CorruptBlock, KVStoreError
+from kvstore.core.errors import Conflict, CorruptBlock, KVStoreError
 from kvstore.core.types import NodeId, VolumeId
 from kvstore.health import codes
 from kvstore.health.findings import HealthFinding
@@ -41,6 +41,7 @@ from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.rpc.client import call
 from kvstore.tiers.nvme.fsck import check_volume
 from kvstore.tiers.nvme.ownership import (
+    ClaimsMissing,
     Owner,
     Seen,
     Step,
@@ -54,6 +55,7 @@ from kvstore.tiers.nvme.ownership import (
     release,
 )
 from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.superblock import UnknownVersion
 
 log = logging.getLogger(__name__)
 _limited = LimitedLog(log)
@@ -62,7 +64,8 @@ POLL_S: Final = 1.0
 GAP_S: Final = 10.0
 """Observations further apart than this do not prove that the owner was absent in between."""
 RETRY_S: Final = 5.0
-"""Pause after a failure."""
+"""Pause after a failure. It doubles with each further one, because an attempt may read the whole volume."""
+MOST_RETRY_S: Final = 60.0
 DROP_POLL_S: Final = 0.2
 _RPC_TIMEOUT_S: Final = 5.0
 
@@ -228,27 +231,28 @@ class VolumeAdopter:
         shared = self.shared
         try:
             given = release(shared.path, shared.volume_id, self._token)
-        except OSError as error:
+        except (KVStoreError, OSError) as error:
             log.warning("volume not released: %s (error=%s)", shared.volume_id, error)
         else:
             log.info("volume released: %s (token=%d, released=%s)", shared.volume_id, self._token + 1, given)
 
     def _run(self) -> None:
-        pause_s = self._parts.poll_s
+        pause_s, retry_s = self._parts.poll_s, RETRY_S
         while not self._parts.stopping.wait(pause_s):
-            pause_s = self._parts.poll_s
+            pause_s = retry_s
             try:
                 self.look()
+                pause_s, retry_s = self._parts.poll_s, RETRY_S
+                continue
             except VolumeAdopted as error:
                 log.info("volume not adopted: %s", error)
             except (KVStoreError, OSError) as error:
-                pause_s = RETRY_S
                 self._parts.counters.add(volumes_metrics.ADOPTIONS_FAILED)
                 _limited.warning("volume not adopted, trying again: %s (error=%s)", self.shared.volume_id, error)
             except Exception:  # thread edge: the volume would stay without an owner
-                pause_s = RETRY_S
                 self._parts.counters.add(volumes_metrics.ADOPTIONS_FAILED)
                 log.exception("volume not adopted: %s, unexpected error, trying again", self.shared.volume_id)
+            retry_s = min(MOST_RETRY_S, retry_s * 2)
 
     def look(self) -> None:
         """Look at the volume, and do its next step.
@@ -273,16 +277,25 @@ class VolumeAdopter:
             owner = self._timer.judge(found.node_id, away=away, now_s=parts.clock.now_s())
             if owner is Owner.PRESENT:
                 return
-        step = next_step(Seen(owner, found.token, read_superblock(path).token, newest_catalog(path, found.token)))
+        superblock = read_superblock(path)
+        if superblock.volume_id != self.shared.volume_id:  # a claim would fence its owner
+            volume_id = self.shared.volume_id
+            raise Conflict(
+                f"the folder has volume {superblock.volume_id}; correct the path of {volume_id} in node.mounts or node.nvme",
+                path=path,
+            )
+        step = next_step(Seen(owner, found.token, superblock.token, newest_catalog(path, found.token)))
         if step is Step.CLAIM:
-            log.warning(
+            _limited.warning(
                 "adopting volume: %s (owner=%s, absent=%.0f s or more, token=%d)",
                 self.shared.volume_id, found.node_id, parts.after_s, found.token + 1,
             )  # fmt: skip
             if claim(path, found.token + 1, parts.node_id):
                 self._adopt(found.token + 1)
+            else:
+                log.info("volume claimed by another node first: %s (token=%d)", self.shared.volume_id, found.token + 1)
         elif step is Step.REFUSE:
-            raise CorruptBlock("claims of this volume are missing: its superblock has a higher token than any of them", path=path)
+            raise ClaimsMissing(path, superblock.token)
         elif step is not Step.WAIT:
             self._adopt(found.token)
 
@@ -290,17 +303,16 @@ class VolumeAdopter:
     def _adopt(self, token: int) -> None:
         parts, shared = self._parts, self.shared
         began_s = parts.clock.now_s()
-        slab = self._open()
-        node_volume = NodeVolume(slab, folder=slab.path)
-        parts.make_guard(node_volume)
-        residency = parts.table.residency
-        with residency.lock:
-            residency.expect_volume(node_volume)
         try:
-            blocks = recover_while_running(parts.table, node_volume, parts.namespaces, parts.counters)
-        except BaseException:
-            self._drop(node_volume)
-            raise
+            slab, node_volume, blocks = self._recover()
+        except (ClaimsMissing, UnknownVersion):
+            raise  # a repair would only do harm
+        except CorruptBlock as error:  # no operator is there to repair it
+            log.warning("rebuilding catalog from slot headers: %s (reason=%s)", shared.volume_id, error)
+            check_volume(shared.path, repair=True, direct=shared.direct, token=token)
+            parts.counters.add(volumes_metrics.ADOPTED_CATALOGS_REBUILT)
+            slab, node_volume, blocks = self._recover()
+        residency = parts.table.residency
         with residency.lock:
             residency.add_volume(node_volume)
             residency.changed.notify_all()
@@ -318,15 +330,23 @@ class VolumeAdopter:
             shared.volume_id, shared.path, token, blocks, parts.clock.now_s() - began_s,
         )  # fmt: skip
 
-    def _open(self) -> NvmeSlab:
-        """Open the volume. If its catalog is damaged, rebuild it from the slot headers, as no operator is there to do it."""
+    def _recover(self) -> tuple[NvmeSlab, NodeVolume, int]:
+        """Open the volume, and put its blocks into the table. Returns how many there are.
+
+        Raises:
+            CorruptBlock: its catalog is damaged.
+        """
+        parts = self._parts
+        slab = parts.open_volume(self.shared)
+        node_volume = NodeVolume(slab, folder=slab.path)
+        parts.make_guard(node_volume)
+        with parts.table.residency.lock:
+            parts.table.residency.expect_volume(node_volume)
         try:
-            return self._parts.open_volume(self.shared)
-        except CorruptBlock as error:
-            log.warning("rebuilding catalog from slot headers: %s (reason=%s)", self.shared.volume_id, error)
-            check_volume(self.shared.path, repair=True, direct=self.shared.direct)
-            self._parts.counters.add(volumes_metrics.ADOPTED_CATALOGS_REBUILT)
-            return self._parts.open_volume(self.shared)
+            return slab, node_volume, recover_while_running(parts.table, node_volume, parts.namespaces, parts.counters)
+        except BaseException:
+            self._drop(node_volume)
+            raise
 
     # ---- losing
     def _lose(self, node_volume: NodeVolume) -> None:

@@ -147,7 +147,10 @@ class _Attached(Enum):
     DOUBLE = "double"
     """Another volume of this node holds the block."""
     UNUSED = "unused"
-    """DRAM holds other bytes under this key. The slot is left out until the next opening of the volume."""
+    """DRAM holds other bytes under this key, or the files of this node's volume that holds the block are gone.
+
+    The slot is left out until the next opening of the volume.
+    """
 
 
 def recover_while_running(table: BlockTable, node_volume: NodeVolume, namespaces: NamespaceRegistry, counters: Counters) -> int:
@@ -195,6 +198,8 @@ def _attach(table: BlockTable, node_volume: NodeVolume, namespace: NodeNamespace
             return _Attached.BUSY
         if block is None:
             block = residency.blocks[key] = Block(namespace, key, record.parent, record.depth, record.checksums)
+        elif block.nvme_volume is not None and not block.nvme_volume.volume.files_present:
+            return _Attached.UNUSED
         elif block.nvme_volume is not None:
             return _Attached.DOUBLE if block.durable and not block.evicting else _Attached.BUSY
         elif block.namespace is not namespace or block.checksums != record.checksums or block.durable_remotely:
