@@ -159,8 +159,8 @@ def test_pd_shutdown_closes_each_part_despite_errors() -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     connector: Any = object.__new__(KVStorePDConnector)
-    connector._sender, connector._receiver, connector._worker, connector._scheduler = map(Part, ("s", "r", "w", "d"))
-    connector._restore_allocator = connector._observer = None
+    parts = {"_sender": Part("s"), "_receiver": Part("r"), "_worker": Part("w"), "_scheduler": Part("d")}
+    vars(connector).update(parts, _restore_allocator=None, _observer=None)
     with pytest.raises(RuntimeError, match="CUDA"):
         connector.shutdown()
     assert ended == ["s", "r", "w", "d"]
