@@ -11,7 +11,7 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-from kvstore.recompute.load_estimate import JUMP, LoadLine
+from kvstore.recompute.load_estimate import CHANGED, LoadLine, changed_loads
 
 WINDOW = 9
 """Priced loads that correct the next price."""
@@ -50,21 +50,26 @@ class PriceCorrection:
     """How measured loads relate to their prices.
 
     Loads that take less than their price make later prices cheaper by a factor. Loads that take more cost a fixed time more: the
-    time that a load takes besides reading. A load that differs from its corrected price by more than ``JUMP`` replaces all
-    earlier ones, so one load is enough to learn that prices have become wrong.
+    time that a load takes besides reading. Loads that show that prices have become wrong (``changed_loads``) replace all
+    earlier ones: one is enough if prices are wrong by a large factor.
     """
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._factors: deque[float] = deque(maxlen=len(CHANGED))
+        """Times of the last loads in relation to their corrected prices, since prices have become wrong."""
         self._factor, self._extra_s = 1.0, 0.0
 
     def record(self, price_s: float, seconds: float) -> None:
         """Record a measured load. Samples without price or time are ignored."""
         if not 0 < price_s < math.inf or not 0 < seconds < math.inf:
             return
-        if self._samples and not 1 / JUMP <= seconds / self.seconds(price_s) <= JUMP:
-            self._samples.clear()
+        if self._samples:
+            self._factors.append(seconds / self.seconds(price_s))
         self._samples.append((price_s, seconds))
+        if loads := changed_loads(self._factors):
+            self._samples = deque(list(self._samples)[-loads:], WINDOW)
+            self._factors.clear()
         self._factor = min(1.0, median(taken / price for price, taken in self._samples))
         self._extra_s = max(0.0, median(taken - self._factor * price for price, taken in self._samples))
 
