@@ -3,8 +3,12 @@
 Simulation: engines serve prompts of 1k to 64k tokens of an 8B model. The mean times of their steps and loads are known, and
 samples of them have noise. Each engine has a link of another speed, over three orders of magnitude. The first half of a
 prefix may be in DRAM and the rest beyond the link. Verdicts see only noisy samples of the steps and loads that followed from
-them. The offline best is the fastest of loading all, computing all and any cut, by the true means. Regret is the true mean
-time of a verdict's choice over the best, less 1. The first requests of each engine warm its estimates up and are not counted.
+them. In one figure, some samples stall. The offline best is the fastest of loading all, computing all and any cut, by the true
+means. Regret is the true mean time of a verdict's choice over the best, less 1. The first requests of each engine warm its
+estimates up and are not counted.
+
+Recorded: the loads of ``load_samples.json`` are predicted in their order. They were recorded by the part below, while tests kept
+both processors of the machine busy, so some loads stall. All versions of the estimate see the same samples.
 
 Prediction: chains of different length are loaded from DRAM and from NVMe, and each load is predicted before it is made. The peer
 is the plain prediction: bytes at the mean rate of all earlier loads. The limit is the best line through the round's loads, drawn
@@ -13,6 +17,7 @@ afterwards: its error is the noise of the machine.
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import statistics
@@ -30,6 +35,7 @@ from kvstore.core.types import Tier
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.recompute.decisions import LoadDecisions, Segment
 from kvstore.recompute.fit import fit
+from kvstore.recompute.load_estimate import SourceEstimate
 from kvstore.recompute.prefill_estimate import pairs
 from kvstore.recompute.verdict import Choice
 from rig import OPTIONS, Chains, NodeControl, cluster, found, loaded, space_for, spec, stored
@@ -40,6 +46,10 @@ BLOCK_BYTES = BLOCK_TOKENS * 128 * 1024
 STEP_TOKENS = 8_192
 NOISE = 0.1
 """Standard deviation of the logarithm of a sample."""
+STALL = 3.0, 12.0
+"""Bounds of the factor by which a sample that stalls takes longer."""
+STALLS = 0.05
+"""Share of samples that stall, in the part of the simulation with stalls."""
 WARM_UP = 8
 """Requests of an engine that are not counted."""
 SLOWEST, FASTEST = 50e6, 50e9
@@ -78,14 +88,16 @@ class World:
 class Engine:
     """An engine that follows verdicts and reports noisy samples."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: int, stalls: float = 0.0) -> None:
         self.world = world
+        self._stalls = stalls
         self.decisions = LoadDecisions(BLOCK_TOKENS, BLOCK_BYTES, step_tokens=STEP_TOKENS)
         self._random = random.Random(seed)
 
     def noisy(self, seconds: float) -> float:
         """Return a sample."""
-        return seconds * self._random.lognormvariate(0, NOISE)
+        stalled = self._random.uniform(*STALL) if self._stalls and self._random.random() < self._stalls else 1.0
+        return seconds * stalled * self._random.lognormvariate(0, NOISE)
 
     def serve(self) -> tuple[float, float, float, bool] | None:
         """Serve one request.
@@ -119,11 +131,11 @@ class Engine:
             cached += step
 
 
-def simulate(seed: int, links: int, requests: int) -> list[tuple[float, float, float, bool]]:
+def simulate(seed: int, links: int, requests: int, stalls: float = 0.0) -> list[tuple[float, float, float, bool]]:
     """Serve requests over links of all speeds."""
     outcomes = []
     for link in range(links):
-        engine = Engine(World(SLOWEST * (FASTEST / SLOWEST) ** (link / (links - 1))), seed * links + link)
+        engine = Engine(World(SLOWEST * (FASTEST / SLOWEST) ** (link / (links - 1))), seed * links + link, stalls)
         outcomes += [one for one in [engine.serve() for _ in range(requests)][WARM_UP:] if one is not None]
     return outcomes
 
@@ -254,10 +266,67 @@ def keep_errors(options: Options, tier: Tier, rounds: Sequence[Errors], sizes: d
         )
 
 
+def regret_of_stalls(options: Options) -> None:
+    """Record the regret of verdicts if some samples stall. The limit is the regret of the same requests without stalls."""
+    links, requests = options.pick(full=(31, 60), quick=(11, 40), smoke=(5, 15))
+    means: dict[float, list[float]] = {
+        stalls: [
+            float(np.mean([one[0] for one in simulate(options.seed + count, links, requests, stalls)])) * 100
+            for count in range(options.repetitions)
+        ]
+        for stalls in (0.0, STALLS)
+    }
+    sizes: dict[str, Parameter] = {"links": links, "requests": requests, "noise": NOISE, "stalls": STALLS, "tokens": "1k-64k"}
+    options.keep(
+        Figure("verdict_regret_stalls", "Regret of verdicts, mean, 5 % of samples stall", sizes, "%", lower_is_better=True),
+        means[STALLS],
+        limit=Reference("without stalls", means[0.0]),
+        target=Target("value", 5.0),
+    )
+
+
+def recorded(options: Options) -> None:
+    """Record the error of predictions of recorded loads."""
+    samples = json.loads((Path(__file__).parent / "load_samples.json").read_text())
+    for tier, rounds in samples.items():
+        ours: dict[int, list[float]] = {50: [], 95: []}
+        afterwards: dict[int, list[float]] = {50: [], 95: []}
+        estimate = SourceEstimate()
+        for size, seconds in rounds[0][:5]:
+            estimate.record(size, seconds)
+        for loads in rounds:
+            missed = []
+            for size, seconds in loads:
+                line = estimate.line()
+                missed.append(abs((line.fixed_s + size * line.per_byte_s) / seconds - 1) * 100)
+                estimate.record(size, seconds)
+            rows = [(1 / seconds, size / seconds) for size, seconds in loads]
+            best = fit(rows, [1.0] * len(rows), (0.0, 0.0))
+            least = [abs(best[0] * one + best[1] * per - 1) * 100 for one, per in rows]
+            for share in ours:
+                ours[share].append(float(np.percentile(missed, share)))
+                afterwards[share].append(float(np.percentile(least, share)))
+        for share, bound in ((50, 10.0), (95, 30.0)):
+            options.keep(
+                Figure(
+                    f"load_prediction_recorded_{tier.lower()}_p{share}",
+                    f"Error of predicted load times, recorded loads from {tier}, p{share}",
+                    {"loads": len(rounds[0]), "rounds": len(rounds)},
+                    "%",
+                    lower_is_better=True,
+                ),
+                ours[share],
+                limit=Reference("the best line, drawn afterwards", afterwards[share]),
+                target=Target("value", bound),
+            )
+
+
 def main() -> None:
     """Measure regret and predictions."""
     options = harness.options("load_choice", __doc__)
     regret(options)
+    regret_of_stalls(options)
+    recorded(options)
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))
     try:
         for tier in (Tier.DRAM, Tier.NVME):

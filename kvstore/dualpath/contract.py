@@ -182,6 +182,18 @@ class LoadPlan(NamedTuple):
     reasons: Reasons
 
 
+class LoadPrice(NamedTuple):
+    """Predicted time of a load that is not planned yet.
+
+    Attributes:
+        first_seconds: time until one block has arrived, if only that is planned: mostly the wait behind queued reads.
+        seconds: time until all blocks have arrived.
+    """
+
+    first_seconds: float
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class PlanUnderWay:
     """A plan whose load has not ended, for operators.

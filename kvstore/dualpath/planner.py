@@ -18,12 +18,14 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, NotFound, Unavailable
 from kvstore.dualpath.contract import (
     LoadPlan,
+    LoadPrice,
     NodeState,
     PlanPart,
     PlanPolicy,
@@ -199,9 +201,7 @@ class Planner:
         if not life_s >= 0:
             raise InvalidArgument("life_s must be at least 0", life_s=life_s)
         self._check_space(1)
-        if self.relays and not request.relays:
-            pair = {request.prefill_node, request.decode_node or request.prefill_node}
-            request = request.with_relays(tuple(self.queues.idlest(self.relays, now, pair)))
+        request = self._with_relays(request, now)
         plan_id = self._draw()
         while plan_id in self._live:
             plan_id = self._draw()
@@ -214,6 +214,21 @@ class Planner:
         self._schedule_check(plan_id, live)
         self.counters.plans += 1
         return answer
+
+    def price(self, request: PlanRequest, now: float) -> LoadPrice:
+        """Return how long a load would take if it were planned now. Changes nothing.
+
+        Raises:
+            Unavailable: no living candidate.
+        """
+        request = self._with_relays(request, now)
+        usable, excluded, prefill = self._candidates(request, frozenset(), now)
+        policy = copy(self.policy)  # a turn of ``round_robin`` is not taken
+        seconds = [
+            self._share(policy, replace(request, blocks=blocks), usable, excluded, prefill)[1]
+            for blocks in (min(1, request.blocks), request.blocks)
+        ]
+        return LoadPrice(*seconds)
 
     def progress(self, plan_id: int, part: int, blocks_done: int, now: float) -> bool:
         """Record how many blocks of a part have arrived in total, so that a lost or repeated report does no harm.
@@ -384,32 +399,55 @@ class Planner:
             if charge is not None and charge.blocks:
                 self.queues.credit(charge, charge.blocks, now, moved=False)
 
-    def _decide(self, plan_id: int, live: _Live, missing: Sequence[Span], now: float) -> LoadPlan:
-        """Let the policy assign the missing blocks to nodes, charge them, and record the reasons."""
-        request = live.request
-        blocks = sum([count for _, count in missing])
+    def _with_relays(self, request: PlanRequest, now: float) -> PlanRequest:
+        """Offer the idlest nodes as relays to a request that names none."""
+        if not self.relays or request.relays:
+            return request
+        pair = {request.prefill_node, request.decode_node or request.prefill_node}
+        return request.with_relays(tuple(self.queues.idlest(self.relays, now, pair)))
+
+    def _candidates(
+        self, request: PlanRequest, failed: frozenset[str], now: float
+    ) -> tuple[list[tuple[NodeState, ReadSide]], list[str], NodeState | None]:
+        """Return the nodes that may read, those that may not, and the prefill node: all forwarded bytes use its CNIC."""
         usable: list[tuple[NodeState, ReadSide]] = []
         excluded = []
-        prefill = None  # even if it may not read: all forwarded bytes use its CNIC
+        prefill = None
         for node, side in request.candidates():
             state = self.queues.state(node, now)
             if side is ReadSide.PREFILL:
                 prefill = state
-            if state is None or not state.alive or node in live.failed:
+            if state is None or not state.alive or node in failed:
                 excluded.append(node)
             else:
                 usable.append((state, side))
-        shares: Sequence[Share] = ()
-        predicted = 0.0
-        if blocks:
-            if not usable:
-                raise Unavailable("no node can read", request=request.request_id, excluded=",".join(excluded))
-            remaining = request if blocks == request.blocks else replace(request, blocks=blocks)
-            shares = live.policy.choose(remaining, usable, prefill)
-            states = {state.node: state for state, _ in usable}
-            predicted = finish_seconds(
-                [(states[node], side, count * request.block_bytes) for node, side, count in shares], prefill
-            )
+        return usable, excluded, prefill
+
+    @staticmethod
+    def _share(
+        policy: PlanPolicy,
+        request: PlanRequest,
+        usable: Sequence[tuple[NodeState, ReadSide]],
+        excluded: Sequence[str],
+        prefill: NodeState | None,
+    ) -> tuple[Sequence[Share], float]:
+        """Let a policy divide a request, and return the shares and the predicted seconds."""
+        if not request.blocks:
+            return (), 0.0
+        if not usable:
+            raise Unavailable("no node can read", request=request.request_id, excluded=",".join(excluded))
+        shares = policy.choose(request, usable, prefill)
+        states = {state.node: state for state, _ in usable}
+        seconds = finish_seconds([(states[node], side, count * request.block_bytes) for node, side, count in shares], prefill)
+        return shares, seconds
+
+    def _decide(self, plan_id: int, live: _Live, missing: Sequence[Span], now: float) -> LoadPlan:
+        """Let the policy assign the missing blocks to nodes, charge them, and record the reasons."""
+        request = live.request
+        blocks = sum([count for _, count in missing])
+        usable, excluded, prefill = self._candidates(request, live.failed, now)
+        remaining = request if blocks == request.blocks else replace(request, blocks=blocks)
+        shares, predicted = self._share(live.policy, remaining, usable, excluded, prefill)
         parts = parts_of(shares, missing, len(live.parts))
         for part in parts:
             sink = None if part.side is ReadSide.PREFILL else request.prefill_node

@@ -278,6 +278,9 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
     async def PlanLoad(self, request: pb.PlanLoadRequest, context: object) -> pb.LoadPlan:
         return self._parts.planner.plan(request)
 
+    async def PriceLoad(self, request: pb.PlanLoadRequest, context: object) -> pb.LoadPrice:
+        return self._parts.planner.price(request)
+
     async def ReportLoads(self, request: pb.ReportLoadsRequest, context: object) -> pb.ReportLoadsResponse:
         return self._parts.planner.report(request)
 

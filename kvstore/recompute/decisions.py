@@ -11,18 +11,23 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple
 
-from kvstore.recompute.load_estimate import LoadEstimates, LoadLine
+from kvstore.recompute.link_price import LinkPrice, PriceCorrection
+from kvstore.recompute.load_estimate import LoadEstimates
 from kvstore.recompute.prefill_estimate import PrefillEstimate
 from kvstore.recompute.verdict import Choice, FoundPrefix, LoadVerdict, Overlap, Piece, judge
 
 PROBE_SHARE = 0.02
 """Share of the time of verdicts against loading that may be spent on probes."""
 
-
 DELAYS = 9
 """Loads whose delays give the estimate of the next one."""
+
+
+_LEAST_SHARE = 0.3
+"""Share of the time of a load that its priced source explains at least."""
 
 
 class Segment(NamedTuple):
@@ -63,6 +68,7 @@ class LoadDecisions:
         """Time that probes may take."""
         self._delays_s: deque[float] = deque(maxlen=DELAYS)
         self.loads = LoadEstimates()
+        self.prices = PriceCorrection()
         self.prefill = PrefillEstimate(step_tokens)
 
     def load_ended(self, sources: Mapping[Hashable, int], seconds: float) -> None:
@@ -74,6 +80,18 @@ class LoadDecisions:
         expected = self.loads.seconds(sources)
         if expected is None or seconds >= expected:
             self.loads.record(sources, seconds)
+
+    def priced_load_ended(self, source: Hashable, price_s: float, sources: Mapping[Hashable, int], seconds: float) -> None:
+        """Record a load, also one that failed, of which one source had a price from the planner.
+
+        Args:
+            source: the source with the price.
+            price_s: the price of the blocks that were to be loaded from it.
+            sources: bytes by source.
+            seconds: duration.
+        """
+        others = {other: nbytes for other, nbytes in sources.items() if other != source}
+        self.prices.record(price_s, max(seconds - (self.loads.seconds(others) or 0.0), seconds * _LEAST_SHARE))
 
     def load_noticed(self, delay_s: float) -> None:
         """Record how much longer than the load itself it took until the engine could go on with a request."""
@@ -88,22 +106,26 @@ class LoadDecisions:
         """Record a step: by request, the cached and the new tokens, and the duration."""
         self.prefill.record(chunks, seconds)
 
-    def decide(self, segments: Sequence[Segment], cached: int, tokens: int) -> LoadVerdict | None:
+    def decide(
+        self,
+        segments: Sequence[Segment],
+        cached: int,
+        tokens: int,
+        prices: Mapping[Hashable, LinkPrice] = MappingProxyType({}),
+    ) -> LoadVerdict | None:
         """Return the verdict on a request; None: too little was measured, so its blocks should be loaded.
 
         Args:
             segments: the found blocks beyond the cached ones.
             cached: tokens that the engine has.
             tokens: all tokens of the request.
+            prices: of sources that the planner has priced; the durations of earlier loads then do not count.
         """
-        lines = [self.loads.line(segment.source) for segment in segments]
-        if not self.prefill.is_known or not any(lines):
+        found = [self._piece(segment, prices.get(segment.source)) for segment in segments]
+        if not self.prefill.is_known or not any(found):
             return None
-        pieces, delay_s = [], self.delay_s
-        for segment, line in zip(segments, lines, strict=True):
-            if line is None:  # tried as if it were fast, and measured by that
-                line = LoadLine(0.0, 0.0)
-            pieces.append(Piece(segment.blocks, line.fixed_s + delay_s, line.per_byte_s * self.block_bytes))
+        # a source without estimate is tried as if it were fast, and measured by that
+        pieces = [piece or Piece(segment.blocks, self.delay_s, 0.0) for piece, segment in zip(found, segments, strict=True)]
         prompt = FoundPrefix(pieces, self._block_tokens, cached, tokens)
         verdict = judge(
             prompt,
@@ -121,3 +143,13 @@ class LoadDecisions:
             return verdict
         self._probe_s = 0.0
         return replace(verdict, choice=Choice.PROBE, blocks=blocks, load_s=load_s)
+
+    def _piece(self, segment: Segment, price: LinkPrice | None) -> Piece | None:
+        """Return the time to load a segment; None: nothing is known about its source."""
+        if price is not None:
+            fixed_s, block_s = self.prices.line(price)
+        elif (line := self.loads.line(segment.source)) is not None:
+            fixed_s, block_s = line.fixed_s, line.per_byte_s * self.block_bytes
+        else:
+            return None
+        return Piece(segment.blocks, fixed_s + self.delay_s, block_s)

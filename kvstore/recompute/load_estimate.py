@@ -1,8 +1,8 @@
 """Load times by source, estimated from measured loads: a fixed cost, and bytes at a rate.
 
-A source is a tier of a node. Recent loads count more than old ones. A load that took much longer, or much shorter, than estimated
-scales all earlier samples by the same factor: so one load is enough to learn that a link has become slow or fast again, and the
-earlier samples still say how the fixed cost and the rate relate. A smaller change must be seen twice: a single load may stall.
+A source is a tier of a node. Recent loads count more than old ones. If a source has become slower or faster, all earlier samples
+are scaled by the same factor, so they still say how the fixed cost and the rate relate. A load that stalls looks like a change.
+So the smaller the factor, the more loads in a row must show it (``CHANGED``): one load is enough if the link is 100 times slower.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ WINDOW = 16
 """Samples kept per source."""
 AGEING = 0.85
 """Weight of a sample in relation to the next one."""
-JUMP = 4.0
-"""A source has changed if a load differs from the estimate by more than this factor."""
-SHIFT = 1.6
-"""A source has changed if two loads in a row differ from the estimate by more than this factor, in the same direction."""
+CHANGED = (16.0, 4.0, 2.5, 1.6)
+"""A source has changed if the last load differs from its estimate by more than the first factor, or the last two loads by more
+than the second one, and so on, all in the same direction."""
 EXPLAINED = 1.3
 """A source has not changed if a line through all samples differs from the load by less: then only its size was new."""
 MOST_SOURCES = 256
@@ -42,40 +41,50 @@ class LoadLine(NamedTuple):
 class SourceEstimate:
     """Estimate of one source."""
 
-    __slots__ = ("_factor", "_line", "_samples")
+    __slots__ = ("_factors", "_line", "_samples")
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._line: LoadLine | None = None
-        self._factor = 1.0
-        """Time of the last load in relation to its estimate."""
+        self._factors: deque[float] = deque(maxlen=len(CHANGED))
+        """Times of the last loads in relation to their estimates, since the source has changed."""
 
     def record(self, nbytes: int, seconds: float) -> None:
         """Record a measured load. Samples without bytes or time are ignored."""
         if nbytes <= 0 or not 0 < seconds < math.inf:
             return
-        kept, before = self._samples.copy(), self._factor
-        if kept:
+        if self._samples:
             line = self.line()
-            self._factor = seconds / (line.fixed_s + nbytes * line.per_byte_s)
+            self._factors.append(seconds / (line.fixed_s + nbytes * line.per_byte_s))
         self._samples.append((nbytes, seconds))
         self._line = None
-        if kept and self._has_changed(before) and not _agrees(self.line(), nbytes, seconds):
-            scaled = [(size, taken * self._factor) for size, taken in kept]
-            self._samples = deque([*scaled, (nbytes, seconds)], WINDOW)
-            self._line, self._factor = None, 1.0
-
-    def _has_changed(self, before: float) -> bool:
-        """Whether the last load, or the last two, took so much longer or shorter that the source has changed."""
-        slower, slower_before = (max(one, 1 / one) if one > 0 else 1.0 for one in (self._factor, before))
-        twice = slower_before > SHIFT and (self._factor > 1) == (before > 1)
-        return slower > JUMP or (slower > SHIFT and twice)
+        loads = changed_loads(self._factors)
+        if loads and not _agrees(self.line(), nbytes, seconds):
+            factor = math.prod(list(self._factors)[-loads:]) ** (1 / loads)
+            before = len(self._samples) - loads
+            scaled = [(size, taken * factor if at < before else taken) for at, (size, taken) in enumerate(self._samples)]
+            self._samples = deque(scaled, WINDOW)
+            self._line = None
+            self._factors.clear()
 
     def line(self) -> LoadLine:
         """Return the estimate. At least one load must have been recorded."""
         if self._line is None:
             self._line = _line_of(self._samples)
         return self._line
+
+
+def changed_loads(factors: Sequence[float]) -> int:
+    """Return how many of the last loads show that their source has changed; 0: it has not.
+
+    Args:
+        factors: times of loads in relation to their estimates, the last one at the end.
+    """
+    for loads, bound in enumerate(CHANGED, 1):
+        last = list(factors)[-loads:]
+        if len(last) == loads and (min(last) > bound or max(last) < 1 / bound):
+            return loads
+    return 0
 
 
 def _line_of(samples: Sequence[tuple[int, float]]) -> LoadLine:

@@ -35,7 +35,7 @@ class Shelf:
         self.open: list[tuple[Future[PrefixMatch], RequestKeys, Sequence[int], int]] = []
         self.closed = False
 
-    def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Future[PrefixMatch]:
+    def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int, query: object = None) -> Future[PrefixMatch]:
         self.open.append((Future(), keys, tokens, blocks))
         future = self.open[-1][0]
         if self.at_once:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,31 +15,41 @@ from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import LoadSample, StepPlan, WorkerOutput
 from kvclient.engines.vllm.scheduler import verdicts as verdicts_module
+from kvclient.engines.vllm.scheduler.load_prices import PriceQuery, QuotedPrice
 from kvclient.engines.vllm.scheduler.prefix_lookup import PrefixMatch
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
-from kvclient.engines.vllm.scheduler.verdicts import Verdicts
+from kvclient.engines.vllm.scheduler.verdicts import PRICE_VALID_S, Verdicts
+from kvclient.load.prediction import STORAGE_LINKS
 from kvstore.core.types import NodeId, VolumeId
 from kvstore.recompute.decisions import LoadDecisions
+from kvstore.recompute.link_price import LinkPrice
 
 BLOCK_BYTES = 1000
 NODE = NodeRef(NodeId("n"), "c", "d")
+OTHER = NodeRef(NodeId("s"), "c", "d")
 DRAM, NVME = ("n", Tier.DRAM), ("n", Tier.NVME)
 PROMPT = 16 * BLOCK
 
 
 class Shelf:
-    """A store that holds the first blocks of every prompt in DRAM, and the next ones on NVMe."""
+    """A store that holds the first blocks of every prompt in DRAM, and the next ones on NVMe, also of another node."""
 
-    def __init__(self, dram: int, nvme: int = 0) -> None:
+    def __init__(self, dram: int, nvme: int = 0, node: NodeRef = NODE) -> None:
         self.chain = KeyChain(SPEC)
         self.runs = [(0, dram, Tier.DRAM), (dram, nvme, Tier.NVME)]
+        self.node = node
+        self.queries: list[PriceQuery | None] = []
+        self.price: QuotedPrice | None = None
+        """The planner's answer."""
 
-    def begin(self, keys: Any, tokens: Any, blocks: int) -> Future[PrefixMatch]:
+    def begin(self, keys: Any, tokens: Any, blocks: int, query: PriceQuery | None = None) -> Future[PrefixMatch]:
+        self.queries.append(query)
         wanted = keys.upto(tokens, blocks)
-        runs = tuple(Run(start, count, NODE, tier, VolumeId(tier.name)) for start, count, tier in self.runs if count)
+        runs = tuple(Run(start, count, self.node, tier, VolumeId(tier.name)) for start, count, tier in self.runs if count)
         hit = sum(run.count for run in runs)
         future: Future[PrefixMatch] = Future()
-        future.set_result(PrefixMatch(hit, [{b"n" * 16: Lookup(wanted, hit, runs)}]))
+        match = PrefixMatch(hit, [{b"n" * 16: Lookup(wanted, hit, runs)}], self.price if query is not None else None)
+        future.set_result(match)
         return future
 
     def close(self) -> None:
@@ -66,7 +77,7 @@ def side(shelf: Shelf, **options: Any) -> SchedulerConnector:
     made = SchedulerConnector(ConnectorOptions(lookup_wait_ms=0.0, **options), GroupBlocks([BLOCK]), counters=ConnectorCounters())
     made.connect(shelf, 0, "")  # type: ignore[arg-type]
     decisions = LoadDecisions(BLOCK, BLOCK_BYTES, step_tokens=1024, least_tokens=options.get("min_load_tokens", 0))
-    made.use_verdicts(Verdicts(decisions, made.counters))
+    made.use_verdicts(Verdicts(decisions, made.counters, asks_planner=True))
     return made
 
 
@@ -85,7 +96,7 @@ def load(made: SchedulerConnector, name: str, tokens: int = PROMPT) -> int:
 
 def ended(made: SchedulerConnector, name: str, seconds: float, **sources: int) -> None:
     """A load ended; its bytes by tier."""
-    sizes = {("n", Tier[tier]): count for tier, count in sources.items()}
+    sizes: dict[Hashable, int] = {STORAGE_LINKS if tier == "LINKS" else ("n", Tier[tier]): sources[tier] for tier in sources}
     made.on_worker_output(WorkerOutput(loads={name: LoadSample(dict(sizes), seconds, layerwise=False, own_node="n")}))
 
 
@@ -166,6 +177,52 @@ def test_verdict_failed_load_that_hung_counts(clock: Clock) -> None:
     assert load(made, "b") == 8 * BLOCK
     ended(made, "b", 10.0)
     assert load(made, "c") == 0
+
+
+def beyond(clock: Clock, **options: Any) -> tuple[SchedulerConnector, Shelf]:
+    """The scheduler's half after one fast load of blocks that only another host's storage has."""
+    shelf = Shelf(0, 8, OTHER)
+    made = side(shelf, **options)
+    steps(made, clock, 1e-3)
+    assert load(made, "first") == 8 * BLOCK
+    assert shelf.queries[-1] is None, "the workers' node is not known yet"
+    ended(made, "first", 1e-3, LINKS=8 * BLOCK_BYTES)
+    return made, shelf
+
+
+def test_verdict_follows_the_planners_queues(clock: Clock) -> None:
+    made, shelf = beyond(clock)
+    shelf.price = QuotedPrice(LinkPrice(10.0, 10.001, 8), clock.now_s)
+    assert load(made, "queue is long") == 0
+    assert shelf.queries[-1] == PriceQuery("n", None)
+    shelf.price = QuotedPrice(LinkPrice(1e-4, 1e-3, 8), clock.now_s)
+    assert load(made, "queue is empty") == 8 * BLOCK
+    assert made.counters.totals()["verdicts_priced"] == 2
+
+
+def test_verdict_without_price_uses_measured_loads(clock: Clock) -> None:
+    made, shelf = beyond(clock)
+    shelf.price = QuotedPrice(LinkPrice(10.0, 10.001, 8), clock.now_s - PRICE_VALID_S - 1)
+    assert load(made, "old price") == 8 * BLOCK
+    shelf.price = None
+    assert load(made, "no price") == 8 * BLOCK
+    assert "verdicts_priced" not in made.counters.totals()
+
+
+def test_verdict_wrong_prices_are_corrected_by_one_load(clock: Clock) -> None:
+    made, shelf = beyond(clock)
+    shelf.price = QuotedPrice(LinkPrice(1e-4, 1e-3, 8), clock.now_s)
+    assert load(made, "a") == 8 * BLOCK
+    ended(made, "a", 10.0, LINKS=8 * BLOCK_BYTES)
+    assert load(made, "b") == 0
+
+
+def test_verdict_hung_link_corrects_the_price(clock: Clock) -> None:
+    made, shelf = beyond(clock)
+    shelf.price = QuotedPrice(LinkPrice(1e-4, 1e-3, 8), clock.now_s)
+    assert load(made, "a") == 8 * BLOCK
+    ended(made, "a", 10.0)
+    assert load(made, "b") == 0
 
 
 def test_steps_are_timed_from_the_output_before(clock: Clock) -> None:

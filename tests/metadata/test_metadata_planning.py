@@ -71,6 +71,10 @@ async def plan(peer: Peer, request: pb.PlanLoadRequest) -> pb.LoadPlan:
     return await call_aio(peer.stub.PlanLoad, request, TIMEOUT_S)
 
 
+async def price(peer: Peer, request: pb.PlanLoadRequest) -> pb.LoadPrice:
+    return await call_aio(peer.stub.PriceLoad, request, TIMEOUT_S)
+
+
 async def report(peer: Peer, *loads: pb.LoadReport) -> list[int]:
     return list((await call_aio(peer.stub.ReportLoads, pb.ReportLoadsRequest(loads=loads), TIMEOUT_S)).forgotten)
 
@@ -103,6 +107,38 @@ async def test_plan_covers_each_block_once(running: Running) -> None:
     answer = await plan(p, asked(relays=False))
     assert {part.node_id for part in answer.parts} == {"p", "d"}
     assert (await plan(p, asked(policy="oracle"))).parts == []
+
+
+async def test_price_is_that_of_the_plan_and_changes_nothing(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    for policy in ("prefill_only", "round_robin", "split"):
+        quoted = [await price(p, asked(policy=policy)) for _ in range(3)]
+        assert {one.seconds for one in quoted} == {quoted[0].seconds}
+        assert 0 < quoted[0].first_seconds < quoted[0].seconds
+        made = await plan(p, asked(policy=policy))
+        assert made.predicted_seconds == pytest.approx(quoted[0].seconds), policy
+        await report(p, pb.LoadReport(plan_id=made.plan_id, finished=True))
+        assert await pending(p) == 0
+
+
+async def test_price_grows_with_the_queue_of_other_loads(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    idle = await price(p, asked(relays=False))
+    other = await plan(p, asked(5000, relays=False))
+    busy = await price(p, asked(relays=False))
+    assert busy.first_seconds > idle.first_seconds + 1.0
+    assert busy.seconds - busy.first_seconds == pytest.approx(idle.seconds - idle.first_seconds, rel=0.1)
+    await report(p, pb.LoadReport(plan_id=other.plan_id, finished=True))
+    assert (await price(p, asked(relays=False))).seconds == pytest.approx(idle.seconds)
+
+
+async def test_price_of_nothing_and_of_no_node(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    assert (await price(p, asked(0))).seconds == 0
+    with pytest.raises(Unavailable):
+        await price(p, asked(prefill_node="unknown", decode_node="", relays=False))
+    with pytest.raises(InvalidArgument):
+        await price(p, asked(prefill_node=""))
 
 
 async def test_plan_without_live_nodes_is_unavailable(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
-from kvclient.load.paths import Plan, PlannedPart, plan_from_proto, replan_from_proto
+from kvclient.load.paths import Paths, Plan, PlannedPart, plan_from_proto, replan_from_proto
 from kvclient.load.plan_progress import PlanProgressReporter
 from kvclient.options import ClientOptions
 from kvclient.results import HeadLookup, Lookup, NodeRef, Run
@@ -26,6 +26,7 @@ from kvstore.core.types import NodeId, Tier, VolumeId
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
+from kvstore.recompute.link_price import LinkPrice
 from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call
 from kvstore.rpc.codec import spec_from_proto, spec_to_proto, tier_from_proto
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
@@ -244,6 +245,26 @@ class MetadataClient:
             budget_ms=int(budget_s * 1000),
         )
         return plan_from_proto(self._call(self._stub.PlanLoad, request, min(budget_s, _PLAN_TIMEOUT_S)), blocks)
+
+    def price_load(
+        self, prefill_node: str, paths: Paths, blocks: int, block_bytes: int, block_tokens: int, timeout_s: float
+    ) -> LinkPrice:
+        """Return how long a load would take if it were planned now, by the queues of all storage links. Nothing is planned.
+
+        Raises:
+            KVStoreError: the server does not answer, knows no node that could read, or is older than this call.
+        """
+        request = metadata_pb2.PlanLoadRequest(
+            policy=paths.policy or "",
+            prefill_node=prefill_node,
+            decode_node=paths.decode_node or "",
+            relays=paths.relays,
+            blocks=blocks,
+            block_bytes=block_bytes,
+            block_tokens=block_tokens,
+        )
+        answer = self._call(self._stub.PriceLoad, request, timeout_s, NO_RETRY)
+        return LinkPrice(answer.first_seconds, answer.seconds, blocks)
 
     def replan_load(self, plan: Plan, part: PlannedPart, arrived: Sequence[tuple[int, int]], why: str, budget_s: float) -> Plan:
         """Return a plan for the blocks that a failed part has not brought.

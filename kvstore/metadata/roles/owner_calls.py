@@ -41,7 +41,15 @@ limited = LimitedLog(logging.getLogger(__name__))
 
 FORWARDED_BY: Final = "kv-forwarded-by"
 """Metadata key of a forwarded call: the id of the server that forwarded it."""
-PLANNING_METHODS: Final = ("PlanLoad", "ReportLoads", "ReplanLoad", "ReportEngines", "AssignRequest", "CancelRequest")
+PLANNING_METHODS: Final = (
+    "PlanLoad",
+    "PriceLoad",
+    "ReportLoads",
+    "ReplanLoad",
+    "ReportEngines",
+    "AssignRequest",
+    "CancelRequest",
+)
 """Methods of the service Metadata that the owner answers."""
 PLANNING_ADMIN_METHODS: Final = ("DescribePlanning",)
 """Methods of the service MetadataAdmin that the owner answers."""

@@ -122,21 +122,8 @@ class PlannerService:
             if earlier[0] != content:
                 raise Conflict("this operation id was used for another load: use a new id per load", operation_id=operation.hex())
             return earlier[1]
-        check_name(request.prefill_node, "prefill_node")
-        if request.decode_node:
-            check_name(request.decode_node, "decode_node")
         now_s = self._clock.now_s()
-        self._update_nodes()
-        read = PlanRequest(
-            operation.hex(),
-            request.blocks,
-            request.block_bytes,
-            request.block_tokens,
-            request.prefill_node,
-            request.decode_node or None,
-            self._relays(request, now_s) if request.relays else (),
-        )
-        self.planner.policy = self._policy(request.policy or self._default)
+        read = self._read_request(request, operation.hex(), now_s)
         try:
             made = self.planner.plan(read, now_s, request.budget_ms / 1000)
         except CapacityExceeded:
@@ -157,6 +144,36 @@ class PlannerService:
         if len(self._answers) > ANSWERS_KEPT:
             self._answers.popitem(last=False)
         return answer
+
+    def price(self, request: pb.PlanLoadRequest) -> pb.LoadPrice:
+        """Return how long a load would take if it were planned now. Changes nothing.
+
+        Raises:
+            InvalidArgument: the request is malformed.
+            Unavailable: no node that could read is alive.
+        """
+        now_s = self._clock.now_s()
+        price = self.planner.price(self._read_request(request, "price", now_s), now_s)
+        self._counters.add(metadata_metrics.PRICES)
+        return pb.LoadPrice(first_seconds=price.first_seconds, seconds=price.seconds)
+
+    def _read_request(self, request: pb.PlanLoadRequest, name: str, now_s: float) -> PlanRequest:
+        """Return a checked request, and set its policy."""
+        check_name(request.prefill_node, "prefill_node")
+        if request.decode_node:
+            check_name(request.decode_node, "decode_node")
+        self._update_nodes()
+        read = PlanRequest(
+            name,
+            request.blocks,
+            request.block_bytes,
+            request.block_tokens,
+            request.prefill_node,
+            request.decode_node or None,
+            self._relays(request, now_s) if request.relays else (),
+        )
+        self.planner.policy = self._policy(request.policy or self._default)
+        return read
 
     def report(self, request: pb.ReportLoadsRequest) -> pb.ReportLoadsResponse:
         """Process progress reports.

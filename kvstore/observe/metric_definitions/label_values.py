@@ -33,7 +33,7 @@ ERRORS: Final = (
 )  # fmt: skip
 METHODS: Final = (
     "RegisterNode", "Heartbeat", "CompareDigests", "RepairRange", "RegisterNamespace", "ListNamespaces", "ListNodes", "Lookup",
-    "PlanLoad", "ReportLoads", "ReplanLoad", "ReportEngines", "AssignRequest", "CancelRequest", "GetStats",
+    "PlanLoad", "PriceLoad", "ReportLoads", "ReplanLoad", "ReportEngines", "AssignRequest", "CancelRequest", "GetStats",
     "UnregisterNode", "DrainNode", "UndrainNode", "RemoveNode", "LocateBlocks", "LookupHeads",
     "PullBlocks",
     "GetNode", "IssueTicket", "OpenSession", "Prepare", "Complete", "Abort", "Load", "LoadResident", "ReadAhead", "Locate",

@@ -82,6 +82,7 @@ _METADATA: Final = {
     "Lookup": Permission.DATA,
     "LookupHeads": Permission.DATA,
     "PlanLoad": Permission.DATA,
+    "PriceLoad": Permission.DATA,
     "ReportLoads": Permission.DATA,
     "ReplanLoad": Permission.DATA,
     "WatchBlocks": Permission.DATA,

@@ -523,6 +523,14 @@ class LoadPlan(_message.Message):
     predicted_seconds: float
     def __init__(self, plan_id: _Optional[int] = ..., attempt: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PlanPart, _Mapping]]] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_seconds: _Optional[float] = ...) -> None: ...
 
+class LoadPrice(_message.Message):
+    __slots__ = ("first_seconds", "seconds")
+    FIRST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    first_seconds: float
+    seconds: float
+    def __init__(self, first_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class ReportLoadsRequest(_message.Message):
     __slots__ = ("loads",)
     LOADS_FIELD_NUMBER: _ClassVar[int]

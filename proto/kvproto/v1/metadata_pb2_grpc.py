@@ -115,6 +115,11 @@ class MetadataStub:
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.PlanLoadRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_metadata__pb2.LoadPlan.FromString,
                 _registered_method=True)
+        self.PriceLoad = channel.unary_unary(
+                '/kvstore.v1.Metadata/PriceLoad',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.PlanLoadRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.LoadPrice.FromString,
+                _registered_method=True)
         self.ReportLoads = channel.unary_unary(
                 '/kvstore.v1.Metadata/ReportLoads',
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.ReportLoadsRequest.SerializeToString,
@@ -275,6 +280,13 @@ class MetadataServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PriceLoad(self, request, context):
+        """Returns how long a load would take if it were planned now. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportLoads(self, request, context):
         """Reports the progress of planned loads, which shortens read queues and updates bandwidth estimates. Unknown plans are ignored.
         """
@@ -412,6 +424,11 @@ def add_MetadataServicer_to_server(servicer, server):
                     servicer.PlanLoad,
                     request_deserializer=kvstore_dot_v1_dot_metadata__pb2.PlanLoadRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_metadata__pb2.LoadPlan.SerializeToString,
+            ),
+            'PriceLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.PriceLoad,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.PlanLoadRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.LoadPrice.SerializeToString,
             ),
             'ReportLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportLoads,
@@ -882,6 +899,33 @@ class Metadata:
             '/kvstore.v1.Metadata/PlanLoad',
             kvstore_dot_v1_dot_metadata__pb2.PlanLoadRequest.SerializeToString,
             kvstore_dot_v1_dot_metadata__pb2.LoadPlan.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PriceLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/PriceLoad',
+            kvstore_dot_v1_dot_metadata__pb2.PlanLoadRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.LoadPrice.FromString,
             options,
             channel_credentials,
             insecure,

@@ -269,7 +269,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         running = self.scheduler_side.prefix_lookup is not None
         finder = BackgroundLookup(self._options.hook, shards, self.scheduler_side.counters, running=running)
         self.scheduler_side.connect(finder, self._epochs.number, name)
-        if self._options.load_choice == "auto" and len(shards) == 1 and not running:
+        if self._options.load_choice != "always" and len(shards) == 1 and not running:
             self.scheduler_side.use_verdicts(self._make_verdicts(shards[0][0], finder.blocks.block_tokens))
         if self._observer is not None:
             self._observer.connect([spec for group in shards for spec in group], finder.chain.spec)
@@ -285,7 +285,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             least_tokens=options.min_load_tokens,
             deadline_s=options.hook.load_deadline_s,
         )
-        return Verdicts(decisions, self.scheduler_side.counters)
+        return Verdicts(decisions, self.scheduler_side.counters, asks_planner=options.load_choice == "auto")
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
         """Receive vLLM's block pool, in which pages are pinned while they are stored. vLLM calls this in the scheduler."""

@@ -17,6 +17,8 @@ COUNTERS = {
     "verdicts_compute": "Requests whose found blocks were to be computed, since that was predicted to be faster.",
     "verdicts_probe": "Requests of which a few blocks were to be loaded only to measure a slow source again.",
     "verdicts_unmeasured": "Requests whose found blocks were to be loaded, since too little was measured for a prediction.",
+    "verdicts_priced": "Verdicts for which the planner said how busy the storage links are.",
+    "prices_missed": "Prices that the planner did not give in time: durations of earlier loads counted instead.",
     "verdict_saved_seconds": "Predicted seconds that loads of all found blocks would have taken longer, added up.",
     "load_predictions": "Loads whose duration was predicted.",
     "load_predicted_seconds": "Predicted seconds of these loads, added up.",

@@ -14,7 +14,7 @@ RECONNECT_S = 0.5
 RESET_GRACE_S = 0.5
 """Time that stores in progress get to complete before they are cancelled, if the engine needs their pages."""
 LOAD_MODES = ("async", "layerwise")
-LOAD_CHOICES = ("auto", "always")
+LOAD_CHOICES = ("auto", "measured", "always")
 DEVICE_COPIES = ("auto", "staged", "batched", "direct")
 LOCALITIES = ("", "LOCAL", "REMOTE")
 _MS = 1_000
@@ -31,8 +31,9 @@ class ConnectorOptions:
         lookup_wait_ms: how long one scheduling step may wait, all its requests together, for answers of the metadata server;
             later answers are used in the next step.
         min_load_tokens: shorter hits (beyond what the engine's own prefix cache holds) are computed rather than loaded.
-        load_choice: ``auto``: found blocks are loaded only as far as that is predicted to be faster than to compute them;
-            ``always``: all are loaded, whatever it takes.
+        load_choice: ``auto``: found blocks are loaded only as far as that is predicted to be faster than to compute them, by
+            measured loads and by the planner's queues; ``measured``: by measured loads alone; ``always``: all are loaded,
+            whatever it takes.
         read_ahead_requests: requests in the engine's queue whose prefix is read into the DRAM of this host, at the same time; 0:
             none. The node bounds the bytes (``node.read_ahead``).
         pinned_share: the part of the engine's blocks that may wait to be stored; more are not stored.

@@ -14,6 +14,7 @@ from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.identity.namespaces import chain_spec
 from kvclient.engines.vllm.options import RECONNECT_S
+from kvclient.engines.vllm.scheduler.load_prices import LoadPrices, PriceQuery, QuotedPrice
 from kvclient.engines.vllm.scheduler.other_ranks import OtherRanks
 
 _log = logging.getLogger(__name__)
@@ -28,10 +29,12 @@ class PrefixMatch:
     Attributes:
         hit_blocks: leading blocks that every part and shard has whole.
         by_group: the lookup of each namespace, by part, in pages.
+        price: the planner's price of loading them; None: it was not asked, or did not answer in time.
     """
 
     hit_blocks: int
     by_group: Sequence[Mapping[bytes, Lookup]]
+    price: QuotedPrice | None = None
 
 
 NOTHING = PrefixMatch(0, ())
@@ -58,6 +61,7 @@ class BackgroundLookup:
         self.chain = KeyChain(chain_spec([shards[0] for shards in groups]))
         self._counters = counters
         self._other_ranks = OtherRanks(groups[0][0])
+        self._prices = LoadPrices(sum(spec.shape.block_bytes for spec in groups[0]), counters)
         self._places: list[tuple[int, KVClient, NamespaceKeyMask]] = []
         client_options = replace(options.client_options(), client_name="vllm-scheduler")
         if running:
@@ -75,19 +79,27 @@ class BackgroundLookup:
         others = min(_MOST_THREADS, (len(self._places) - 1) * _REQUESTS_AT_ONCE)
         self._others = ThreadPoolExecutor(others, thread_name_prefix="kvstore-lookup") if others else None
 
-    def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Future[PrefixMatch]:
+    def begin(
+        self, keys: RequestKeys, tokens: Sequence[int], blocks: int, query: PriceQuery | None = None
+    ) -> Future[PrefixMatch]:
         """Look up the first blocks of a request in the background. It never fails. Callers of ``keys`` may wait for it.
 
         Args:
             keys: the request's.
             tokens: a copy of its token ids, since another thread reads it.
             blocks: how many; see ``GroupBlocks``.
+            query: question to the planner about loading them, for models with one group; None: it is not asked.
         """
-        return self._requests.submit(self._find, keys, tokens, blocks)
+        return self._requests.submit(self._find, keys, tokens, blocks, query)
 
-    def _find(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> PrefixMatch:
+    def _find(self, keys: RequestKeys, tokens: Sequence[int], blocks: int, query: PriceQuery | None) -> PrefixMatch:
         try:
-            return self._found(keys.upto(tokens, blocks * self.blocks.keys_per_block))
+            match = self._found(keys.upto(tokens, blocks * self.blocks.keys_per_block))
+            if query is None or not match.hit_blocks:
+                return match
+            _, client, _ = self._places[0]
+            lookup = match.by_group[0][client.spec.namespace].part(0, match.hit_blocks)
+            return replace(match, price=self._prices.ask(client, lookup, query))
         except Exception:  # noqa: BLE001  # the edge to the engine: a failure of the store must not end it and is a miss
             self._counters.add("bugs")
             _log.exception("a lookup failed in a way that it should not: a miss")

@@ -249,8 +249,11 @@ class SchedulerConnector:
         state.preemptions = request.num_preemptions
         state.found, state.loading, state.verdict = NOTHING, {}, None
         blocks = (request.num_tokens - 1) // self._block_tokens  # at least one token is computed
-        state.lookup = self._prefix_lookup.begin(state.keys, list(request.all_token_ids), blocks) if blocks else None
+        state.lookup = None
         if blocks:
+            paths = request_paths(request, self._options.hook)
+            query = self._verdicts.price_query(paths) if self._verdicts is not None else None
+            state.lookup = self._prefix_lookup.begin(state.keys, list(request.all_token_ids), blocks, query)
             self._ahead.arrived(request.request_id)
 
     def get_num_new_matched_tokens(self, request: VllmRequest, computed_tokens: int) -> tuple[int | None, bool]:
@@ -292,7 +295,7 @@ class SchedulerConnector:
             lookup = next(iter(state.found.by_group[0].values())).part(0, state.found.hit_blocks)
             request = state.request
             blocks = self._verdicts.blocks_to_load(
-                request.request_id, lookup, state.first_offered, computed_tokens, request.num_tokens
+                request.request_id, lookup, state.first_offered, computed_tokens, request.num_tokens, state.found.price
             )
             state.verdict = computed_tokens, blocks * self._block_tokens
         return state.verdict[1]

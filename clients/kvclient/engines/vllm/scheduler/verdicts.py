@@ -11,14 +11,18 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvclient import Lookup
+from kvclient import Lookup, Paths
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.plan import LoadSample, WorkerOutput
-from kvclient.load.prediction import bytes_by_source, nearest_segments
+from kvclient.engines.vllm.scheduler.load_prices import PriceQuery, QuotedPrice
+from kvclient.load.prediction import STORAGE_LINKS, bytes_by_source, nearest_segments
 from kvstore.recompute.decisions import LoadDecisions
+from kvstore.recompute.link_price import LinkPrice
 from kvstore.recompute.prefill_estimate import pairs
 from kvstore.recompute.verdict import Choice, LoadVerdict
 
+PRICE_VALID_S = 2.0
+"""A request may wait in the queue after its lookup: an older price does not count."""
 _TIMED_TOKENS = 32
 """A step is timed if a request computes at least this many tokens in it."""
 _STEPS_IN_FLIGHT = 16
@@ -37,11 +41,13 @@ class _Expected:
     Attributes:
         sizes: bytes by source, as the index names them.
         load_s: how long it should take; None: not known.
+        price_s: the planner's price of its part over storage links; None: not known.
         planned_s: when it was planned; 0: not yet.
     """
 
     sizes: dict[Hashable, int]
     load_s: float | None
+    price_s: float | None = None
     planned_s: float = 0.0
 
 
@@ -51,9 +57,11 @@ class Verdicts:
     Args:
         decisions: estimates and decisions.
         counters: receive the counts.
+        asks_planner: whether the planner is asked how busy storage links are.
     """
 
-    def __init__(self, decisions: LoadDecisions, counters: ConnectorCounters) -> None:
+    def __init__(self, decisions: LoadDecisions, counters: ConnectorCounters, *, asks_planner: bool = False) -> None:
+        self._asks_planner = asks_planner
         self._decisions = decisions
         self._counters = counters
         self._loads: dict[str, _Expected] = {}
@@ -66,7 +74,17 @@ class Verdicts:
         """The node of the workers' host; empty: none, or it is not known yet."""
 
     # ---- decisions ----
-    def blocks_to_load(self, request_id: str, lookup: Lookup, first: int, cached: int, tokens: int) -> int:
+    def price_query(self, paths: Paths | None) -> PriceQuery | None:
+        """Return the question to the planner about a request; None: it is not asked. The first load shows the workers' node.
+
+        Args:
+            paths: the storage links that the request names; None: the client's.
+        """
+        return PriceQuery(self._own_node, paths) if self._asks_planner and self._own_node else None
+
+    def blocks_to_load(
+        self, request_id: str, lookup: Lookup, first: int, cached: int, tokens: int, quoted: QuotedPrice | None = None
+    ) -> int:
         """Return how many of the found blocks of a request to load, from block ``first`` on.
 
         Args:
@@ -75,17 +93,29 @@ class Verdicts:
             first: the first block that the engine lacks.
             cached: tokens that the engine has.
             tokens: all tokens of the request.
+            quoted: the planner's price of a load over storage links; None: it was not asked or did not answer.
         """
         segments = nearest_segments(lookup.runs, first, lookup.hit_blocks, self._decisions.loads, self._own_node)
-        verdict = self._decisions.decide(segments, cached, tokens) if segments is not None else None
+        prices: dict[Hashable, LinkPrice] = {}
+        if quoted is not None and time.monotonic() - quoted.asked_s <= PRICE_VALID_S:
+            prices[STORAGE_LINKS] = quoted.price
+        verdict = self._decisions.decide(segments, cached, tokens, prices) if segments is not None else None
         blocks = lookup.hit_blocks - first if verdict is None else verdict.blocks
         self._counters.add("verdicts_unmeasured" if verdict is None else _COUNTERS[verdict.choice])
         if verdict is not None:
             self._count(verdict)
+            if prices.keys() & {segment.source for segment in segments or ()}:
+                self._counters.add("verdicts_priced")
         if blocks:
             sizes = bytes_by_source(segments or (), blocks, self._decisions.block_bytes)
-            self._loads[request_id] = _Expected(sizes, None if verdict is None else verdict.load_s - self._decisions.delay_s)
+            load_s = None if verdict is None else verdict.load_s - self._decisions.delay_s
+            self._loads[request_id] = _Expected(sizes, load_s, self._price_of(sizes, prices))
         return blocks
+
+    def _price_of(self, sizes: Mapping[Hashable, int], prices: Mapping[Hashable, LinkPrice]) -> float | None:
+        """Return the planner's price of the bytes over storage links; None: there are none, or there is no price."""
+        price, nbytes = prices.get(STORAGE_LINKS), sizes.get(STORAGE_LINKS)
+        return price.of(nbytes // self._decisions.block_bytes) if price is not None and nbytes else None
 
     def _count(self, verdict: LoadVerdict) -> None:
         if verdict.choice is Choice.LOAD:
@@ -107,7 +137,11 @@ class Verdicts:
             if not sample.sources:
                 if expected.sizes:
                     self._decisions.load_failed(expected.sizes, sample.seconds)
+                if expected.price_s is not None and sample.seconds > expected.price_s:  # a hung link
+                    self._decisions.priced_load_ended(STORAGE_LINKS, expected.price_s, expected.sizes, sample.seconds)
                 continue
+            if expected.price_s is not None and sample.sources.get(STORAGE_LINKS) == expected.sizes[STORAGE_LINKS]:
+                self._decisions.priced_load_ended(STORAGE_LINKS, expected.price_s, sample.sources, sample.seconds)
             self._decisions.load_ended(sample.sources, sample.seconds)
             if expected.planned_s and not sample.layerwise:
                 self._decisions.load_noticed(time.monotonic() - expected.planned_s - sample.seconds)
