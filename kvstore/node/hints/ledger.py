@@ -103,6 +103,11 @@ class HintLedger:
         """Protected sessions of each tenant that has any."""
         return {tenant: count for tenant, count in self._of_tenant.items() if count}
 
+    def keys_of(self, namespace: HintedNamespace, name: str) -> Sequence[BlockKey]:
+        """Return the keys that a session protects, from the head; none: it is unknown."""
+        session = self._sessions.get((namespace, name))
+        return () if session is None else session.keys
+
     def keep(
         self, tenant: str, namespace: HintedNamespace, hint: SessionHint, block_bytes: int, limits: Limits, now_s: float
     ) -> tuple[int, Released]:

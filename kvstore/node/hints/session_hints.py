@@ -9,7 +9,7 @@ and evictions on request.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
@@ -180,6 +180,11 @@ class SessionHints:
         """Return the number of protected sessions of each tenant that has any."""
         with self._residency.lock:
             return self._ledger.sessions_by_tenant
+
+    def protected_keys(self, namespace: NodeNamespace, name: str) -> Sequence[BlockKey]:
+        """Return the keys that a session protects, from the head; none: the node does not know it."""
+        with self._residency.lock:
+            return self._ledger.keys_of(namespace, name)
 
     # ---- inside the lock
     def _limits(self, namespace: NodeNamespace) -> Limits:

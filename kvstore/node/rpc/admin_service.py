@@ -11,15 +11,17 @@ import kvstore
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import admin_pb2_grpc
 from kvstore.core.cancel_scope import run_in_pool
-from kvstore.core.errors import Conflict, InvalidArgument, NotFound
+from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.durability.volume_checks import Check, CheckState
 from kvstore.node.eviction.execution import EvictionResult, evict_down_to, evict_namespace, invalidate
+from kvstore.node.rpc.hint_request import apply_hint, check_hint
 from kvstore.node.rpc.parts import NodeParts
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import EVENTS
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.metrics import PREFIX
 from kvstore.observe.slow_loads import SHOWN
 from kvstore.rpc.codec import check_id, history_to_proto, tier_to_proto
@@ -184,6 +186,20 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             deadline_s = self._parts.clock.now_s() + wait_s
             done = await self._run_in_pool(lambda: invalidate(self._parts.table, namespace, deadline_s))
         return pb.InvalidateNamespaceResponse(dropped_blocks=done.blocks, kept_blocks=done.kept)
+
+    async def HintSession(self, request: pb.HintSessionRequest, context: Context) -> pb.HintSessionResponse:  # noqa: N802, ARG002
+        parts, hint = self._parts, request.hint
+        try:
+            check_hint(hint)
+            namespace = self._namespace(request.namespace_id)
+            keys = () if namespace is None else parts.hints.protected_keys(namespace, hint.session)
+            if namespace is None or not keys:
+                return pb.HintSessionResponse()
+            result = await self._run_in_pool(lambda: apply_hint(parts.hints, namespace, hint, keys))
+        except KVStoreError:
+            parts.counters.add(node_metrics.HINTS_REJECTED)
+            raise
+        return pb.HintSessionResponse(known=True, result=result)
 
     async def CheckVolume(self, request: pb.CheckVolumeRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
         operation_id = check_id(request.operation_id, "operation_id")

@@ -1,5 +1,6 @@
 from kvproto.v1 import common_pb2 as _common_pb2
 from kvproto.v1 import metadata_pb2 as _metadata_pb2
+from kvproto.v1 import node_pb2 as _node_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -755,6 +756,22 @@ class InvalidateNamespaceResponse(_message.Message):
     dropped_blocks: int
     kept_blocks: int
     def __init__(self, dropped_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
+
+class HintSessionRequest(_message.Message):
+    __slots__ = ("namespace_id", "hint")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    hint: _node_pb2.HintRequest
+    def __init__(self, namespace_id: _Optional[bytes] = ..., hint: _Optional[_Union[_node_pb2.HintRequest, _Mapping]] = ...) -> None: ...
+
+class HintSessionResponse(_message.Message):
+    __slots__ = ("known", "result")
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    result: _node_pb2.HintResponse
+    def __init__(self, known: _Optional[bool] = ..., result: _Optional[_Union[_node_pb2.HintResponse, _Mapping]] = ...) -> None: ...
 
 class CheckVolumeRequest(_message.Message):
     __slots__ = ("operation_id", "volume_id", "bytes_per_s")
