@@ -50,7 +50,8 @@ class DramNode(NodeHarness):
 
 
 @pytest.fixture(params=["reuse-distance", "lru", "s3-fifo"])
-def node(request: pytest.FixtureRequest) -> Iterator[DramNode]:
+def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DramNode]:
+    monkeypatch.setattr("kvstore.node.hints.ledger.PART_KEYS", 5)  # chains have several parts
     made = DramNode(request.param)
     yield made
     made.hints.close()

@@ -195,7 +195,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             keys = () if namespace is None else parts.hints.protected_keys(namespace, hint.session)
             if namespace is None or not keys:
                 return pb.HintSessionResponse()
-            result = await self._run_in_pool(lambda: apply_hint(parts.hints, namespace, hint, keys))
+            result = await run_in_pool(parts.hints.worker, lambda: apply_hint(parts.hints, namespace, hint, keys))
         except KVStoreError:
             parts.counters.add(node_metrics.HINTS_REJECTED)
             raise
