@@ -175,6 +175,7 @@ def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str
             peer=counters.get(node_metrics.LOADED_BYTES["peer"], 0),
         ),
         faults=[models.Fault(metric=metric.name, what=metric.help, total=total) for metric, total in faults(counters)],
+        hints=[_shown(models.TenantHints, one) for one in found.hints],
     )
 
 

@@ -70,6 +70,16 @@ def test_rest_hint_of_known_session_reaches_its_node(store: Store) -> None:
         "nodes": [{"node_id": "a", "protected_blocks": BLOCKS, "dropped_blocks": 0}],
     }  # fmt: skip
     ended = store.http.post(PATH, {"session": "chat", "end": True})
+    told = {one["node_id"]: one["hints"] for one in store.http.get("/v1/activity")["items"]}
+    assert told == {
+        "a": [
+            {
+                "tenant": "acme", "sessions": 0, "protected_bytes": 0, "keeps": 2, "ends": 1, "beyond_limit_blocks": 0,
+                "dropped_blocks": BLOCKS,
+            }
+        ],
+        "b": [],
+    }  # fmt: skip
     assert ended["nodes"] == [{"node_id": "a", "protected_blocks": 0, "dropped_blocks": BLOCKS}]
     assert store.http.post(PATH, {"session": "chat", "end": True}, 404)["kind"] == "not_found"
 

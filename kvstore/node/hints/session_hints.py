@@ -14,11 +14,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvstore.core.chain import ChainSlice
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
+from kvstore.core.limits import MAX_TENANTS_TOLD
 from kvstore.core.types import BlockKey, Tier
 from kvstore.node.ahead.read_ahead import AheadReader
 from kvstore.node.eviction.quotas import held_bytes
@@ -49,6 +51,16 @@ class HintResult(NamedTuple):
     dropped: int = 0
 
 
+@dataclass(slots=True)
+class TenantTotals:
+    """What one tenant hinted since the node started."""
+
+    keeps: int = 0
+    ends: int = 0
+    beyond_limit_blocks: int = 0
+    dropped_blocks: int = 0
+
+
 class SessionHints:
     """Hints of one node. Thread-safe.
 
@@ -68,6 +80,7 @@ class SessionHints:
         self._counters = counters
         self._clock = clock
         self._ledger = HintLedger()
+        self._totals: dict[str, TenantTotals] = {}
         self._pool = ThreadPoolExecutor(MAX_READS, thread_name_prefix="kvstore-next-turn")
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="kvstore-hints")
         """Applies hints, one after the other. The server limits how many wait."""
@@ -104,6 +117,9 @@ class SessionHints:
         self._release(namespace, hint.name, last + 1)
         self._counters.add(node_metrics.HINTED_BLOCKS["protected"], count)
         self._counters.add(node_metrics.HINTED_BLOCKS["beyond_limit"], len(hint.keys) - count)
+        totals = self._totals_of(tenant)
+        totals.keeps += 1
+        totals.beyond_limit_blocks += len(hint.keys) - count
         return HintResult(protected=count)
 
     def end(self, namespace: NodeNamespace, name: str, keys: Iterable[BlockKey] = ()) -> HintResult:
@@ -121,6 +137,9 @@ class SessionHints:
         self._release(namespace, name)
         dropped = self._drop(namespace, chain)
         self._counters.add(node_metrics.HINTED_BLOCKS["dropped"], dropped)
+        totals = self._totals_of(_tenant_of(namespace))
+        totals.ends += 1
+        totals.dropped_blocks += dropped
         return HintResult(dropped=dropped)
 
     def _release(self, namespace: NodeNamespace, name: str, first: int = 0) -> None:
@@ -220,6 +239,18 @@ class SessionHints:
         """Return the protected bytes of each tenant that has any."""
         with self._residency.lock:
             return self._ledger.bytes_by_tenant
+
+    def totals(self) -> dict[str, TenantTotals]:
+        """Return what each tenant hinted since the node started."""
+        with self._residency.lock:
+            return dict(self._totals)
+
+    def _totals_of(self, tenant: str) -> TenantTotals:
+        """Return a tenant's totals; beyond the limit of tenants, totals that nobody reads."""
+        with self._residency.lock:
+            if tenant not in self._totals and len(self._totals) >= MAX_TENANTS_TOLD:
+                return TenantTotals()
+            return self._totals.setdefault(tenant, TenantTotals())
 
     def sessions(self) -> dict[str, int]:
         """Return the number of protected sessions of each tenant that has any."""

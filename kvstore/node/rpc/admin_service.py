@@ -15,6 +15,7 @@ from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError, NotFoun
 from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.durability.volume_checks import Check, CheckState
 from kvstore.node.eviction.execution import EvictionResult, evict_down_to, evict_namespace, invalidate
+from kvstore.node.hints.session_hints import SessionHints
 from kvstore.node.rpc.hint_request import apply_hint, check_hint
 from kvstore.node.rpc.parts import NodeParts
 from kvstore.node.state.model import NodeVolume
@@ -87,6 +88,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
                 for network, (received, sent) in parts.links.traffic().items()
             ],
             loads=_load_times(parts.counters),
+            hints=_tenant_hints(parts.hints),
         )
 
     def _volumes(self) -> list[pb.VolumeDescription]:
@@ -275,6 +277,23 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             if node_volume.volume_id == volume_id:
                 return node_volume
         raise NotFound("this node has no such volume", volume_id=volume_id[:64])
+
+
+def _tenant_hints(hints: SessionHints) -> list[pb.TenantHints]:
+    """Return what hints of each tenant protect, and what they did."""
+    sessions, protected = hints.sessions(), hints.protected_bytes()
+    return [
+        pb.TenantHints(
+            tenant=tenant,
+            sessions=sessions.get(tenant, 0),
+            protected_bytes=protected.get(tenant, 0),
+            keeps=totals.keeps,
+            ends=totals.ends,
+            beyond_limit_blocks=totals.beyond_limit_blocks,
+            dropped_blocks=totals.dropped_blocks,
+        )
+        for tenant, totals in sorted(hints.totals().items())
+    ]
 
 
 def _load_times(counters: Counters) -> list[pb.LoadTimes]:

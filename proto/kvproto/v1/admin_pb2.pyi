@@ -571,7 +571,7 @@ class DescribeNodeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeNodeResponse(_message.Message):
-    __slots__ = ("version", "uptime_ms", "volumes", "sessions", "blocks", "write_back_waiting_blocks", "publish_waiting_events", "staging", "cap_bytes_per_s", "io_engines", "settings", "links", "loads")
+    __slots__ = ("version", "uptime_ms", "volumes", "sessions", "blocks", "write_back_waiting_blocks", "publish_waiting_events", "staging", "cap_bytes_per_s", "io_engines", "settings", "links", "loads", "hints")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     VOLUMES_FIELD_NUMBER: _ClassVar[int]
@@ -585,6 +585,7 @@ class DescribeNodeResponse(_message.Message):
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_ms: int
     volumes: _containers.RepeatedCompositeFieldContainer[VolumeDescription]
@@ -598,7 +599,26 @@ class DescribeNodeResponse(_message.Message):
     settings: _containers.RepeatedCompositeFieldContainer[SettingInForce]
     links: _containers.RepeatedCompositeFieldContainer[LinkTraffic]
     loads: _containers.RepeatedCompositeFieldContainer[LoadTimes]
-    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumeDescription, _Mapping]]] = ..., sessions: _Optional[int] = ..., blocks: _Optional[int] = ..., write_back_waiting_blocks: _Optional[int] = ..., publish_waiting_events: _Optional[int] = ..., staging: _Optional[_Iterable[_Union[StagingDescription, _Mapping]]] = ..., cap_bytes_per_s: _Optional[int] = ..., io_engines: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTraffic, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadTimes, _Mapping]]] = ...) -> None: ...
+    hints: _containers.RepeatedCompositeFieldContainer[TenantHints]
+    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumeDescription, _Mapping]]] = ..., sessions: _Optional[int] = ..., blocks: _Optional[int] = ..., write_back_waiting_blocks: _Optional[int] = ..., publish_waiting_events: _Optional[int] = ..., staging: _Optional[_Iterable[_Union[StagingDescription, _Mapping]]] = ..., cap_bytes_per_s: _Optional[int] = ..., io_engines: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTraffic, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadTimes, _Mapping]]] = ..., hints: _Optional[_Iterable[_Union[TenantHints, _Mapping]]] = ...) -> None: ...
+
+class TenantHints(_message.Message):
+    __slots__ = ("tenant", "sessions", "protected_bytes", "keeps", "ends", "beyond_limit_blocks", "dropped_blocks")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PROTECTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    BEYOND_LIMIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    sessions: int
+    protected_bytes: int
+    keeps: int
+    ends: int
+    beyond_limit_blocks: int
+    dropped_blocks: int
+    def __init__(self, tenant: _Optional[str] = ..., sessions: _Optional[int] = ..., protected_bytes: _Optional[int] = ..., keeps: _Optional[int] = ..., ends: _Optional[int] = ..., beyond_limit_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ...) -> None: ...
 
 class LinkTraffic(_message.Message):
     __slots__ = ("network", "received_bytes", "sent_bytes")
