@@ -85,6 +85,7 @@ def test_expected_turn_is_due_once() -> None:
     ledger, namespace = HintLedger(), Namespace()
     ledger.keep("a", namespace, SessionHint("s", keys(1), 60.0, 10.0), SIZE, PLENTY, 0.0)
     ledger.keep("a", namespace, SessionHint("unknown", keys(2), 60.0), SIZE, PLENTY, 0.0)
+    ledger.keep("a", namespace, SessionHint("elsewhere", keys(3), 60.0, 9.0, read_ahead=False), SIZE, PLENTY, 0.0)
     assert ledger.due(7.0, 2.0) == []
     assert [session.name for session in ledger.due(8.0, 2.0)] == ["s"]
     assert ledger.due(9.0, 2.0) == []

@@ -37,6 +37,7 @@ class SessionHint(NamedTuple):
         keep_s: how long the blocks are protected.
         next_turn_s: time until the next turn is expected; None: unknown.
         priority: a higher one displaces lower ones of the same tenant.
+        read_ahead: whether the node reads the blocks into DRAM before the turn; False: the engine is on another host.
     """
 
     name: str
@@ -44,6 +45,7 @@ class SessionHint(NamedTuple):
     keep_s: float
     next_turn_s: float | None = None
     priority: int = 0
+    read_ahead: bool = True
 
 
 class Limits(NamedTuple):
@@ -173,7 +175,7 @@ class HintLedger:
             hint.priority,
             until_s,
             expected_s=min(due_s, until_s),
-            due_s=due_s if due_s < until_s and not part else _NOT_DUE,
+            due_s=due_s if due_s < until_s and hint.read_ahead and not part else _NOT_DUE,
         )
         wanted = list(dict.fromkeys(hint.keys))
         self._make_room(session, wanted, limits, released)

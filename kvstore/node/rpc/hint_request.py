@@ -15,7 +15,12 @@ from kvstore.rpc.codec import keys_from_packed
 
 
 def apply_hint(
-    hints: SessionHints, namespace: NodeNamespace, request: node_pb2.HintRequest, keys: Sequence[BlockKey] | None = None
+    hints: SessionHints,
+    namespace: NodeNamespace,
+    request: node_pb2.HintRequest,
+    keys: Sequence[BlockKey] | None = None,
+    *,
+    read_ahead: bool = True,
 ) -> node_pb2.HintResponse:
     """Check a hint, and apply it.
 
@@ -24,6 +29,7 @@ def apply_hint(
         namespace: of the session.
         request: the hint.
         keys: of the session's chain; None: those of the request.
+        read_ahead: whether the session's engine is on this host, so that blocks are read into DRAM before its next turn.
 
     Raises:
         InvalidArgument: a malformed session or keys, or a number out of its range.
@@ -36,7 +42,7 @@ def apply_hint(
         result: HintResult = hints.end(namespace, request.session, chain)
     else:
         next_turn_s = request.next_turn_ms / 1000 or None
-        hint = SessionHint(request.session, chain, request.keep_ms / 1000, next_turn_s, request.priority)
+        hint = SessionHint(request.session, chain, request.keep_ms / 1000, next_turn_s, request.priority, read_ahead)
         result = hints.keep(namespace, hint)
     return node_pb2.HintResponse(protected_blocks=result.protected, dropped_blocks=result.dropped)
 
