@@ -67,7 +67,8 @@ class SessionHints:
     Args:
         table: the node's blocks.
         ahead: reads blocks into DRAM.
-        share: fraction of the node's last tier, or of its quota there, that one tenant may protect; 0: hints are ignored.
+        share: fraction of the node's last tier, or of its quota there, that one tenant may protect if other tenants have blocks
+            there too; 0: hints are ignored.
         counters: metrics.
         clock: time.
     """
@@ -103,7 +104,7 @@ class SessionHints:
         self._counters.add(node_metrics.HINTS["keep"])
         now_s, tenant = self._clock.now_s(), _tenant_of(namespace)
         with self._residency.lock:
-            size, limits = self._slot_bytes(namespace), self._limits(namespace)
+            size, limits = self._slot_bytes(namespace), self._limits(namespace, self._holders())
         count = last = 0
         for last, keys in enumerate(parts_of(list(dict.fromkeys(hint.keys)))):
             with self._change():
@@ -185,22 +186,23 @@ class SessionHints:
         with self._residency.lock:
             over = self._ledger.over(now_s)
             accounts = [account for account in self._residency.accounts.all() if account.namespaces]
+            holders = self._holders()
         for session in over:
             with self._change():
                 self._restore(self._ledger.release(session))
         self._counters.add(node_metrics.HINTS_EXPIRED, sum(not session.part for session in over))
         for account in accounts:
-            self._trim(account)
+            self._trim(account, holders)
         with self._residency.lock:
             due = self._ledger.due(now_s, AHEAD_S) if self._residency.node_volumes else []
         for session in due:
             assert isinstance(session.namespace, NodeNamespace)
             self._read_ahead(session.namespace, self.protected_keys(session.namespace, session.name), session.tenant)
 
-    def _trim(self, account: TenantAccount) -> None:
+    def _trim(self, account: TenantAccount, holders: Sequence[TenantAccount]) -> None:
         """Bring a tenant down to its limit, after the limit became smaller."""
         with self._residency.lock:
-            limits = self._limits(account.namespaces[0])
+            limits = self._limits(account.namespaces[0], holders)
         more = True
         while more:
             with self._change():
@@ -272,14 +274,25 @@ class SessionHints:
         time.sleep(0)
 
     # ---- inside the lock
-    def _limits(self, namespace: NodeNamespace) -> Limits:
-        residency = self._residency
-        tier = Tier.NVME if residency.node_volumes else Tier.DRAM
+    @property
+    def _last_tier(self) -> Tier:
+        return Tier.NVME if self._residency.node_volumes else Tier.DRAM
+
+    def _holders(self) -> list[TenantAccount]:
+        """Return tenants with blocks in the last tier: at most two, since more make no difference."""
+        residency, tier = self._residency, self._last_tier
+        holding = (one for one in residency.accounts.all() if held_bytes(residency, one.namespaces, tier))
+        return list(itertools.islice(holding, 2))
+
+    def _limits(self, namespace: NodeNamespace, holders: Sequence[TenantAccount]) -> Limits:
+        residency, tier, account = self._residency, self._last_tier, namespace.account
         on_volumes = sum(node_volume.volume.usage().capacity_bytes for node_volume in residency.node_volumes)
         capacity = on_volumes if residency.node_volumes else residency.dram.usage().capacity_bytes
-        quota = namespace.account.share.of(tier) if namespace.account is not None else None
+        quota = account.share.of(tier) if account is not None else None
+        is_alone = account is not None and all(one is account for one in holders)
+        share = max(self._share, PROTECTED_PART) if is_alone else self._share
         of_all = int(PROTECTED_PART * max(0, capacity - held_bytes(residency, residency.accounts.kept, tier)))
-        return Limits(int(self._share * (capacity if quota is None else min(capacity, quota))), of_all)
+        return Limits(int(share * (capacity if quota is None else min(capacity, quota))), of_all)
 
     def _slot_bytes(self, namespace: NodeNamespace) -> int:
         return namespace.slot_bytes if self._residency.node_volumes else round_up(namespace.shape.block_bytes)
