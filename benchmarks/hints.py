@@ -267,7 +267,7 @@ def measure_shares(opts: Options, trace: Path) -> None:
                 beside.setdefault((policy, share), []).append(found["honest"])
     for policy in ("reuse-distance", "lru"):
         for share in SHARES:
-            size = {"policy": policy, "share": share, "sessions": sessions, "cache": 0.5}
+            size: dict[str, str | int | float | bool] = {"policy": policy, "share": share, "sessions": sessions, "cache": 0.5}
             for name, title, ratios in (
                 ("hints_share_alone", "Hit ratio with hints by share: one tenant", alone),
                 ("hints_share_cheater", "Hit ratio with hints by share: beside a cheater", beside),
