@@ -98,6 +98,23 @@ class HintSender:
         RequestHint(session)
         return self._send(node_pb2.HintRequest(session=session, kind=node_pb2.HINT_KIND_END), keys)
 
+    def give(self, hint: RequestHint, keys: Sequence[BlockKey] | bytes) -> bool:
+        """Give the hint of a request that has ended: ``client.hints.give(RequestHint("chat-7", end=True), keys)``.
+
+        Args:
+            hint: what happens next.
+            keys: the session's chain, from the head.
+
+        Returns:
+            Whether the hint was sent to the node of this host.
+
+        Raises:
+            InvalidArgument: too many keys.
+        """
+        if hint.end:
+            return self.end(hint.session, keys)
+        return self.keep(hint.session, keys, keep_for_s=hint.keep_for_s, next_turn_s=hint.next_turn_s, priority=hint.priority)
+
     def _send(self, request: node_pb2.HintRequest, keys: Sequence[BlockKey] | bytes) -> bool:
         context = self._context
         request.keys = ChainSlice(context.namespace, keys).packed
