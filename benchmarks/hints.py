@@ -8,6 +8,8 @@ ended. The peer is the same policy without hints. The limit is Belady's MIN, whi
 The second figure has a cheating tenant: half of the sessions belong to a tenant that marks everything as urgent, of the highest
 priority, for an hour, and ends nothing. It is the hit ratio of the other tenant, which gives hints as above. The peer is that
 tenant's hit ratio if nobody gives hints. A third one is the cheater's own hit ratio.
+
+``--shares`` measures instead how the first two figures depend on the share that one tenant may protect (``node.hint_share``).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ TRACE = "weka_agentic_64k.rle.jsonl.zst"
 KEEP_S = 3_600.0
 ERROR_SIGMA = 0.7
 SHARE_ALONE, SHARE_OF_TWO = 0.9, 0.45
+SHARES = (0.5, 0.7, 0.9)
 ALL_TENANTS = 0.9
 Knowledge = Literal["none", "estimated", "exact"]
 
@@ -174,9 +177,16 @@ def honest(knowledge: Knowledge, seed: int) -> Callable[[Turn, str, Sequence[Blo
 
 
 def run(
-    turns: Sequence[Turn], policy: str, capacity: int, knowledge: Knowledge, seed: int, *, cheater: bool = False
+    turns: Sequence[Turn],
+    policy: str,
+    capacity: int,
+    knowledge: Knowledge,
+    seed: int,
+    *,
+    cheater: bool = False,
+    share: float | None = None,
 ) -> dict[str, float]:
-    """Replay all turns once. Returns the hit ratio of each tenant."""
+    """Replay all turns once. Returns the hit ratio of each tenant. ``share``: None: depends on the number of tenants."""
     fair = honest(knowledge, seed)
 
     def hint(turn: Turn, tenant: str, keys: Sequence[BlockKey]) -> SessionHint | None:
@@ -185,7 +195,8 @@ def run(
     tenants = sorted({turn.session for turn in turns})
     draw = random.Random(seed)
     cheating = set(draw.sample(tenants, len(tenants) // 2)) if cheater else set()
-    share = SHARE_OF_TWO if cheater else SHARE_ALONE
+    if share is None:
+        share = SHARE_OF_TWO if cheater else SHARE_ALONE
     replay = Replay(policy, capacity, share, None if knowledge == "none" else hint)
     for turn in turns:
         replay.serve(turn, "cheater" if turn.session in cheating else "honest")
@@ -235,6 +246,37 @@ def measure(opts: Options, trace: Path) -> None:
             )
 
 
+def measure_shares(opts: Options, trace: Path) -> None:
+    """Measure the figures per share."""
+    sessions = opts.pick(full=40, quick=30, smoke=8)
+    alone: dict[tuple[str, float], list[float]] = {}
+    beside: dict[tuple[str, float], list[float]] = {}
+    for number in range(opts.repetitions):
+        seed = opts.seed + number
+        turns = read_turns(trace, sessions, seed)
+        capacity = working_set(turns) // 2
+        for policy in ("reuse-distance", "lru"):
+            none = run(turns, policy, capacity, "none", seed)["honest"]
+            none_beside = run(turns, policy, capacity, "none", seed, cheater=True)["honest"]
+            alone.setdefault((policy, 0.0), []).append(none)
+            beside.setdefault((policy, 0.0), []).append(none_beside)
+            for share in SHARES:
+                found = run(turns, policy, capacity, "exact", seed, share=share)
+                alone.setdefault((policy, share), []).append(found["honest"])
+                found = run(turns, policy, capacity, "estimated", seed, cheater=True, share=share)
+                beside.setdefault((policy, share), []).append(found["honest"])
+    for policy in ("reuse-distance", "lru"):
+        for share in SHARES:
+            size: dict[str, str | int | float | bool] = {"policy": policy, "share": share, "sessions": sessions, "cache": 0.5}
+            for name, title, ratios in (
+                ("hints_share_alone", "Hit ratio with hints by share: one tenant", alone),
+                ("hints_share_cheater", "Hit ratio with hints by share: beside a cheater", beside),
+            ):
+                opts.keep(
+                    Figure(name, title, size, "share"), ratios[policy, share], peer=Reference("no hints", ratios[policy, 0.0])
+                )
+
+
 def _add_traces(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--traces",
@@ -242,6 +284,7 @@ def _add_traces(parser: argparse.ArgumentParser) -> None:
         default=REPOSITORY.parent / "shared" / "traces",
         help="folder of recorded traces (default ../shared/traces)",
     )
+    parser.add_argument("--shares", action="store_true", help="measure the figures per share that one tenant may protect")
 
 
 def main() -> None:
@@ -251,7 +294,7 @@ def main() -> None:
     if not trace.is_file():
         print(f"skipped: no trace at {trace}", flush=True)
         return
-    measure(opts, trace)
+    (measure_shares if opts.extra.shares else measure)(opts, trace)
 
 
 if __name__ == "__main__":

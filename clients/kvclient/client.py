@@ -94,7 +94,7 @@ class KVClient:
             context.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict
         )
         self.hints = HintSender(context)
-        """Hints about sessions of the application, for the node of this host."""
+        """Hints about sessions of the application, for the node of this host and others with blocks of the session."""
         self._layerwise_stores: weakref.WeakSet[LayerwiseStore] = weakref.WeakSet()
         self._pid = os.getpid()
         self._closed = False

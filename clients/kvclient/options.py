@@ -23,6 +23,8 @@ a wire or a disk, and are verified here only if others than the node may write t
 after the copy out of the arena. ``never``: not even over a wire (benchmarks).
 """
 
+MAX_HINT_NODES = 16
+
 VERIFY_CHOICES: tuple[Verify, ...] = ("auto", "always", "never")
 
 
@@ -67,6 +69,7 @@ class ClientOptions:
         breaker_pause_s: time until one call is let through as a trial.
         reopen_pause_s: minimum time between two attempts to open a lost session again.
         log_interval_s: minimum time between two log lines of one kind of failure.
+        hint_nodes: other nodes that receive a hint about a session, of those that the last lookup of its chain named; 0: none.
         slow_load_s: a load that takes longer is logged with its phases.
         metrics_listen: address, ``host:port``, of ``/metrics`` and ``/loads`` of this client over plain HTTP, on this host; None:
             not served. An engine with metrics of its own adds ``kvclient.metrics.collector`` to them instead.
@@ -106,6 +109,7 @@ class ClientOptions:
     breaker_pause_s: float = 1.0
     reopen_pause_s: float = 0.25
     log_interval_s: float = 10.0
+    hint_nodes: int = 4
     slow_load_s: float = 1.0
     metrics_listen: str | None = None
     token: str = field(default="", repr=False)
@@ -128,6 +132,12 @@ class ClientOptions:
         for name in positive:
             if not isinstance(getattr(self, name), int) or getattr(self, name) <= 0:
                 raise InvalidArgument("option must be an integer above 0", option=name, value=getattr(self, name))
+        if (
+            isinstance(self.hint_nodes, bool)
+            or not isinstance(self.hint_nodes, int)
+            or not 0 <= self.hint_nodes <= MAX_HINT_NODES
+        ):
+            raise InvalidArgument(f"hint_nodes must be an integer from 0 to {MAX_HINT_NODES}", value=self.hint_nodes)
         for name in ("default_deadline_s", "lookup_deadline_s", "connect_deadline_s", "breaker_pause_s", "reopen_pause_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
         for name in ("space_wait_s", "lease_margin_s", "log_interval_s", "slow_load_s"):

@@ -19,6 +19,7 @@ from kvstore.admin.middleware import PUBLIC, AdminMiddleware
 from kvstore.admin.page import HEALTH_PAGES, WebPage, show_health_page
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.problems import MEDIA_TYPE, PreconditionError, Problem, problem
+from kvstore.admin.routes.hints import Hints
 from kvstore.admin.routes.read import Reads
 from kvstore.admin.routes.retention_rules import Rules
 from kvstore.admin.routes.tenants import Tenants
@@ -79,6 +80,7 @@ def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable]
     app.include_router(Changes(rpc, counters).routes())
     app.include_router(Tenants(rpc, counters).routes())
     app.include_router(Rules(rpc, counters).routes())
+    app.include_router(Hints(rpc, counters).routes())
     middleware = AdminMiddleware(app, config, tokens, counters)
     routes = _Routes(app, rpc, counters, middleware)
     app.add_api_route("/healthz", routes.healthz, methods=["GET"], tags=["health"], summary="Liveness")

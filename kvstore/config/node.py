@@ -207,7 +207,8 @@ class NodeSection(Section):
         default=0.5,
         ge=0,
         le=0.9,
-        description="share of the volumes (without any: of DRAM) that hints of one tenant may protect; 0: hints are ignored",
+        description="share of the volumes (without any: of DRAM) that hints of one tenant may protect while other tenants have"
+        " blocks there; a tenant alone may protect 0.9; 0: hints are ignored",
     )
     cache_loads: bool = Field(
         default=True, description="cache loaded and stored blocks in DRAM; false: use DRAM for staging only"

@@ -9,7 +9,9 @@ from typing import Final
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1.common_pb2 import CacheSpec
 from kvproto.v1.metadata_pb2 import NodeStatus, RegisterNamespaceRequest
+from kvproto.v1.node_pb2 import HINT_KIND_END, HINT_KIND_KEEP, HintRequest
 from kvstore.control_api import serializers
+from kvstore.control_api.schemas import hints as hint_models
 from kvstore.control_api.schemas import retention as retention_models
 from kvstore.control_api.schemas import store as models
 from kvstore.control_api.store_rpc import NodeRpc, StoreRpc, operation_id
@@ -111,6 +113,32 @@ class Commands:
         made = await self._rpc.register_namespace(RegisterNamespaceRequest(spec=spec))
         dropped = await self._invalidate(namespace_id) if invalidate else None
         return models.Bumped(namespace_id=made.hex(), spec=serializers.spec(spec), invalidated=dropped)
+
+    async def hint_session(self, namespace_id: bytes, wanted: hint_models.HintSession) -> hint_models.SessionHinted:
+        """Give a hint about a session to every node that protects its blocks.
+
+        Raises:
+            NotFound: the namespace is not registered, or no node knows the session.
+            KVStoreError: no node knows the session, and a node failed or does not answer.
+        """
+        await self._rpc.namespace(namespace_id)
+        next_turn_ms = 0 if wanted.next_turn_s is None else max(1, round(wanted.next_turn_s * 1000))
+        hint = HintRequest(session=wanted.session, kind=HINT_KIND_END)
+        if not wanted.end:
+            hint.kind, hint.keep_ms = HINT_KIND_KEEP, round(wanted.keep_for_s * 1000)
+            hint.next_turn_ms, hint.priority = next_turn_ms, wanted.priority
+
+        async def ask(node: NodeRpc) -> pb.HintSessionResponse:
+            return await node(node.stub.HintSession, pb.HintSessionRequest(namespace_id=namespace_id, hint=hint))
+
+        alive = [status for status in (await self._rpc.nodes()).values() if status.alive and status.node.volumes]
+        asked = await self._rpc.ask_nodes(alive, ask, changes=True)
+        known = {node_id: answer.result for node_id, answer in asked.answers.items() if answer.known}
+        if not known and asked.failed:
+            raise next(iter(asked.failed.values()))
+        if not known:
+            raise NotFound("no node protects blocks of this session", session=wanted.session)
+        return serializers.session_hinted(namespace_id.hex(), wanted.session, known, asked.failed)
 
     async def set_quota(
         self, tenant: str, dram_bytes: int | None, nvme_bytes: int | None, expected: retention_models.Quota | None

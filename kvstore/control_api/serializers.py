@@ -7,7 +7,9 @@ from typing import Any, Final, TypeVar, cast, get_args
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import common_pb2, metadata_pb2
+from kvproto.v1.node_pb2 import HintResponse
 from kvstore.control_api.schemas import health as health_models
+from kvstore.control_api.schemas import hints as hint_models
 from kvstore.control_api.schemas import retention as retention_models
 from kvstore.control_api.schemas import shards as shard_models
 from kvstore.control_api.schemas import store as models
@@ -173,6 +175,7 @@ def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str
             peer=counters.get(node_metrics.LOADED_BYTES["peer"], 0),
         ),
         faults=[models.Fault(metric=metric.name, what=metric.help, total=total) for metric, total in faults(counters)],
+        hints=[_shown(models.TenantHints, one) for one in found.hints],
     )
 
 
@@ -414,6 +417,23 @@ def namespace_evicted(
         nodes=[
             models.NodeEvicted(node_id=node_id, evicted_blocks=left, kept_blocks=stay)
             for node_id, (left, stay) in sorted(done.items())
+        ],
+        unreached=unreached(failed),
+    )
+
+
+def session_hinted(
+    namespace_id: str, session: str, done: Mapping[str, HintResponse], failed: Mapping[str, KVStoreError]
+) -> hint_models.SessionHinted:
+    """Effect of a hint, from the answers of the nodes that know the session."""
+    return hint_models.SessionHinted(
+        namespace_id=namespace_id,
+        session=session,
+        nodes=[
+            hint_models.NodeHinted(
+                node_id=node_id, protected_blocks=result.protected_blocks, dropped_blocks=result.dropped_blocks
+            )
+            for node_id, result in sorted(done.items())
         ],
         unreached=unreached(failed),
     )

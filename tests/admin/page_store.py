@@ -99,6 +99,9 @@ def working(folder: Path) -> Iterator[Working]:
             fill(near, MORE)
             fill(other, np.arange(64, dtype=np.uint32))
             decide(cluster)
+            assert near.hints.keep("chat-7", list(near.keys(TOKENS)), keep_for_s=3600.0)
+            assert other.hints.keep("chat-8", list(other.keys(np.arange(64, dtype=np.uint32))), keep_for_s=3600.0)
+            assert near.hints.end("chat-9")
             made = Working(cluster, AdminHttp(address))
             with ThreadPoolExecutor(1) as pool:
                 made.work = pool.submit(made.load, near, far)

@@ -51,6 +51,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminHttp]:
         with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node(NODE).local_socket) as client:
             keys = list(client.keys(np.arange(64, dtype=np.uint32)))
             assert client.store(keys, np.zeros((4, SPEC.block_bytes), np.uint8), wait_visible=True).held_blocks == 4
+            assert client.hints.keep("chat", keys)
             yield AdminHttp(address)
 
 
@@ -127,6 +128,7 @@ def test_openapi_requests_with_known_names_match_document(http: AdminHttp) -> No
         ("GET", "/v1/path-policy", {}),
         ("PUT", "/v1/path-policy", {"body": {"policy": "split"}, "headers": {"If-Match": "*"}}),
         ("POST", "/v1/namespaces/{namespace_id}/evict", {"path_parameters": namespace, "body": {"tiers": ["dram"]}}),
+        ("POST", "/v1/namespaces/{namespace_id}/hints", {"path_parameters": namespace, "body": {"session": "chat"}}),
         ("POST", "/v1/namespaces/{namespace_id}/weights-epoch", {"path_parameters": namespace, "body": {"weights_epoch": "2"}}),
         ("POST", "/v1/namespaces/{namespace_id}/invalidate", {"path_parameters": namespace}),
         ("GET", "/v1/tenants/quota", {"query": {"tenant": "m"}}),

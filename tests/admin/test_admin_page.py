@@ -126,6 +126,22 @@ def test_page_shows_values_of_rest_api(page: Any, store: Working) -> None:
     page.wait_for_function("label => / [1-9][^ ]* [kMG]?B.s$/.test(label.ariaLabel)", arg=local.element_handle())
 
 
+def test_page_shows_hints_by_node_and_tenant(page: Any, store: Working) -> None:
+    found = {one["node_id"]: one["hints"] for one in store.http.get("/v1/activity")["items"]}
+    (mine,) = found["host-1"]
+    assert (mine["tenant"], mine["sessions"], mine["keeps"], mine["ends"]) == (SPEC.tenant, 1, 1, 1)
+    assert mine["protected_bytes"] >= BLOCKS * SPEC.block_bytes
+    assert [one["tenant"] for one in found["host-2"]] == [OTHER.tenant]
+    assert found["host-3"] == []
+    said(page, "#tenants tbody tr", "1 session, 0 blocks dropped")
+    show_node(page, "host-1")
+    row = page.locator("#node table[aria-label='hints at node host-1'] tbody tr")
+    said(page, "#node table[aria-label='hints at node host-1']", "1 / 1")
+    assert row.count() == 1
+    show_node(page, "host-3")
+    assert page.locator("#node table").count() == 0
+
+
 def test_page_of_large_cluster_counts_nodes_not_shown(page: Any) -> None:
     """The response that the page receives is changed to report a large cluster."""
 

@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import CacheSpec, KVClient
+from kvclient.call.request_hint import RequestHint
 from kvclient.engines.vllm.tier.chunks import GROUP_BYTES, Chunk, ChunkStore, runs_of
+from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.rpc.client import call, connect
 from support.wait import wait_until
 
 BYTES = 4096
@@ -69,6 +72,20 @@ def test_chunks_of_a_chain_are_loaded_from_any_position(opened: list[ChunkStore]
     assert (arrived, sizes.total()) == ([chunk.key for chunk in read], 6 * BYTES)
     assert all(np.array_equal(chunk.row, other.row) for chunk, other in zip(read, written[3:9], strict=True))
     assert opened[1].find_chain(chain).hit_blocks == 0, "groups do not share"
+
+
+def test_hint_of_a_request_protects_its_chunks(opened: list[ChunkStore], cluster: LocalCluster) -> None:
+    def counter(result: str) -> int:
+        with connect(cluster.node("n").address) as channel:
+            stats = call(node_pb2_grpc.NodeStub(channel).GetNodeStats, node_pb2.GetNodeStatsRequest(), DEADLINE_S)
+        return int(stats.counters.get(f"node_hinted_{result}_blocks_total", 0))
+
+    store, chain = opened[0], hashes(7, 12)
+    store.store(chunks(chain, range(12), seed=5), chain, end_s())
+    store.give_hint(RequestHint("chat", 60.0), chain)
+    wait_until(lambda: counter("protected") == 12)
+    store.give_hint(RequestHint("chat", end=True), chain)
+    wait_until(lambda: counter("dropped") == 12)
 
 
 def test_chunks_missing_are_not_reported_as_loaded(opened: list[ChunkStore]) -> None:

@@ -35,12 +35,13 @@ class Engine:
         layers: int = 4,
         layer_bytes: int = 4096,
         paths: Paths | None = None,
+        hint_nodes: int = 4,
         **spec: object,
     ) -> None:
         fields = {"model": "test", "block_tokens": 16, "layers": layers, "layer_block_bytes": layer_bytes, **spec}
         self.spec = CacheSpec(**fields)  # type: ignore[arg-type]
         local = cluster.node(node).local_socket if node is not None else None
-        options = ClientOptions(client_name="e2e", paths=paths)
+        options = ClientOptions(client_name="e2e", paths=paths, hint_nodes=hint_nodes)
         self.client = KVClient.connect(cluster.metadata_address, self.spec, node=local, options=options)
         self.payloads = Payloads(self.spec.block_bytes)
 

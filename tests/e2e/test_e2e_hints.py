@@ -19,8 +19,8 @@ from support.wait import wait_until
 MIB = 1 << 20
 
 
-def counter(store: Store, name: str) -> int:
-    return int(store.node_stats("n1").counters.get(name, 0))
+def counter(store: Store, name: str, node: str = "n1") -> int:
+    return int(store.node_stats(node).counters.get(name, 0))
 
 
 def flood(engine: Engine, chains: int, blocks: int = 16) -> None:
@@ -81,3 +81,36 @@ def test_node_rejects_hostile_hints(make_store: Callable[..., Store]) -> None:
     assert counter(store, "node_hints_rejected_total") == len(wrong) - 1, "the last one has no session"
     assert counter(store, "node_hinted_protected_blocks_total") == 0
     assert call(session.stub.Hint, node_pb2.HintRequest(**keep), 5.0).protected_blocks == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hint_nodes", [4, 0])
+def test_hint_reaches_nodes_that_hold_the_session(make_store: Callable[..., Store], hint_nodes: int) -> None:
+    store = make_store(
+        NodeSpec("n1", dram_bytes=16 * MIB), NodeSpec("n2", roles=("storage",), dram_bytes=16 * MIB, nvme_bytes=32 * MIB)
+    )
+    store.engine("n2").store("chat", 16, durable=True, wait_visible=True)
+    engine = store.engine("n1", hint_nodes=hint_nodes)
+    keys = engine.keys("chat", 24)
+    assert engine.load_keys(keys[:16]).hit_blocks == 16
+    engine.client.hints.keep("chat", keys, keep_for_s=600.0, next_turn_s=1.0)
+    if hint_nodes:
+        wait_until(lambda: counter(store, "node_hinted_protected_blocks_total", "n2") == 24)
+        wait_until(lambda: engine.client.stats().get("client_hints_to_other_nodes_total", 0) == 1)
+    engine.client.hints.end("chat")
+    if hint_nodes:
+        wait_until(lambda: counter(store, "node_hinted_dropped_blocks_total", "n2") == 16, "the keys are remembered by name")
+    wait_until(lambda: counter(store, "node_hints_end_total") == 1)
+    assert counter(store, "node_hints_keep_total", "n2") == (1 if hint_nodes else 0)
+    assert counter(store, "node_hinted_reads_ahead_total", "n2") == 0, "the engine is on another host"
+
+
+def test_hint_to_a_dead_node_is_counted(make_store: Callable[..., Store]) -> None:
+    store = make_store(NodeSpec("n1", dram_bytes=16 * MIB), NodeSpec("n2", dram_bytes=16 * MIB))
+    store.engine("n2").store("chat", 16, wait_visible=True)
+    engine = store.engine("n1")
+    keys = engine.keys("chat", 16)
+    assert engine.client.lookup(keys).hit_blocks == 16
+    store.cluster.kill("n2")
+    assert engine.client.hints.keep("chat", keys), "the own node has it"
+    wait_until(lambda: engine.client.stats().get("client_hints_failed_total", 0) == 1)
+    wait_until(lambda: counter(store, "node_hints_keep_total") == 1)

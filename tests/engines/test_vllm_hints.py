@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tier_bed import engine as tier_engine
 from vllm_bed import BLOCK, SingleEngine, VllmDriver, VllmEngine, text, tiny
 
 from kvproto.v1 import node_pb2, node_pb2_grpc
@@ -62,3 +63,29 @@ def test_hints_of_requests_reach_the_node(engine: VllmEngine, cluster: LocalClus
     wait_until(lambda: hinted(cluster, "dropped") == len(PROMPT) // BLOCK, step=core.step)
     serve("wrong", {"session": "chat", "kind": "fork"})
     assert engine.counters()["hints_refused"] == 1
+
+
+def test_tier_hints_of_requests_reach_the_node(folder: Path, cluster: LocalCluster) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    store = StoreAddress(cluster.metadata_address, cluster.node("n").local_socket)
+    with tier_engine(tiny("llama", folder), store) as served:
+        core = served.llm.llm_engine
+
+        def serve(name: str, fields: dict[str, object] | None, envelope: KvHintsEnvelope | None = None) -> None:
+            extra = {} if fields is None else {"kv_transfer_params": {"kvstore_hint": fields}}
+            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args=extra)
+            core.add_request(name, {"prompt_token_ids": PROMPT}, params, kv_hints=envelope)
+            while core.has_unfinished_requests():
+                core.step()
+            served.settle()
+
+        serve("turn", {"session": "chat", "keep_for_s": 60})
+        wait_until(lambda: hinted(cluster, "protected") >= len(PROMPT) // BLOCK, step=core.step)
+        actions = [KvHintAction("1", "kvstore.session", "1", {"session": "chat", "end": True})]
+        serve("last", None, KvHintsEnvelope("1", "m", actions))
+        wait_until(lambda: hinted(cluster, "dropped") >= len(PROMPT) // BLOCK, step=core.step)
+        serve("wrong", {"session": "chat", "kind": "fork"})
+        wait_until(lambda: served.tier.counters.totals()["hints_refused"] == 1, step=core.step)
+        assert served.tier.counters.totals()["hints"] == 2

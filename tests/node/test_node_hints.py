@@ -50,7 +50,8 @@ class DramNode(NodeHarness):
 
 
 @pytest.fixture(params=["reuse-distance", "lru", "s3-fifo"])
-def node(request: pytest.FixtureRequest) -> Iterator[DramNode]:
+def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DramNode]:
+    monkeypatch.setattr("kvstore.node.hints.ledger.PART_KEYS", 5)  # chains have several parts
     made = DramNode(request.param)
     yield made
     made.hints.close()
@@ -98,14 +99,30 @@ def test_ended_session_keeps_what_forks_share(node: DramNode) -> None:
 
 def test_tenant_protecting_all_leaves_room_for_others(node: DramNode) -> None:
     """Hints of one tenant protect at most its share, and stores of others succeed."""
+    node.store(999, 0, 8, 1)
+    node.keep("other", node.keys(999, 8, 1), 1)
     for chain in range(ARENA // 8):
         node.store(chain, 0, 8)
         node.keep(f"s{chain}", node.keys(chain, 8), priority=9)
-    assert node.hints.protected_bytes() == {"acme": ARENA_BYTES // 2}
+    assert node.hints.protected_bytes() == {"acme": ARENA_BYTES // 2, "beta": 8 * BLOCK}
     node.flood(1_000, namespace=1)
     assert sum(sum(node.is_resident(node.keys(chain, 8))) for chain in range(ARENA // 8)) == ARENA // 2
     modest = node.keys(1_000 + 2 * ARENA // 8 - 1, 8, 1)
     assert node.keep("modest", modest, 1) == 8
+
+
+def test_tenant_alone_protects_more_until_another_stores(node: DramNode) -> None:
+    for chain in range(ARENA // 8):
+        node.store(chain, 0, 8)
+        node.keep(f"s{chain}", node.keys(chain, 8))
+    assert 0.8 * ARENA_BYTES < node.hints.protected_bytes()["acme"] <= 0.9 * ARENA_BYTES
+    node.hints.sweep()
+    assert node.hints.protected_bytes()["acme"] > 0.8 * ARENA_BYTES
+    node.store(1_000, 0, 8, 1)
+    node.hints.sweep()
+    assert 0.4 * ARENA_BYTES < node.hints.protected_bytes()["acme"] <= ARENA_BYTES // 2
+    assert node.keep("other", node.keys(1_000, 8, 1), 1) == 8
+    node.flood(1_001, namespace=1)
 
 
 def test_hints_of_two_tenants_never_fill_the_node(node: DramNode) -> None:
@@ -147,6 +164,7 @@ def quota_node(tmp_path: Path) -> Iterator[QuotaNode]:
 
 def test_quota_limits_what_hints_protect(quota_node: QuotaNode) -> None:
     quota_node.set_shares(("acme", 40, 40))
+    quota_node.store_durably(900, 8, 1)
     hints = hints_of(quota_node)
     for chain in range(5):
         keys = quota_node.store_durably(chain, 8)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.core.errors import CapacityExceeded
 from kvstore.core.limits import MAX_HINTED_SESSIONS_OF_TENANT
 from kvstore.core.types import BlockKey
-from kvstore.node.hints.ledger import HintLedger, Limits, SessionHint, unshared_end
+from kvstore.node.hints.ledger import ChainEnd, HintLedger, Limits, SessionHint, unshared_end
 
 SIZE = 10
 PLENTY = Limits(1 << 40, 1 << 40)
@@ -85,6 +85,7 @@ def test_expected_turn_is_due_once() -> None:
     ledger, namespace = HintLedger(), Namespace()
     ledger.keep("a", namespace, SessionHint("s", keys(1), 60.0, 10.0), SIZE, PLENTY, 0.0)
     ledger.keep("a", namespace, SessionHint("unknown", keys(2), 60.0), SIZE, PLENTY, 0.0)
+    ledger.keep("a", namespace, SessionHint("elsewhere", keys(3), 60.0, 9.0, read_ahead=False), SIZE, PLENTY, 0.0)
     assert ledger.due(7.0, 2.0) == []
     assert [session.name for session in ledger.due(8.0, 2.0)] == ["s"]
     assert ledger.due(9.0, 2.0) == []
@@ -98,6 +99,17 @@ def test_end_of_chain_begins_behind_forks_and_protected() -> None:
     assert unshared_end(chain, chain, {one: 1}) == [four, three, two]
     assert unshared_end(chain, {**chain, four: 1}, {}) == [], "the session went on elsewhere"
     assert unshared_end(chain, {one: 1, two: 0}, {}) == [two, one], "its end is gone"
+
+
+@given(
+    children=st.dictionaries(st.integers(0, 9), st.integers(0, 2)), protected=st.sets(st.integers(0, 9)), cut=st.integers(0, 10)
+)
+def test_end_of_chain_is_the_same_in_parts(children: dict[int, int], protected: set[int], cut: int) -> None:
+    chain = keys(*range(10))
+    held = {chain[number]: count for number, count in children.items()}
+    hinted = {chain[number]: 1 for number in protected}
+    end = ChainEnd()
+    assert end.take(chain[cut:], held, hinted) + end.take(chain[:cut], held, hinted) == unshared_end(chain, held, hinted)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -131,6 +143,38 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(key in self.namespaces[tenant].hinted for key in wanted[:kept])
         self.take(released)  # type: ignore[arg-type]
 
+    @rule(
+        tenant=st.integers(0, 1), name=st.integers(0, 5), chain=st.integers(0, 3), length=st.integers(0, 8),
+        turn_s=st.none() | st.integers(1, 30), priority=st.integers(0, 2),
+    )  # fmt: skip
+    def keep_in_parts(self, tenant: int, name: int, chain: int, length: int, turn_s: int | None, priority: int) -> None:
+        namespace, wanted = self.namespaces[tenant], keys(*range(100 * chain, 100 * chain + length))
+        total = part = 0
+        for part in range(max(1, length // 3 + 1)):
+            own = wanted[3 * part : 3 * part + 3]
+            hint = SessionHint(str(name), own, 10.0, turn_s, priority)
+            kept, released = self.ledger.keep(str(tenant), namespace, hint, SIZE, self.limits, self.now_s, part)
+            self.take(released)  # type: ignore[arg-type]
+            total += kept
+            if kept < len(own):
+                break
+        self.end_parts(tenant, name, part + 1)
+        assert self.ledger.keys_of(namespace, str(name)) == wanted[:total], "a prefix, and none of the chain before"
+
+    def end_parts(self, tenant: int, name: int, part: int) -> None:
+        namespace = self.namespaces[tenant]
+        while True:
+            protected, released = self.ledger.end(namespace, str(name), part)
+            self.take(released)  # type: ignore[arg-type]
+            if not protected:
+                return
+            part += 1
+
+    @rule(tenant=st.integers(0, 1), name=st.integers(0, 5))
+    def end_in_parts(self, tenant: int, name: int) -> None:
+        self.end_parts(tenant, name, 0)
+        assert not self.ledger.keys_of(self.namespaces[tenant], str(name))
+
     @rule(tenant=st.integers(0, 1), name=st.integers(0, 5))
     def end(self, tenant: int, name: int) -> None:
         protected, released = self.ledger.end(self.namespaces[tenant], str(name))
@@ -144,7 +188,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.integers(0, 1), blocks=st.integers(0, 6))
     def trim(self, tenant: int, blocks: int) -> None:
-        self.take(self.ledger.trim(str(tenant), Limits(blocks * SIZE, 9 * SIZE)))  # type: ignore[arg-type]
+        limits = Limits(blocks * SIZE, 9 * SIZE)
+        while (released := self.ledger.trim_one(str(tenant), limits)) is not None:
+            self.take(released)  # type: ignore[arg-type]
         assert self.ledger.bytes_by_tenant.get(str(tenant), 0) <= blocks * SIZE
 
     @rule()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvclient.load.accounting import HitAccounting
 from kvclient.memory.engine_pool import PoolNamespace
+from kvclient.nodes.chain_nodes import ChainNodes
 from kvclient.nodes.local_session import LocalNode
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
@@ -44,6 +45,9 @@ class ClientContext:
     """Threads for the parts of planned loads and for prompts that are awaited."""
     pool: PoolNamespace | None = None
     """The engine's own pool, nearer than any node."""
+    chain_nodes: ChainNodes = field(default_factory=ChainNodes)
+    hint_threads: LazyThreadPool = field(default_factory=lambda: LazyThreadPool(1, "kvclient-hint"))
+    """A thread that sends hints to other nodes."""
 
     def predict_load(self, lookup: Lookup) -> float | None:
         """Return how long the load of found blocks should take, for an engine that may compute them instead.
@@ -59,10 +63,16 @@ class ClientContext:
         own_node = self.local.node_id if self.local is not None else None
         return self.accounting.predictor.predict(lookup, own_node or "")
 
+    def record_nodes(self, lookup: Lookup) -> None:
+        """Remember the nodes that a lookup named, for hints about sessions."""
+        own = self.local.node_id if self.local is not None else None
+        self.chain_nodes.record(lookup.keys, lookup.hit_blocks, lookup.runs, own or "", self.options.hint_nodes)
+
     def close(self) -> None:
         """End the threads and close all connections."""
         self.part_threads.close()  # parts end soon after their scopes
         self.remote_sessions.close()
+        self.hint_threads.close()  # hints that wait fail at once, because no session is left
         self.peers.close()
         if self.local is not None:
             self.local.close()

@@ -73,6 +73,7 @@ def look_up(context: ClientContext, chain: ChainSlice, scope: CancelScope) -> Lo
         return Lookup(chain.keys, seconds=scope.elapsed_s(), error=error)
     _reopen_session(context)
     context.run_ends.record_lookup(chain, [run.end for run in found.runs])
+    context.record_nodes(found)
     counters.add(client_metrics.LOOKUP_BLOCKS, len(chain))
     counters.add(client_metrics.LOOKUP_HIT_BLOCKS, found.hit_blocks)
     counters.observe(client_metrics.LOOKUP_SECONDS, found.seconds)
@@ -180,6 +181,8 @@ class Load:
         context, chain = self._context, self._chain
         trace = LoadTrace(context.clock)
         lookup = self._lookup if self._lookup is not None else self._look_up(trace)
+        if isinstance(self._lookup, Lookup):
+            context.record_nodes(self._lookup)  # another client may have looked up
         pool = None if chain.heads else context.pool  # the pool is for prompts
         # The client knows its own pool better than the index does. Equally near runs stay in the order of the index.
         runs = [run for run in lookup.runs if pool is None or run.node_id != pool.node_id]

@@ -1,30 +1,41 @@
-"""Hints: the node of this host hears what happens next in a session of an application.
+"""Hints: nodes hear what happens next in a session of an application.
 
     client.hints.keep("chat-7", keys, keep_for_s=300.0, next_turn_s=20.0)   # after a turn
     client.hints.end("chat-7", keys)                                        # after the last one
 
-A hint changes no result, only which blocks are evicted first. It is sent in the background; a lost one is counted. There is no
-hint for a fork: it is a ``keep`` of the other session, and blocks that both share are protected until both have ended.
+A hint changes no result, only which blocks are evicted first. It goes to the node of this host, and to at most
+``ClientOptions.hint_nodes`` others that the last lookup of the session's chain named. It is sent in the background; a lost one is
+counted. There is no hint for a fork: it is a ``keep`` of the other session, and blocks that both share are protected until both
+have ended.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import threading
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import grpc
 
 from kvclient.call.request_hint import DEFAULT_KEEP_S, RequestHint
+from kvclient.nodes.local_session import is_session_lost
 from kvproto.v1 import node_pb2
 from kvstore.core.chain import ChainSlice
+from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.tracing import inject
+from kvstore.rpc.client import call_cancellable
+from kvstore.rpc.codec import keys_from_packed
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvclient.call.context import ClientContext
+    from kvclient.results import NodeRef
     from kvstore.core.types import BlockKey
+
+MAX_WAITING: Final = 64
+"""Hints that wait until they are sent to other nodes."""
 
 
 class HintSender:
@@ -32,6 +43,7 @@ class HintSender:
 
     def __init__(self, context: ClientContext) -> None:
         self._context = context
+        self._waiting = threading.BoundedSemaphore(MAX_WAITING)
 
     def keep(
         self,
@@ -53,7 +65,7 @@ class HintSender:
             priority: 0 to 9: sessions of a higher one displace those of a lower one of the same tenant.
 
         Returns:
-            Whether the hint was sent. Its effect shows in the node's metrics.
+            Whether the hint was sent to the node of this host. Its effect shows in the node's metrics.
 
         Raises:
             InvalidArgument: a value of another type or out of its range.
@@ -78,7 +90,7 @@ class HintSender:
             keys: its chain, from the head; empty: the blocks that it protects.
 
         Returns:
-            Whether the hint was sent.
+            Whether the hint was sent to the node of this host.
 
         Raises:
             InvalidArgument: a value of another type or out of its range.
@@ -86,10 +98,28 @@ class HintSender:
         RequestHint(session)
         return self._send(node_pb2.HintRequest(session=session, kind=node_pb2.HINT_KIND_END), keys)
 
+    def give(self, hint: RequestHint, keys: Sequence[BlockKey] | bytes) -> bool:
+        """Give the hint of a request that has ended: ``client.hints.give(RequestHint("chat-7", end=True), keys)``.
+
+        Args:
+            hint: what happens next.
+            keys: the session's chain, from the head.
+
+        Returns:
+            Whether the hint was sent to the node of this host.
+
+        Raises:
+            InvalidArgument: too many keys.
+        """
+        if hint.end:
+            return self.end(hint.session, keys)
+        return self.keep(hint.session, keys, keep_for_s=hint.keep_for_s, next_turn_s=hint.next_turn_s, priority=hint.priority)
+
     def _send(self, request: node_pb2.HintRequest, keys: Sequence[BlockKey] | bytes) -> bool:
         context = self._context
         request.keys = ChainSlice(context.namespace, keys).packed
         counters, incidents = context.incidents.counters, context.incidents
+        self._send_to_others(request)
         session = context.local.session() if context.local is not None else None
         if session is None:
             counters.add(client_metrics.HINTS_NOT_SENT)
@@ -109,3 +139,47 @@ class HintSender:
         counters.add(client_metrics.HINTS)
         call.add_done_callback(ended)
         return True
+
+    # ---- other nodes with blocks of the session
+    def _send_to_others(self, request: node_pb2.HintRequest) -> None:
+        """Begin to send a hint to the nodes that the last lookup of the chain named, if there are any."""
+        context = self._context
+        if not context.options.hint_nodes:
+            return
+        if not self._waiting.acquire(blocking=False):
+            context.incidents.report(client_metrics.HINTS_TO_OTHERS_SKIPPED, "hint not sent to other nodes: too many are waiting")
+            return
+        copy = node_pb2.HintRequest()
+        copy.CopyFrom(request)
+        try:
+            context.hint_threads.submit(self._work, copy)
+        except Unavailable:  # the client is closed
+            self._waiting.release()
+
+    def _work(self, request: node_pb2.HintRequest) -> None:
+        context = self._context
+        try:
+            for node in context.chain_nodes.of(request.session, keys_from_packed(request.keys)):
+                if context.local is not None and node.node_id == context.local.node_id:
+                    continue
+                try:
+                    self._tell(node, request)
+                except KVStoreError as error:
+                    context.incidents.report(client_metrics.HINTS_FAILED, "hint not applied", error)
+            if request.kind == node_pb2.HINT_KIND_END:
+                context.chain_nodes.forget(request.session)
+        finally:
+            self._waiting.release()
+
+    def _tell(self, node: NodeRef, request: node_pb2.HintRequest) -> None:
+        context = self._context
+        timeout_s = context.options.lookup_deadline_s
+        session = context.remote_sessions.session(node, timeout_s)
+        request.session_id = session.session_id
+        try:
+            call_cancellable(session.stub.Hint, request, timeout_s, session.server.waiting)
+        except KVStoreError as error:
+            if is_session_lost(error):
+                context.remote_sessions.lost(session)
+            raise
+        context.incidents.counters.add(client_metrics.HINTS_TO_OTHERS)

@@ -219,6 +219,22 @@ class Fault(ResponseModel):
     total: Count = Field(description="errors since the node started", examples=[3])
 
 
+class TenantHints(ResponseModel):
+    """Hints about sessions of one tenant at a node."""
+
+    tenant: str = Field(description="tenant name; empty: the default tenant", examples=["team-a"])
+    sessions: Count = Field(description="sessions whose blocks are protected now", examples=[12])
+    protected_bytes: Bytes = Field(description="bytes that are protected now")
+    keeps: Count = Field(description="hints since the node started that a session goes on", examples=[340])
+    ends: Count = Field(description="hints since the node started that a session has ended", examples=[28])
+    beyond_limit_blocks: Count = Field(
+        description="blocks since the node started that were not protected because of the limit", examples=[0]
+    )
+    dropped_blocks: Count = Field(
+        description="blocks of ended sessions since the node started, which are evicted first", examples=[5120]
+    )
+
+
 class Activity(ResponseModel):
     """Totals of a node since it started. Rates are differences of two responses; lower totals mean a restart."""
 
@@ -229,6 +245,7 @@ class Activity(ResponseModel):
     loads: list[LoadTimes] = Field(description="load times, one entry per farthest source")
     loaded: LoadedBytes = Field(description="bytes loaded for engines, by source")
     faults: list[Fault] = Field(description="errors that occurred")
+    hints: list[TenantHints] = Field(description="hints about sessions, by tenant; the first 1,024 tenants that gave one")
 
 
 class Activities(ResponseModel):

@@ -5,6 +5,8 @@
 2. A session beyond the limit displaces sessions of its own tenant that matter less: first those of lower priority, then those
    whose next turn is expected later. It never displaces sessions of other tenants.
 3. A session protects nothing after its time to live, or once it has ended.
+4. A long chain is kept in parts of ``PART_KEYS`` keys, so that a caller can release its lock between two parts. Within a session,
+   later parts lose their protection first.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class SessionHint(NamedTuple):
         keep_s: how long the blocks are protected.
         next_turn_s: time until the next turn is expected; None: unknown.
         priority: a higher one displaces lower ones of the same tenant.
+        read_ahead: whether the node reads the blocks into DRAM before the turn; False: the engine is on another host.
     """
 
     name: str
@@ -42,6 +45,7 @@ class SessionHint(NamedTuple):
     keep_s: float
     next_turn_s: float | None = None
     priority: int = 0
+    read_ahead: bool = True
 
 
 class Limits(NamedTuple):
@@ -55,15 +59,24 @@ Released = dict[HintedNamespace, list[BlockKey]]
 """Keys that are protected no longer, by namespace."""
 
 _NOT_DUE: Final = float("inf")
+PART_KEYS: Final = 512
+"""Keys of a part of a chain."""
+
+
+def parts_of(keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:
+    """Divide a chain into parts, at least one."""
+    return [keys[start : start + PART_KEYS] for start in range(0, max(1, len(keys)), PART_KEYS)]
 
 
 @dataclass(slots=True, eq=False)
 class ProtectedSession:
-    """One session and the blocks that it protects."""
+    """One session, or a part of one, and the blocks that it protects."""
 
     tenant: str
     namespace: HintedNamespace
     name: str
+    part: int
+    """Number of the part in the session's chain."""
     keys: Sequence[BlockKey]
     block_bytes: int
     priority: int
@@ -74,24 +87,28 @@ class ProtectedSession:
     """As ``expected_s``, until it was reported by ``due``; infinite: unknown, or reported."""
 
     @property
-    def rank(self) -> tuple[int, float]:
+    def rank(self) -> tuple[int, float, int]:
         """A session of a larger rank is displaced first."""
-        return -self.priority, self.expected_s
+        return -self.priority, self.expected_s, self.part
+
+    def continues(self, other: ProtectedSession) -> bool:
+        """Whether this is a later part of the same session."""
+        return self.namespace is other.namespace and self.name == other.name and self.part > other.part
 
 
 class HintLedger:
     """All protected sessions of a node. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._sessions: dict[tuple[HintedNamespace, str], ProtectedSession] = {}
+        self._sessions: dict[tuple[HintedNamespace, str, int], ProtectedSession] = {}
         self._of_tenant: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         self.displaced = 0
-        """Sessions that lost their protection to another one of their tenant, or to a smaller limit."""
+        """Sessions that lost all of their protection to another one of their tenant, or to a smaller limit."""
 
     def __len__(self) -> int:
         """Number of sessions."""
-        return len(self._sessions)
+        return self._of_tenant.total()
 
     @property
     def bytes_by_tenant(self) -> dict[str, int]:
@@ -103,10 +120,35 @@ class HintLedger:
         """Protected sessions of each tenant that has any."""
         return {tenant: count for tenant, count in self._of_tenant.items() if count}
 
+    def keys_of(self, namespace: HintedNamespace, name: str) -> list[BlockKey]:
+        """Return the keys that a session protects, from the head; none: it is unknown."""
+        found: list[BlockKey] = []
+        part = 0
+        while (session := self._sessions.get((namespace, name, part))) is not None:
+            found += session.keys
+            part += 1
+        return found
+
     def keep(
-        self, tenant: str, namespace: HintedNamespace, hint: SessionHint, block_bytes: int, limits: Limits, now_s: float
+        self,
+        tenant: str,
+        namespace: HintedNamespace,
+        hint: SessionHint,
+        block_bytes: int,
+        limits: Limits,
+        now_s: float,
+        part: int = 0,
     ) -> tuple[int, Released]:
-        """Protect a session, instead of what it protected before.
+        """Protect a session, or a part of one, instead of what it protected before.
+
+        Args:
+            tenant: of the namespace.
+            namespace: of the session.
+            hint: what the application says; its keys are those of the part.
+            block_bytes: size of a block.
+            limits: bytes that may be protected.
+            now_s: present time.
+            part: number of the part.
 
         Returns:
             The number of leading blocks that it protects now, and the keys that are protected no longer.
@@ -114,26 +156,26 @@ class HintLedger:
         Raises:
             CapacityExceeded: too many sessions; nothing has changed.
         """
-        known = (namespace, hint.name) in self._sessions
-        if not known and len(self._sessions) >= MAX_HINTED_SESSIONS:
+        known = part or (namespace, hint.name, part) in self._sessions
+        if not known and len(self) >= MAX_HINTED_SESSIONS:
             raise CapacityExceeded("too many sessions with hints on this node", limit=MAX_HINTED_SESSIONS)
         if not known and self._of_tenant[tenant] >= MAX_HINTED_SESSIONS_OF_TENANT:
             raise CapacityExceeded("too many sessions with hints of this tenant", limit=MAX_HINTED_SESSIONS_OF_TENANT)
         released: Released = {}
-        self._release(self._sessions.get((namespace, hint.name)), released)
+        self._release(self._sessions.get((namespace, hint.name, part)), released)
         until_s = now_s + hint.keep_s
         due_s = _NOT_DUE if hint.next_turn_s is None else now_s + hint.next_turn_s
-        expected_s = min(due_s, until_s)
         session = ProtectedSession(
             tenant,
             namespace,
             hint.name,
+            part,
             (),
             block_bytes,
             hint.priority,
             until_s,
-            expected_s,
-            due_s if due_s < until_s else _NOT_DUE,
+            expected_s=min(due_s, until_s),
+            due_s=due_s if due_s < until_s and hint.read_ahead and not part else _NOT_DUE,
         )
         wanted = list(dict.fromkeys(hint.keys))
         self._make_room(session, wanted, limits, released)
@@ -150,33 +192,47 @@ class HintLedger:
             kept.append(key)
         if kept:
             session.keys = kept
-            self._sessions[namespace, hint.name] = session
-            self._of_tenant[tenant] += 1
+            self._sessions[namespace, hint.name, part] = session
+            self._of_tenant[tenant] += not part
         return len(kept), _still_unprotected(released)
 
-    def end(self, namespace: HintedNamespace, name: str) -> tuple[Sequence[BlockKey], Released]:
-        """End a session. Returns the keys that it protected, and those of them that no other session protects."""
+    def end(self, namespace: HintedNamespace, name: str, part: int = 0) -> tuple[Sequence[BlockKey], Released]:
+        """End a session, or a part of one.
+
+        Returns:
+            The keys that it protected, and those of them that no other session protects.
+        """
         released: Released = {}
-        session = self._sessions.get((namespace, name))
+        session = self._sessions.get((namespace, name, part))
         self._release(session, released)
         return () if session is None else session.keys, released
+
+    def over(self, now_s: float) -> list[ProtectedSession]:
+        """Return sessions, and parts of them, whose time to live is over, for ``release``."""
+        return [session for session in self._sessions.values() if session.until_s <= now_s]
+
+    def release(self, session: ProtectedSession) -> Released:
+        """End the protection of a session or part, unless it was replaced. Returns the keys that are protected no longer."""
+        released: Released = {}
+        if self._sessions.get((session.namespace, session.name, session.part)) is session:
+            self._release(session, released)
+        return _still_unprotected(released)
 
     def expire(self, now_s: float) -> tuple[int, Released]:
         """End the protection of sessions whose time to live is over. Returns how many, and the keys."""
         released: Released = {}
-        over = [session for session in self._sessions.values() if session.until_s <= now_s]
+        over = self.over(now_s)
         for session in over:
             self._release(session, released)
-        return len(over), _still_unprotected(released)
+        return sum(not session.part for session in over), _still_unprotected(released)
 
-    def trim(self, tenant: str, limits: Limits) -> Released:
-        """Bring a tenant down to its limit, after the limit became smaller."""
-        released: Released = {}
-        while self._bytes[tenant] and self._room(tenant, limits) < 0:
-            worst = max((one for one in self._sessions.values() if one.tenant == tenant), key=lambda one: one.rank)
-            self.displaced += 1
-            self._release(worst, released)
-        return _still_unprotected(released)
+    def trim_one(self, tenant: str, limits: Limits) -> Released | None:
+        """Release one session or part of a tenant that exceeds its limit; None: it does not."""
+        if not self._bytes[tenant] or self._room(tenant, limits) >= 0:
+            return None
+        worst = max((one for one in self._sessions.values() if one.tenant == tenant), key=lambda one: one.rank)
+        self.displaced += not worst.part
+        return self.release(worst)
 
     def due(self, now_s: float, ahead_s: float) -> list[ProtectedSession]:
         """Return sessions whose next turn is expected within ``ahead_s``, each once."""
@@ -193,18 +249,23 @@ class HintLedger:
         needed = sum(key not in counts for key in wanted) * session.block_bytes
         if needed <= self._room(session.tenant, limits):
             return
-        others = [one for one in self._sessions.values() if one.tenant == session.tenant and one.rank > session.rank]
-        others.sort(key=lambda one: one.rank)
+        rank, keys = session.rank, frozenset(wanted)
+        others = [
+            one for one in self._sessions.values() if one.tenant == session.tenant and (one.rank > rank or one.continues(session))
+        ]
+        others.sort(key=lambda one: (one.continues(session), one.rank))
         while others and needed > self._room(session.tenant, limits):
-            self.displaced += 1
-            self._release(others.pop(), released)
-            needed = sum(key not in counts for key in wanted) * session.block_bytes
+            worst = others.pop()
+            self.displaced += not worst.part
+            self._release(worst, released)
+            if worst.namespace is session.namespace:
+                needed += sum(key in keys and key not in counts for key in worst.keys) * session.block_bytes
 
     def _release(self, session: ProtectedSession | None, released: Released) -> None:
         if session is None:
             return
-        del self._sessions[session.namespace, session.name]
-        self._of_tenant[session.tenant] -= 1
+        del self._sessions[session.namespace, session.name, session.part]
+        self._of_tenant[session.tenant] -= not session.part
         counts, free = session.namespace.hinted, released.setdefault(session.namespace, [])
         for key in session.keys:
             if counts[key] > 1:
@@ -224,20 +285,36 @@ def _still_unprotected(released: Released) -> Released:
     }
 
 
-def unshared_end(keys: Iterable[BlockKey], children: dict[BlockKey, int], protected: dict[BlockKey, int]) -> list[BlockKey]:
-    """Return the end of an ended session's chain that no other chain shares, the last block first.
+class ChainEnd:
+    """The end of an ended session's chain that no other chain shares, found part by part, the last part first.
 
     The end begins behind the last block that is protected, or that has another child: there, other sessions forked.
-
-    Args:
-        keys: of the chain, from the head.
-        children: by key of each block that is in the tier: its number of children there.
-        protected: keys that other sessions protect.
     """
-    end: list[BlockKey] = []
-    for key in reversed(list(keys)):
-        if key in protected or children.get(key, 0) > bool(end):
-            break
-        if key in children:
-            end.append(key)
-    return end
+
+    def __init__(self) -> None:
+        self.complete = False
+        """Whether the block where the end begins was found."""
+        self._found = False
+
+    def take(self, keys: Sequence[BlockKey], children: dict[BlockKey, int], protected: dict[BlockKey, int]) -> list[BlockKey]:
+        """Return the blocks of a part that belong to the end, the last one first.
+
+        Args:
+            keys: of the part, in the order of the chain.
+            children: by key of each block that is in the tier: its number of children there.
+            protected: keys that other sessions protect.
+        """
+        end: list[BlockKey] = []
+        for key in reversed(keys):
+            if self.complete or key in protected or children.get(key, 0) > self._found:
+                self.complete = True
+                break
+            if key in children:
+                end.append(key)
+                self._found = True
+        return end
+
+
+def unshared_end(keys: Iterable[BlockKey], children: dict[BlockKey, int], protected: dict[BlockKey, int]) -> list[BlockKey]:
+    """Return what ``ChainEnd`` returns for a chain that is its only part."""
+    return ChainEnd().take(list(keys), children, protected)

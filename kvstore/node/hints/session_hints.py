@@ -8,21 +8,26 @@ and evictions on request.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvstore.core.chain import ChainSlice
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
+from kvstore.core.limits import MAX_TENANTS_TOLD
 from kvstore.core.types import BlockKey, Tier
 from kvstore.node.ahead.read_ahead import AheadReader
 from kvstore.node.eviction.quotas import held_bytes
-from kvstore.node.hints.ledger import HintLedger, Limits, Released, SessionHint, unshared_end
+from kvstore.node.hints.ledger import ChainEnd, HintLedger, Limits, Released, SessionHint, parts_of
 from kvstore.node.loads.runs import BlockRequest
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.node.state.namespaces import NodeNamespace, TenantAccount
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -46,13 +51,24 @@ class HintResult(NamedTuple):
     dropped: int = 0
 
 
+@dataclass(slots=True)
+class TenantTotals:
+    """What one tenant hinted since the node started."""
+
+    keeps: int = 0
+    ends: int = 0
+    beyond_limit_blocks: int = 0
+    dropped_blocks: int = 0
+
+
 class SessionHints:
     """Hints of one node. Thread-safe.
 
     Args:
         table: the node's blocks.
         ahead: reads blocks into DRAM.
-        share: fraction of the node's last tier, or of its quota there, that one tenant may protect; 0: hints are ignored.
+        share: fraction of the node's last tier, or of its quota there, that one tenant may protect if other tenants have blocks
+            there too; 0: hints are ignored.
         counters: metrics.
         clock: time.
     """
@@ -65,11 +81,15 @@ class SessionHints:
         self._counters = counters
         self._clock = clock
         self._ledger = HintLedger()
+        self._totals: dict[str, TenantTotals] = {}
         self._pool = ThreadPoolExecutor(MAX_READS, thread_name_prefix="kvstore-next-turn")
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="kvstore-hints")
+        """Applies hints, one after the other. The server limits how many wait."""
         self._reads: set[Future[int]] = set()
 
     def close(self) -> None:
-        """Read nothing more ahead."""
+        """Apply no more hints, and read nothing more ahead."""
+        self.worker.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- hints
@@ -82,17 +102,25 @@ class SessionHints:
         if not self._share:
             return HintResult()
         self._counters.add(node_metrics.HINTS["keep"])
+        now_s, tenant = self._clock.now_s(), _tenant_of(namespace)
         with self._residency.lock:
-            before, tenant = self._ledger.displaced, _tenant_of(namespace)
-            count, released = self._ledger.keep(
-                tenant, namespace, hint, self._slot_bytes(namespace), self._limits(namespace), self._clock.now_s()
-            )
-            self._restore(released)
-            for block in self._held(namespace, hint.keys[:count]):
-                block.unwanted = False
-            self._counters.add(node_metrics.HINTS_DISPLACED, self._ledger.displaced - before)
+            size, limits = self._slot_bytes(namespace), self._limits(namespace, self._holders())
+        count = last = 0
+        for last, keys in enumerate(parts_of(list(dict.fromkeys(hint.keys)))):
+            with self._change():
+                kept, released = self._ledger.keep(tenant, namespace, hint._replace(keys=keys), size, limits, now_s, last)
+                self._restore(released)
+                for block in self._held(namespace, keys[:kept]):
+                    block.unwanted = False
+            count += kept
+            if kept < len(keys):
+                break
+        self._release(namespace, hint.name, last + 1)
         self._counters.add(node_metrics.HINTED_BLOCKS["protected"], count)
         self._counters.add(node_metrics.HINTED_BLOCKS["beyond_limit"], len(hint.keys) - count)
+        totals = self._totals_of(tenant)
+        totals.keeps += 1
+        totals.beyond_limit_blocks += len(hint.keys) - count
         return HintResult(protected=count)
 
     def end(self, namespace: NodeNamespace, name: str, keys: Iterable[BlockKey] = ()) -> HintResult:
@@ -106,21 +134,42 @@ class SessionHints:
         if not self._share:
             return HintResult()
         self._counters.add(node_metrics.HINTS["end"])
-        with self._residency.lock:
-            protected, released = self._ledger.end(namespace, name)
-            self._restore(released)
-            dropped = self._drop(namespace, list(keys) or protected)
+        chain = list(keys) or self.protected_keys(namespace, name)
+        self._release(namespace, name)
+        dropped = self._drop(namespace, chain)
         self._counters.add(node_metrics.HINTED_BLOCKS["dropped"], dropped)
+        totals = self._totals_of(_tenant_of(namespace))
+        totals.ends += 1
+        totals.dropped_blocks += dropped
         return HintResult(dropped=dropped)
 
-    def _drop(self, namespace: NodeNamespace, keys: Iterable[BlockKey]) -> int:
+    def _release(self, namespace: NodeNamespace, name: str, first: int = 0) -> None:
+        """End the protection of a session from a part of its chain on."""
+        for part in itertools.count(first):
+            with self._change():
+                protected, released = self._ledger.end(namespace, name, part)
+                self._restore(released)
+            if not protected:
+                return
+
+    def _drop(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> int:
+        dropped = 0
+        in_dram, on_volumes = ChainEnd(), ChainEnd()
+        for part in reversed(parts_of(keys)):
+            if in_dram.complete and on_volumes.complete:
+                break
+            with self._change():
+                dropped += self._drop_part(namespace, part, in_dram, on_volumes)
+        return dropped
+
+    def _drop_part(self, namespace: NodeNamespace, keys: Sequence[BlockKey], in_dram: ChainEnd, on_volumes: ChainEnd) -> int:
         residency = self._residency
         held = self._held(namespace, keys)
-        in_dram = {block.key: residency.dram_policy.children(block.key) for block in held if block.dram is not None}
-        on_volumes = {block.key: residency.volume_evictor.children(block.key) for block in held if block.nvme_volume is not None}
         chain = [block.key for block in held]
-        from_dram = unshared_end(chain, in_dram, namespace.hinted)
-        from_volumes = unshared_end(chain, on_volumes, namespace.hinted)
+        dram_children = {block.key: residency.dram_policy.children(block.key) for block in held if block.dram is not None}
+        children = {block.key: residency.volume_evictor.children(block.key) for block in held if block.nvme_volume is not None}
+        from_dram = in_dram.take(chain, dram_children, namespace.hinted)
+        from_volumes = on_volumes.take(chain, children, namespace.hinted)
         residency.arena_evictor.demote(namespace, from_dram)
         residency.volume_evictor.demote(namespace, from_volumes)
         for key in from_dram:
@@ -135,30 +184,47 @@ class SessionHints:
             return
         now_s = self._clock.now_s()
         with self._residency.lock:
-            expired, released = self._ledger.expire(now_s)
-            self._restore(released)
-            before = self._ledger.displaced
-            for account in self._residency.accounts.all():
-                if account.namespaces:
-                    self._restore(self._ledger.trim(account.tenant, self._limits(account.namespaces[0])))
-            self._counters.add(node_metrics.HINTS_DISPLACED, self._ledger.displaced - before)
+            over = self._ledger.over(now_s)
+            accounts = [account for account in self._residency.accounts.all() if account.namespaces]
+            holders = self._holders()
+        for session in over:
+            with self._change():
+                self._restore(self._ledger.release(session))
+        self._counters.add(node_metrics.HINTS_EXPIRED, sum(not session.part for session in over))
+        for account in accounts:
+            self._trim(account, holders)
+        with self._residency.lock:
             due = self._ledger.due(now_s, AHEAD_S) if self._residency.node_volumes else []
-        self._counters.add(node_metrics.HINTS_EXPIRED, expired)
         for session in due:
             assert isinstance(session.namespace, NodeNamespace)
-            self._read_ahead(session.namespace, session.keys, session.tenant)
+            self._read_ahead(session.namespace, self.protected_keys(session.namespace, session.name), session.tenant)
 
-    def _read_ahead(self, namespace: NodeNamespace, keys: Iterable[BlockKey], tenant: str) -> None:
+    def _trim(self, account: TenantAccount, holders: Sequence[TenantAccount]) -> None:
+        """Bring a tenant down to its limit, after the limit became smaller."""
         with self._residency.lock:
-            held = self._held(namespace, keys)
-            absent = any(block.dram is None for block in held)
+            limits = self._limits(account.namespaces[0], holders)
+        more = True
+        while more:
+            with self._change():
+                released = self._ledger.trim_one(account.tenant, limits)
+                more = released is not None
+                self._restore(released or {})
+
+    def _read_ahead(self, namespace: NodeNamespace, keys: Sequence[BlockKey], tenant: str) -> None:
+        held: list[BlockKey] = []
+        absent = False
+        for part in parts_of(keys):
+            with self._change():
+                blocks = self._held(namespace, part)
+                absent = absent or any(block.dram is None for block in blocks)
+                held += (block.key for block in blocks)
         if not absent:
             return
         self._reads = {read for read in self._reads if not read.done()}
         if len(self._reads) >= MAX_WAITING_READS:
             self._counters.add(node_metrics.READ_AHEAD_REFUSED)
             return
-        chain = ChainSlice(namespace.namespace_id, [block.key for block in held])
+        chain = ChainSlice(namespace.namespace_id, held)
         self._counters.add(node_metrics.HINTED_READS_AHEAD)
         self._reads.add(self._pool.submit(self._bring, BlockRequest(namespace, chain, self._clock.now_s() + READ_S, []), tenant))
 
@@ -176,20 +242,57 @@ class SessionHints:
         with self._residency.lock:
             return self._ledger.bytes_by_tenant
 
+    def totals(self) -> dict[str, TenantTotals]:
+        """Return what each tenant hinted since the node started."""
+        with self._residency.lock:
+            return dict(self._totals)
+
+    def _totals_of(self, tenant: str) -> TenantTotals:
+        """Return a tenant's totals; beyond the limit of tenants, totals that nobody reads."""
+        with self._residency.lock:
+            if tenant not in self._totals and len(self._totals) >= MAX_TENANTS_TOLD:
+                return TenantTotals()
+            return self._totals.setdefault(tenant, TenantTotals())
+
     def sessions(self) -> dict[str, int]:
         """Return the number of protected sessions of each tenant that has any."""
         with self._residency.lock:
             return self._ledger.sessions_by_tenant
 
+    def protected_keys(self, namespace: NodeNamespace, name: str) -> Sequence[BlockKey]:
+        """Return the keys that a session protects, from the head; none: the node does not know it."""
+        with self._residency.lock:
+            return self._ledger.keys_of(namespace, name)
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Hold the table's lock for one part of a chain, and let other threads have it before the next part."""
+        with self._residency.lock:
+            before = self._ledger.displaced
+            yield
+            self._counters.add(node_metrics.HINTS_DISPLACED, self._ledger.displaced - before)
+        time.sleep(0)
+
     # ---- inside the lock
-    def _limits(self, namespace: NodeNamespace) -> Limits:
-        residency = self._residency
-        tier = Tier.NVME if residency.node_volumes else Tier.DRAM
+    @property
+    def _last_tier(self) -> Tier:
+        return Tier.NVME if self._residency.node_volumes else Tier.DRAM
+
+    def _holders(self) -> list[TenantAccount]:
+        """Return tenants with blocks in the last tier: at most two, since more make no difference."""
+        residency, tier = self._residency, self._last_tier
+        holding = (one for one in residency.accounts.all() if held_bytes(residency, one.namespaces, tier))
+        return list(itertools.islice(holding, 2))
+
+    def _limits(self, namespace: NodeNamespace, holders: Sequence[TenantAccount]) -> Limits:
+        residency, tier, account = self._residency, self._last_tier, namespace.account
         on_volumes = sum(node_volume.volume.usage().capacity_bytes for node_volume in residency.node_volumes)
         capacity = on_volumes if residency.node_volumes else residency.dram.usage().capacity_bytes
-        quota = namespace.account.share.of(tier) if namespace.account is not None else None
+        quota = account.share.of(tier) if account is not None else None
+        is_alone = account is not None and all(one is account for one in holders)
+        share = max(self._share, PROTECTED_PART) if is_alone else self._share
         of_all = int(PROTECTED_PART * max(0, capacity - held_bytes(residency, residency.accounts.kept, tier)))
-        return Limits(int(self._share * (capacity if quota is None else min(capacity, quota))), of_all)
+        return Limits(int(share * (capacity if quota is None else min(capacity, quota))), of_all)
 
     def _slot_bytes(self, namespace: NodeNamespace) -> int:
         return namespace.slot_bytes if self._residency.node_volumes else round_up(namespace.shape.block_bytes)

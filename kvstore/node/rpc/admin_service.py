@@ -11,15 +11,18 @@ import kvstore
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import admin_pb2_grpc
 from kvstore.core.cancel_scope import run_in_pool
-from kvstore.core.errors import Conflict, InvalidArgument, NotFound
+from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.durability.volume_checks import Check, CheckState
 from kvstore.node.eviction.execution import EvictionResult, evict_down_to, evict_namespace, invalidate
+from kvstore.node.hints.session_hints import SessionHints
+from kvstore.node.rpc.hint_request import apply_hint, check_hint
 from kvstore.node.rpc.parts import NodeParts
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import EVENTS
+from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.metrics import PREFIX
 from kvstore.observe.slow_loads import SHOWN
 from kvstore.rpc.codec import check_id, history_to_proto, tier_to_proto
@@ -85,6 +88,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
                 for network, (received, sent) in parts.links.traffic().items()
             ],
             loads=_load_times(parts.counters),
+            hints=_tenant_hints(parts.hints),
         )
 
     def _volumes(self) -> list[pb.VolumeDescription]:
@@ -185,6 +189,20 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             done = await self._run_in_pool(lambda: invalidate(self._parts.table, namespace, deadline_s))
         return pb.InvalidateNamespaceResponse(dropped_blocks=done.blocks, kept_blocks=done.kept)
 
+    async def HintSession(self, request: pb.HintSessionRequest, context: Context) -> pb.HintSessionResponse:  # noqa: N802, ARG002
+        parts, hint = self._parts, request.hint
+        try:
+            check_hint(hint)
+            namespace = self._namespace(request.namespace_id)
+            keys = () if namespace is None else parts.hints.protected_keys(namespace, hint.session)
+            if namespace is None or not keys:
+                return pb.HintSessionResponse()
+            result = await run_in_pool(parts.hints.worker, lambda: apply_hint(parts.hints, namespace, hint, keys))
+        except KVStoreError:
+            parts.counters.add(node_metrics.HINTS_REJECTED)
+            raise
+        return pb.HintSessionResponse(known=True, result=result)
+
     async def CheckVolume(self, request: pb.CheckVolumeRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
         operation_id = check_id(request.operation_id, "operation_id")
         node_volume = self._durable(request.volume_id)
@@ -259,6 +277,23 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             if node_volume.volume_id == volume_id:
                 return node_volume
         raise NotFound("this node has no such volume", volume_id=volume_id[:64])
+
+
+def _tenant_hints(hints: SessionHints) -> list[pb.TenantHints]:
+    """Return what hints of each tenant protect, and what they did."""
+    sessions, protected = hints.sessions(), hints.protected_bytes()
+    return [
+        pb.TenantHints(
+            tenant=tenant,
+            sessions=sessions.get(tenant, 0),
+            protected_bytes=protected.get(tenant, 0),
+            keeps=totals.keeps,
+            ends=totals.ends,
+            beyond_limit_blocks=totals.beyond_limit_blocks,
+            dropped_blocks=totals.dropped_blocks,
+        )
+        for tenant, totals in sorted(hints.totals().items())
+    ]
 
 
 def _load_times(counters: Counters) -> list[pb.LoadTimes]:

@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvproto.v1 import node_pb2
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.limits import MAX_HINT_PRIORITY, MAX_KEEP_MS, MAX_TRANSFER_ID_BYTES
+from kvstore.core.types import BlockKey
 from kvstore.node.hints.ledger import SessionHint
 from kvstore.node.hints.session_hints import HintResult, SessionHints
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.rpc.codec import keys_from_packed
 
 
-def apply_hint(hints: SessionHints, namespace: NodeNamespace, request: node_pb2.HintRequest) -> node_pb2.HintResponse:
+def apply_hint(
+    hints: SessionHints,
+    namespace: NodeNamespace,
+    request: node_pb2.HintRequest,
+    keys: Sequence[BlockKey] | None = None,
+    *,
+    read_ahead: bool = True,
+) -> node_pb2.HintResponse:
     """Check a hint, and apply it.
+
+    Args:
+        hints: of this node.
+        namespace: of the session.
+        request: the hint.
+        keys: of the session's chain; None: those of the request.
+        read_ahead: whether the session's engine is on this host, so that blocks are read into DRAM before its next turn.
 
     Raises:
         InvalidArgument: a malformed session or keys, or a number out of its range.
         Unsupported: an unknown kind.
         CapacityExceeded: too many sessions have hints.
+    """
+    check_hint(request)
+    chain = keys_from_packed(request.keys) if keys is None else keys
+    if request.kind == node_pb2.HINT_KIND_END:
+        result: HintResult = hints.end(namespace, request.session, chain)
+    else:
+        next_turn_s = request.next_turn_ms / 1000 or None
+        hint = SessionHint(request.session, chain, request.keep_ms / 1000, next_turn_s, request.priority, read_ahead)
+        result = hints.keep(namespace, hint)
+    return node_pb2.HintResponse(protected_blocks=result.protected, dropped_blocks=result.dropped)
+
+
+def check_hint(request: node_pb2.HintRequest) -> None:
+    """Check the fields of a hint, without its keys.
+
+    Raises:
+        InvalidArgument: a malformed session, or a number out of its range.
+        Unsupported: an unknown kind.
     """
     name = request.session
     if not 0 < len(name.encode()) <= MAX_TRANSFER_ID_BYTES or not name.isprintable():
@@ -31,10 +66,3 @@ def apply_hint(hints: SessionHints, namespace: NodeNamespace, request: node_pb2.
     ):
         if value > limit:
             raise InvalidArgument(f"{field} is out of range", got=value, limit=limit)
-    keys = keys_from_packed(request.keys)
-    if request.kind == node_pb2.HINT_KIND_END:
-        result: HintResult = hints.end(namespace, name, keys)
-    else:
-        next_turn_s = request.next_turn_ms / 1000 or None
-        result = hints.keep(namespace, SessionHint(name, keys, request.keep_ms / 1000, next_turn_s, request.priority))
-    return node_pb2.HintResponse(protected_blocks=result.protected, dropped_blocks=result.dropped)

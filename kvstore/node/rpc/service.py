@@ -244,7 +244,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Hint(self, request: node_pb2.HintRequest, context: Context) -> node_pb2.HintResponse:  # noqa: N802, ARG002
         session = self._session(request.session_id)
         try:
-            return apply_hint(self._parts.hints, session.namespace, request)
+            hints, namespace, near = self._parts.hints, session.namespace, not session.remote
+            return await run_in_pool(hints.worker, lambda: apply_hint(hints, namespace, request, read_ahead=near))
         except (InvalidArgument, Unsupported, CapacityExceeded):
             self._counters.add(node_metrics.HINTS_REJECTED)
             raise

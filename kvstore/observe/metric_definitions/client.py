@@ -76,6 +76,12 @@ PLANS_READ_AHEAD: Final = group.counter(
 READS_AHEAD_FAILED: Final = group.counter("client_reads_ahead_failed_total", "reads ahead that failed")
 HINTS: Final = group.counter("client_hints_total", "hints about sessions that the client sent to the node of its host")
 HINTS_NOT_SENT: Final = group.counter("client_hints_not_sent_total", "hints not sent, because no session with the node was open")
+HINTS_TO_OTHERS: Final = group.counter(
+    "client_hints_to_other_nodes_total", "hints that other nodes with blocks of the session applied"
+)
+HINTS_TO_OTHERS_SKIPPED: Final = group.counter(
+    "client_hints_to_other_nodes_skipped_total", "hints not sent to other nodes, because too many were waiting"
+)
 HINTS_FAILED: Final = group.counter("client_hints_failed_total", "hints that the node rejected or did not answer")
 STORE_SKIPPED_DRAINING_BLOCKS: Final = group.counter(
     "client_store_skipped_draining_blocks_total", "blocks not stored because the local node was draining or stopping"

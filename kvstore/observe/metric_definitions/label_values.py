@@ -41,7 +41,7 @@ METHODS: Final = (
     "DescribeServer", "DescribeNamespaces", "DescribeBlocks", "DescribePlanning", "SetPathPolicy", "RebuildIndex",
     "DescribeTenants", "ListNamespaceRules", "SetTenantQuota", "SetNamespaceRule",
     "DescribeNode", "DescribeUsage", "ListSlowLoads", "EvictBlocks", "InvalidateNamespace", "SetTrafficCap", "CompareIndex",
-    "CheckVolume", "DescribeCheck", "CancelCheck", "DescribeHistory", "ListClusterEvents", "DescribeShards",
+    "HintSession", "CheckVolume", "DescribeCheck", "CancelCheck", "DescribeHistory", "ListClusterEvents", "DescribeShards",
 )  # fmt: skip
 """Timed methods. ``Publish`` and ``WatchBlocks`` are streams that stay open as long as a node or a subscriber runs."""
 MOST_NODES: Final = 4_096

@@ -139,6 +139,7 @@ _NODE_ADMIN: Final = {
     "CancelCheck": Permission.CHANGE,
     "EvictBlocks": Permission.CHANGE,
     "InvalidateNamespace": Permission.CHANGE,
+    "HintSession": Permission.CHANGE,
     "SetTrafficCap": Permission.CHANGE,
     "CompareIndex": Permission.CHANGE,
 }

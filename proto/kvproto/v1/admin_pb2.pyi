@@ -1,5 +1,6 @@
 from kvproto.v1 import common_pb2 as _common_pb2
 from kvproto.v1 import metadata_pb2 as _metadata_pb2
+from kvproto.v1 import node_pb2 as _node_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -570,7 +571,7 @@ class DescribeNodeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeNodeResponse(_message.Message):
-    __slots__ = ("version", "uptime_ms", "volumes", "sessions", "blocks", "write_back_waiting_blocks", "publish_waiting_events", "staging", "cap_bytes_per_s", "io_engines", "settings", "links", "loads")
+    __slots__ = ("version", "uptime_ms", "volumes", "sessions", "blocks", "write_back_waiting_blocks", "publish_waiting_events", "staging", "cap_bytes_per_s", "io_engines", "settings", "links", "loads", "hints")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     VOLUMES_FIELD_NUMBER: _ClassVar[int]
@@ -584,6 +585,7 @@ class DescribeNodeResponse(_message.Message):
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_ms: int
     volumes: _containers.RepeatedCompositeFieldContainer[VolumeDescription]
@@ -597,7 +599,26 @@ class DescribeNodeResponse(_message.Message):
     settings: _containers.RepeatedCompositeFieldContainer[SettingInForce]
     links: _containers.RepeatedCompositeFieldContainer[LinkTraffic]
     loads: _containers.RepeatedCompositeFieldContainer[LoadTimes]
-    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumeDescription, _Mapping]]] = ..., sessions: _Optional[int] = ..., blocks: _Optional[int] = ..., write_back_waiting_blocks: _Optional[int] = ..., publish_waiting_events: _Optional[int] = ..., staging: _Optional[_Iterable[_Union[StagingDescription, _Mapping]]] = ..., cap_bytes_per_s: _Optional[int] = ..., io_engines: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTraffic, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadTimes, _Mapping]]] = ...) -> None: ...
+    hints: _containers.RepeatedCompositeFieldContainer[TenantHints]
+    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumeDescription, _Mapping]]] = ..., sessions: _Optional[int] = ..., blocks: _Optional[int] = ..., write_back_waiting_blocks: _Optional[int] = ..., publish_waiting_events: _Optional[int] = ..., staging: _Optional[_Iterable[_Union[StagingDescription, _Mapping]]] = ..., cap_bytes_per_s: _Optional[int] = ..., io_engines: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTraffic, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadTimes, _Mapping]]] = ..., hints: _Optional[_Iterable[_Union[TenantHints, _Mapping]]] = ...) -> None: ...
+
+class TenantHints(_message.Message):
+    __slots__ = ("tenant", "sessions", "protected_bytes", "keeps", "ends", "beyond_limit_blocks", "dropped_blocks")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PROTECTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    BEYOND_LIMIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    sessions: int
+    protected_bytes: int
+    keeps: int
+    ends: int
+    beyond_limit_blocks: int
+    dropped_blocks: int
+    def __init__(self, tenant: _Optional[str] = ..., sessions: _Optional[int] = ..., protected_bytes: _Optional[int] = ..., keeps: _Optional[int] = ..., ends: _Optional[int] = ..., beyond_limit_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ...) -> None: ...
 
 class LinkTraffic(_message.Message):
     __slots__ = ("network", "received_bytes", "sent_bytes")
@@ -755,6 +776,22 @@ class InvalidateNamespaceResponse(_message.Message):
     dropped_blocks: int
     kept_blocks: int
     def __init__(self, dropped_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
+
+class HintSessionRequest(_message.Message):
+    __slots__ = ("namespace_id", "hint")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    hint: _node_pb2.HintRequest
+    def __init__(self, namespace_id: _Optional[bytes] = ..., hint: _Optional[_Union[_node_pb2.HintRequest, _Mapping]] = ...) -> None: ...
+
+class HintSessionResponse(_message.Message):
+    __slots__ = ("known", "result")
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    result: _node_pb2.HintResponse
+    def __init__(self, known: _Optional[bool] = ..., result: _Optional[_Union[_node_pb2.HintResponse, _Mapping]] = ...) -> None: ...
 
 class CheckVolumeRequest(_message.Message):
     __slots__ = ("operation_id", "volume_id", "bytes_per_s")

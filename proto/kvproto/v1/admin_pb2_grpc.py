@@ -665,6 +665,11 @@ class NodeAdminStub:
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceResponse.FromString,
                 _registered_method=True)
+        self.HintSession = channel.unary_unary(
+                '/kvstore.v1.NodeAdmin/HintSession',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.HintSessionRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.HintSessionResponse.FromString,
+                _registered_method=True)
         self.CheckVolume = channel.unary_unary(
                 '/kvstore.v1.NodeAdmin/CheckVolume',
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.CheckVolumeRequest.SerializeToString,
@@ -731,6 +736,13 @@ class NodeAdminServicer:
 
     def InvalidateNamespace(self, request, context):
         """Drops all blocks of a namespace that the node holds at the time of the call, durable or not; waits for blocks in use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HintSession(self, request, context):
+        """Gives a hint about a session whose blocks the node protects, by the name of the session. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -806,6 +818,11 @@ def add_NodeAdminServicer_to_server(servicer, server):
                     servicer.InvalidateNamespace,
                     request_deserializer=kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceResponse.SerializeToString,
+            ),
+            'HintSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.HintSession,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.HintSessionRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.HintSessionResponse.SerializeToString,
             ),
             'CheckVolume': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckVolume,
@@ -974,6 +991,33 @@ class NodeAdmin:
             '/kvstore.v1.NodeAdmin/InvalidateNamespace',
             kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HintSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.NodeAdmin/HintSession',
+            kvstore_dot_v1_dot_admin__pb2.HintSessionRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.HintSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

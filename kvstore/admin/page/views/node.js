@@ -88,8 +88,29 @@ function nodeCard(node, activity, volumes) {
         volumes.length ? null : h("p", { class: "quiet small" }, "The node has not reported its volumes."),
       ),
     ),
+    activity?.hints.length ? hintRows(id, activity.hints) : null,
   );
 }
+
+/** Hints about sessions at a node, by tenant. */
+const hintRows = (id, hints) => [
+  h("h4", {}, "hints about sessions"),
+  table(
+    `hints at node ${id}`,
+    [["tenant", "wide"], ["sessions", "number"], ["protected", "number"], ["keep / end hints", "number"], ["over the limit", "number"], ["dropped", "number"]],
+    hints.map((one) => ({
+      key: one.tenant,
+      cells: [
+        tenantName(one.tenant),
+        count(one.sessions),
+        bytes(one.protected_bytes),
+        `${count(one.keeps)} / ${count(one.ends)}`,
+        many(one.beyond_limit_blocks, "block", "blocks"),
+        many(one.dropped_blocks, "block", "blocks"),
+      ],
+    })),
+  ),
+];
 
 const flowHeads = (label) =>
   h(

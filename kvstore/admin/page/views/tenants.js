@@ -14,13 +14,14 @@ function showTenants() {
     items.length
       ? table(
           "tenants",
-          [["tenant", "wide"], ["in DRAM"], ["on volumes"], ["nodes", "number"], ["actions", "acts"]],
+          [["tenant", "wide"], ["in DRAM"], ["on volumes"], ["protected by hints"], ["nodes", "number"], ["actions", "acts"]],
           items.map((one) => ({
             key: one.tenant,
             cells: [
               tenantName(one.tenant),
               holding(one, "dram"),
               holding(one, "nvme"),
+              hinted(one.tenant),
               count(one.nodes),
               [
                 tenantButton("quota", one.tenant, "Quota …", `Quota of ${tenantName(one.tenant)} …`),
@@ -52,6 +53,14 @@ function holding(tenant, tier) {
     h("span", { class: now > most ? "bad" : null }, said),
     bar(share, `${tenantName(tenant.tenant)} holds ${said} in ${TIERS[tier]}`, now > most),
   );
+}
+
+/** What hints of a tenant protect at the nodes shown. */
+function hinted(tenant) {
+  const mine = (known.activity?.items ?? []).flatMap(({ hints }) => hints.filter((one) => one.tenant === tenant));
+  const sum = (name) => mine.reduce((total, one) => total + one[name], 0);
+  if (!mine.length) return h("span", { class: "quiet" }, "no hints");
+  return [bytes(sum("protected_bytes")), second(`${many(sum("sessions"), "session", "sessions")}, ${count(sum("dropped_blocks"))} blocks dropped`)];
 }
 
 const quotaWords = (quota) => `Now: in DRAM ${bound(quota.dram_bytes)}, on volumes ${bound(quota.nvme_bytes)}.`;

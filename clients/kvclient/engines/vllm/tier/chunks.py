@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient import CacheSpec, KVClient, KVStoreError, Lookup, Outcome, Paths
+from kvclient.call.request_hint import RequestHint
 from kvclient.results import HELD
 from kvstore.core.types import KEY_BYTES, BlockKey
 
@@ -64,6 +65,14 @@ class ChunkStore:
     def is_connected(self) -> bool:
         """Whether the session with this host's node is open, or a metadata server is in use."""
         return bool(self._client.stats()["client_session_open"]) or any(one.used for one in self._client.metadata_servers)
+
+    def give_hint(self, hint: RequestHint, hashes: Sequence[bytes]) -> None:
+        """Give a hint about the session of a chain. Does not wait.
+
+        Raises:
+            InvalidArgument: too many hashes.
+        """
+        self._client.hints.give(hint, self.keys(hashes))
 
     # ---- lookups ----
     def find_chain(self, hashes: Sequence[bytes]) -> Lookup:

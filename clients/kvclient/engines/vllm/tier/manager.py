@@ -7,6 +7,7 @@ requests with adapters, because vLLM's keys do not cover an adapter's weights.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,13 +31,16 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvclient import InvalidArgument
 from kvclient.engines.vllm.announcements.chunk_observer import ChunkObserver
 from kvclient.engines.vllm.request_paths import request_paths
+from kvclient.engines.vllm.scheduler.session_hints import request_hint
 from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore
 from kvclient.engines.vllm.tier.counters import CONNECTED, COUNTERS, GAUGES, TierCounters, metric_name
 from kvclient.engines.vllm.tier.facts import TierGroup
 from kvclient.engines.vllm.tier.jobs import ChunkJobs, EndedJob, JobPart
 from kvclient.engines.vllm.tier.lookups import ChunkLookups
 from kvclient.engines.vllm.tier.options import TierOptions
-from kvclient.engines.vllm.tier.requests import TierRequests
+from kvclient.engines.vllm.tier.requests import TierRequest, TierRequests
+
+_log = logging.getLogger(__name__)
 
 
 class KVStoreTier(SecondaryTierManager):
@@ -188,8 +192,25 @@ class KVStoreTier(SecondaryTierManager):
             self.counters.add("requests_skipped")
 
     def on_request_finished(self, req_context: Any) -> None:  # noqa: ANN401
-        """Forget a request: no call for it will follow."""
+        """Pass the request's hint about its session to the store, and forget the request: no call for it will follow."""
+        if (request := self._requests.get(req_context.req_id)) is not None:
+            self._give_hint(req_context, request)
         self._requests.forget(req_context.req_id)
+
+    def _give_hint(self, req_context: Any, request: TierRequest) -> None:  # noqa: ANN401
+        """Give the hint of a request that ended, in the namespaces of all groups whose chunks are a chain."""
+        try:
+            if (hint := request_hint(req_context)) is None:
+                return
+            for group_id, store in self.stores.items():
+                group = self._groups[group_id]
+                if group.chained:
+                    store.give_hint(hint, request.chain(group, len(request.request.block_hashes) // group.hashes))
+        except InvalidArgument as error:
+            self.counters.add("hints_refused")
+            _log.warning("hint ignored: request %s: %s", req_context.req_id, error)
+        else:
+            self.counters.add("hints")
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ANN401
         """Start the lookups of this step."""

@@ -252,16 +252,7 @@ class WorkerConnector:
             for part, client in enumerate(self.clients):
                 keys = NamespaceKeyMask(plan.chain, client.spec.namespace).keys(self._group_blocks.page_keys(part, job.keys))
                 try:
-                    if hint.end:
-                        client.hints.end(hint.session, keys)
-                    else:
-                        client.hints.keep(
-                            hint.session,
-                            keys,
-                            keep_for_s=hint.keep_for_s,
-                            next_turn_s=hint.next_turn_s,
-                            priority=hint.priority,
-                        )
+                    client.hints.give(hint, keys)
                 except KVStoreError as error:  # such as a chain of too many blocks
                     self.counters.add("hints_refused")
                     _log.warning("hint not sent: session %s: %s", hint.session, error)
