@@ -27,7 +27,7 @@ from kvclient.load.paths import Paths
 from kvclient.load.read_ahead import ReadAhead, read_ahead
 from kvclient.memory.buffers import as_block_buffer
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
-from kvclient.memory.engine_pool import EnginePool
+from kvclient.memory.engine_pool import DiskReaderFactory, EnginePool
 from kvclient.nodes.connect import NodeChoice, NodeFinder, attempt, check_types, watch_servers
 from kvclient.nodes.hints import HintSender
 from kvclient.nodes.local_session import LocalNode
@@ -111,6 +111,7 @@ class KVClient:
         options: ClientOptions | None = None,
         hbm: EnginePool | None = None,
         device: ArenaPinner | None = None,
+        gds: DiskReaderFactory | None = None,
     ) -> Self:
         """Register the namespace and open a session with the node of this host.
 
@@ -128,15 +129,16 @@ class KVClient:
                 and stores leave a copy there. It outlives the client.
             device: copies between the arena and the engine's device (``kvclient.device.DeviceCopier``), and pins the arena. It
                 outlives the client.
+            gds: reads the local node's volumes directly into device memory (``kvclient.gds.LandingRing``). Not used with ``hbm``.
 
         Raises:
             InvalidArgument: an argument of another type, a malformed address, neither metadata server nor node, or a pool that is
                 smaller than a block.
-            Unsupported: the pool requires GPUDirect Storage, which is not available for the volumes of the local node.
+            Unsupported: GPUDirect Storage is required, which is not available for the volumes of the local node.
             KVStoreError: the metadata server or the named node does not answer, unless ``options.require_store`` is False.
         """
         options = options or ClientOptions()
-        check_types(metadata, spec, node, tls, options, hbm)
+        check_types(metadata, spec, node, tls, options, hbm, gds)
         if device is not None:
             if not isinstance(device, ArenaPinner):
                 raise InvalidArgument("an argument of another type", argument="device", got=type(device).__name__)
@@ -191,14 +193,13 @@ class KVClient:
         demotions = Demotions(context)
         try:
             if hbm is not None:
-                pool = hbm.attach(spec, demotions.demote)
-                context = replace(context, pool=pool)
-                session = local.session() if local is not None else None
-                pool.prepare_disks(session.volumes if session is not None else ())
+                context = replace(context, pool=hbm.attach(spec, demotions.demote))
+            elif gds is not None:
+                context = replace(context, disks=gds.attach(spec))
+            context.prepare_disks()
             return cls(context, finder, demotions)
         except BaseException:
-            if context.pool is not None:
-                context.pool.detach()
+            context.detach_pool()
             demotions.close()
             context.close()
             raise
@@ -668,8 +669,7 @@ class KVClient:
         self._closed = True
         if self._metrics is not None:
             self._metrics.stop()
-        if self._context.pool is not None:
-            self._context.pool.detach()
+        self._context.detach_pool()
         self._demotions.close()
         for store in list(self._layerwise_stores):
             store.abort()

@@ -50,12 +50,13 @@ class Engine:
         *,
         node: str = "n",
         strategy: Any = "staged",
+        gds: Any = "off",
         load_s: float = 10.0,
         pin_wait_s: float = 30.0,
     ) -> None:
         self.device = device
         self.layers = [torch.zeros(PAGES, BLOCK, HEADS, CONTENT).transpose(1, 2) for _ in range(LAYERS)]
-        self.pages = device_pages([self.layers], PAGES, device, strategy=strategy, staging_bytes=STAGING)
+        self.pages = device_pages([self.layers], PAGES, device, strategy=strategy, staging_bytes=STAGING, gds=gds)
         self.spec = CacheSpec(
             model=model,
             block_tokens=BLOCK,
@@ -71,7 +72,7 @@ class Engine:
 
         def connect(epoch: str) -> list[KVClient]:
             spec = replace(self.spec, weights_epoch=epoch)
-            return [hook.connect(spec, options, device=self.pages[0].watcher(spec))]
+            return [hook.connect(spec, options, device=self.pages[0].watcher(spec), gds=self.pages[0].disk_reader())]
 
         self.side = WorkerConnector(ConnectorOptions(hook=hook, device_pin_wait_s=pin_wait_s), connect, "", self.pages, [NAMES])
         self.prefix_lookup = BackgroundLookup(HookOptions(metadata=cluster.metadata_address), [[self.spec]], ConnectorCounters())

@@ -28,6 +28,8 @@ class LateConnector(KVStoreConnector):
             DeferredDevice(len(groups), FakePinning()),
             strategy=strategy,
             staging_bytes=self._options.device_staging_bytes,
+            gds=self._options.device_gds,  # type: ignore[arg-type]  # checked there
+            ring_bytes=self._options.device_gds_bytes,
         )
 
 

@@ -6,18 +6,15 @@ The driver has a device whose memory is this process's; kvikio is in compatibili
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hbm_chains import allocate
-from test_hbm_disks import VOLUME, disk_of
+from test_hbm_disks import VOLUME, disk_of, gpu_target
 
-from kvclient.hbm.gds_reader import GdsReader
+from kvclient.gds.volume_reader import GdsReader
 from kvclient.memory.engine_pool import StoredVolume
-from kvstore.core.clock import MonotonicClock
 from kvstore.observe.counters import Counters
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 from kvstore.tiers.io_engines.tensor_memory import TensorMemory
@@ -50,12 +47,11 @@ def test_gds_driver_failure_reads_through_host_memory(tmp_path: Path, monkeypatc
 def test_gds_compatibility_mode_leaves_reads_to_node(tmp_path: Path) -> None:
     """As a pool on a CUDA device decides."""
     (tmp_path / "slab.kv").write_bytes(bytes(PROBE_BYTES))
-    volume = SimpleNamespace(device=torch.device("cuda", 0), volume_id="pool/hbm")
-    parts: Any = SimpleNamespace(volume=volume, counters=Counters(), clock=MonotonicClock(), node_id="pool", closed=False)
+    counters = Counters()
     volumes = [StoredVolume(VOLUME, tmp_path)]
-    disks = GdsReader(parts, "auto", 4)
+    disks = GdsReader(gpu_target(counters), "auto", 4)
     disks.prepare(volumes)
     wait_until(lambda: "through host memory" in disks.describe()[0], timeout_s=60.0)
     assert not disks.ready(volumes)
-    assert parts.counters.snapshot() == {"gds_pretended_total": 1}
+    assert counters.snapshot() == {"gds_pretended_total": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["slab.kv"]  # nothing was written beside it

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from hbm_chains import Below, allocate, chain, in_time
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadResult, Tier
 from kvclient.call.execution import CallScope
+from kvclient.gds.volume_reader import GdsReader, ReadTarget
 from kvclient.hbm import HbmPool
-from kvclient.hbm.gds_reader import GdsReader
 from kvclient.memory.engine_pool import DiskLocations, StoredVolume
 from kvclient.results import PATH_HBM, PATH_LOCAL
 from kvproto.v1 import node_pb2, node_pb2_grpc
@@ -167,9 +166,9 @@ def test_gds_late_read_keeps_slots_reserved(tmp_path: Path, monkeypatch: pytest.
     """A hung driver costs a part of the deadline; it may still write to the slots, so they stay reserved."""
     release, read = threading.Event(), MountedSlab.read_device
 
-    def late(self: MountedSlab, *wanted: Any) -> Any:
+    def late(self: MountedSlab, *wanted: Any, **choices: Any) -> Any:
         assert release.wait(30.0)
-        return read(self, *wanted)
+        return read(self, *wanted, **choices)
 
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(MountedSlab, "read_device", late)
@@ -187,7 +186,7 @@ def test_gds_late_read_keeps_slots_reserved(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_gds_failed_volume_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise OSError("gone")
 
     with disk_of(tmp_path) as disk:
@@ -211,9 +210,9 @@ def test_gds_reads_continue_after_resize(tmp_path: Path) -> None:
 def test_gds_hung_volume_keeps_all_slots_of_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release, read = threading.Event(), MountedSlab.read_device
 
-    def late(self: MountedSlab, *wanted: Any) -> Any:
+    def late(self: MountedSlab, *wanted: Any, **choices: Any) -> Any:
         assert self.volume_id == VOLUME or release.wait(30.0)
-        return read(self, *wanted)
+        return read(self, *wanted, **choices)
 
     with disk_of(tmp_path / "a") as disk:
         other = Disk(tmp_path / "b", disk.pool, 12, 1, volume=VolumeId("n/nvme1"))  # the same chain again
@@ -253,10 +252,10 @@ def test_gds_interrupt_keeps_slots_being_written(tmp_path: Path, monkeypatch: py
     """The thread that loads is interrupted while it waits; the reads go on."""
     begun, release, read = threading.Event(), threading.Event(), MountedSlab.read_device
 
-    def late(self: MountedSlab, *wanted: Any) -> Any:
+    def late(self: MountedSlab, *wanted: Any, **choices: Any) -> Any:
         begun.set()
         assert release.wait(30.0)
-        return read(self, *wanted)
+        return read(self, *wanted, **choices)
 
     def interrupted(*_: Any, **__: Any) -> None:
         assert begun.wait(30.0)
@@ -270,9 +269,9 @@ def test_gds_interrupt_keeps_slots_being_written(tmp_path: Path, monkeypatch: py
 
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(MountedSlab, "read_device", late)
-        monkeypatch.setattr("kvclient.hbm.gds_reader.INTERRUPT_S", 0.05)
-        monkeypatch.setattr("kvclient.hbm.gds_reader.READERS", 1)  # a second volume is not read before the first
-        monkeypatch.setattr("kvclient.hbm.gds_reader.ThreadPoolExecutor", Readers)
+        monkeypatch.setattr("kvclient.gds.volume_reader.INTERRUPT_S", 0.05)
+        monkeypatch.setattr("kvclient.gds.volume_reader.READERS", 1)  # a second volume is not read before the first
+        monkeypatch.setattr("kvclient.gds.volume_reader.ThreadPoolExecutor", Readers)
         disk.volumes = disk.volumes * groups
         numbers = np.arange(12, dtype=np.uint8) % groups
         offsets = np.array([slot.offset for slot in disk.slots], np.uint64)
@@ -318,18 +317,30 @@ def test_gds_invalid_options_are_rejected(choices: dict[str, Any]) -> None:
         HbmPool("cpu", capacity_bytes=MIB, **choices)
 
 
+def gpu_target(counters: Counters) -> ReadTarget:
+    """Memory on a GPU, as far as the decision to read goes."""
+    return ReadTarget(
+        name="pool/hbm",
+        setting="HbmPool(gds=...)",
+        device=torch.device("cuda", 0),
+        counters=counters,
+        clock=MonotonicClock(),
+        memory=lambda: None,
+        closed=lambda: False,
+        release=lambda _: None,
+    )
+
+
 def test_gds_without_driver_reads_nothing(tmp_path: Path) -> None:
     """The decision of a pool on a CUDA device; only the driver sees that the host has none."""
     if _has_driver():
         pytest.skip("this host has a CUDA driver")
-    volume = SimpleNamespace(device=torch.device("cuda", 0), volume_id="pool/hbm")
-    parts: Any = SimpleNamespace(volume=volume, counters=Counters(), clock=MonotonicClock(), node_id="pool", closed=False)
     volumes = [StoredVolume(VOLUME, tmp_path)]
-    disks = GdsReader(parts, "auto", 8)
+    disks = GdsReader(gpu_target(Counters()), "auto", 8)
     disks.prepare(volumes)
     wait_until(lambda: "no CUDA driver" in disks.describe()[0])
     assert not disks.ready(volumes)
-    disks = GdsReader(parts, "required", 8)
+    disks = GdsReader(gpu_target(Counters()), "required", 8)
     for _ in range(2):  # each client that connects is refused
         with pytest.raises(Unsupported, match=r"HbmPool\(gds=\.\.\.\) = required"):
             disks.prepare(volumes)
@@ -512,7 +523,7 @@ def test_damaged_block_is_a_miss_and_others_hit(bed: Bed) -> None:
 
 
 def test_gds_failed_read_falls_back_to_node(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise OSError("the driver has gone")
 
     keys, data = bed.on_disk(6)
@@ -526,9 +537,9 @@ def test_gds_failed_read_falls_back_to_node(bed: Bed, monkeypatch: pytest.Monkey
 def test_gds_hung_read_falls_back_to_node(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     release, read = threading.Event(), MountedSlab.read_device
 
-    def late(self: MountedSlab, *wanted: Any) -> Any:
+    def late(self: MountedSlab, *wanted: Any, **choices: Any) -> Any:
         assert release.wait(30.0)
-        return read(self, *wanted)
+        return read(self, *wanted, **choices)
 
     keys, data = bed.on_disk(7)
     monkeypatch.setattr(MountedSlab, "read_device", late)

@@ -262,6 +262,8 @@ def test_ranks_share_one_chain() -> None:
         {"min_load_tokens": 1.5},
         {"device_copies": "fast"},
         {"device_staging_bytes": 0},
+        {"device_gds": "on"},
+        {"device_gds_bytes": 0},
         {"device_pin_wait_s": -1},
         {"weights_epoch_file": 3},
         {"weights_epoch_file": "f", "weights_epoch": "1"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvclient.load.accounting import HitAccounting
-from kvclient.memory.engine_pool import PoolNamespace
+from kvclient.memory.engine_pool import DiskReader, PoolNamespace
 from kvclient.nodes.chain_nodes import ChainNodes
 from kvclient.nodes.local_session import LocalNode
 from kvclient.nodes.metadata_client import MetadataClient
@@ -48,6 +48,24 @@ class ClientContext:
     chain_nodes: ChainNodes = field(default_factory=ChainNodes)
     hint_threads: LazyThreadPool = field(default_factory=lambda: LazyThreadPool(1, "kvclient-hint"))
     """A thread that sends hints to other nodes."""
+    disks: DiskReader | None = None
+    """Reads the local node's volumes into device memory, for an engine without a pool."""
+
+    def prepare_disks(self) -> None:
+        """Begin to find out whether the local node's volumes can be read directly into device memory.
+
+        Raises:
+            Unsupported: such reads are required and not possible.
+        """
+        reader = self.pool or self.disks
+        if reader is not None:
+            session = self.local.session() if self.local is not None else None
+            reader.prepare_disks(session.volumes if session is not None else ())
+
+    def detach_pool(self) -> None:
+        """Stop demoting blocks of the engine's own pool through this client."""
+        if self.pool is not None:
+            self.pool.detach()
 
     def predict_load(self, lookup: Lookup) -> float | None:
         """Return how long the load of found blocks should take, for an engine that may compute them instead.

@@ -172,12 +172,37 @@ class DeviceCopier:
         Returns:
             None: the host must hash the bytes, because the device does not or cannot.
         """
+        return self._hash(
+            lambda hasher: hasher.begin(
+                pages.page_ids, pages.first_layer, pages.layers, [pages.after, *after], lambda event: self.wait([event])
+            )
+        )
+
+    @property
+    def memory_device(self) -> torch.device:
+        """Device of the pages."""
+        return self.cache.device
+
+    @property
+    def hashes(self) -> bool:
+        """Whether the device computes checksums."""
+        return self._hasher is not None
+
+    def begin_memory_checksums(self, memory: torch.Tensor, offsets: npt.NDArray[np.int64]) -> PendingChecksums | None:
+        """Start to hash whole blocks in other memory of the device; see ``begin_checksums``.
+
+        Args:
+            memory: uint8 ``[bytes]``, which holds the bytes already.
+            offsets: offset of each block, in bytes.
+        """
+        layers = self.shape.layers
+        return self._hash(lambda hasher: hasher.begin_memory(memory, offsets, layers, lambda event: self.wait([event])))
+
+    def _hash(self, begin: Callable[[PageHasher], PendingChecksums]) -> PendingChecksums | None:
         if self._hasher is None or self._suspended or any(lane.lost for lane in self._lanes):
             return None
         try:
-            return self._hasher.begin(
-                pages.page_ids, pages.first_layer, pages.layers, [pages.after, *after], lambda event: self.wait([event])
-            )
+            return begin(self._hasher)
         except Internal as error:
             self.counters.add(device_metrics.DEVICE_CHECKSUMS_BY_HOST)
             _log.warning("failed to hash on the device: %s, the host does it (error=%s)", self.cache.device, error)

@@ -439,11 +439,41 @@ class PageHasher:
         Raises:
             Internal: the device failed.
         """
+        return self._begin(
+            lambda: self._kernel.of_pages(first_layer, layers, uploaded(page_ids, self._cache.device)), after, wait
+        )
+
+    def begin_memory(
+        self, memory: torch.Tensor, offsets: npt.NDArray[np.int64], layers: int, wait: Callable[[Event], None]
+    ) -> PendingChecksums:
+        """Begin to hash the layer blocks of contiguous blocks in device memory. Their bytes must be there already.
+
+        Args:
+            memory: uint8 ``[bytes]``.
+            offsets: offset of each block, in bytes.
+            layers: layers of a block.
+            wait: as for ``begin``.
+
+        Raises:
+            Internal: the device failed.
+        """
+        length = self._cache.row_bytes
+        wide = not (memory.data_ptr() | length | int(np.bitwise_or.reduce(offsets))) % 8
+
+        def work() -> torch.Tensor:
+            there = uploaded(torch.from_numpy(offsets), self._cache.device)
+            return self._kernel.of_memory(memory, there, layers, length, wide=wide)
+
+        return self._begin(work, (), wait)
+
+    def _begin(
+        self, hash_blocks: Callable[[], torch.Tensor], after: Sequence[Event], wait: Callable[[Event], None]
+    ) -> PendingChecksums:
         found: list[torch.Tensor] = []
         cuda = self._cache.device.type == "cuda"
 
         def work() -> None:
-            sums = self._kernel.of_pages(first_layer, layers, uploaded(page_ids, self._cache.device))
+            sums = hash_blocks()
             host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=cuda)
             found.extend((host.copy_(sums, non_blocking=True), sums))
 

@@ -18,6 +18,7 @@ from kvclient.call.arguments import check_seconds
 
 if TYPE_CHECKING:
     from kvclient.memory.device_buffer import ArenaPinner
+    from kvclient.memory.engine_pool import DiskReaderFactory
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "float": (int, float), "int": (int,)}
 
@@ -220,13 +221,21 @@ class HookOptions:
         ca, cert, key = (Path(path) if path else None for path in (self.tls_ca, self.tls_cert, self.tls_key))
         return TlsConfig(ca=ca, cert=cert, key=key, server_name=self.tls_server_name or None)
 
-    def connect(self, spec: CacheSpec, options: ClientOptions | None = None, *, device: ArenaPinner | None = None) -> KVClient:
+    def connect(
+        self,
+        spec: CacheSpec,
+        options: ClientOptions | None = None,
+        *,
+        device: ArenaPinner | None = None,
+        gds: DiskReaderFactory | None = None,
+    ) -> KVClient:
         """Connect to the store in one namespace. Call it after forking.
 
         Args:
             spec: the namespace.
             options: used instead of ``client_options()``.
             device: copies blocks to and from the engine's device; None: blocks are in host memory.
+            gds: reads the node's volumes directly into memory of that device; None: the node reads them.
 
         Raises:
             KVStoreError: the store does not answer and ``require_store`` is set, or an option is invalid.
@@ -238,4 +247,5 @@ class HookOptions:
             tls=self.tls(),
             options=options or self.client_options(),
             device=device,
+            gds=gds,
         )

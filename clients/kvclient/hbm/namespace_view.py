@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvclient.hbm.gds_reader import DiskRead, GdsReader
+from kvclient.gds.volume_reader import DiskRead, GdsReader
 from kvclient.hbm.pool_state import PoolState
 from kvclient.hbm.tensors import gather, scatter, tensor_blocks, until_done
 from kvclient.hbm.volume import HbmVolume
@@ -129,6 +129,9 @@ class NamespaceView:
 
     def reads_disks(self, volumes: Sequence[StoredVolume]) -> bool:
         return self._parts.open and self._disks.ready(volumes)
+
+    def accepts(self, buffer: BlockBuffer) -> bool:  # noqa: ARG002
+        return True  # copies out of the pool may pass through host memory
 
     def fetch_stored(
         self,

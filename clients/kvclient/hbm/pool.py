@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from kvclient.call.arguments import check_seconds
+from kvclient.gds.volume_reader import GdsMode, GdsReader, ReadTarget
 from kvclient.hbm import memory
 from kvclient.hbm.demotion import Demoter
-from kvclient.hbm.gds_reader import GdsMode, GdsReader
 from kvclient.hbm.namespace_view import NamespaceView
 from kvclient.hbm.pool_node import PoolNode
 from kvclient.hbm.pool_state import PoolState
@@ -63,7 +63,7 @@ class HbmPool:
         demote: offer evicted blocks to the tiers below first; False: drop them.
         space_wait_s: how long a copy into the pool waits for space (until blocks are demoted); then it is skipped.
         anti_entropy_interval_s: how often the index is compared with the pool.
-        gds: whether blocks on the local node's volumes are read directly into the pool; see ``gds_reader.GdsMode``. The engine
+        gds: whether blocks on the local node's volumes are read directly into the pool; see ``volume_reader.GdsMode``. The engine
             needs permission to read the volumes' folders.
         gds_in_flight: blocks read in parallel from each of its volumes.
 
@@ -115,7 +115,7 @@ class HbmPool:
         self._table = BlockTable(residency, writes_back=demote)
         self.state = PoolState(self.node_id, self._volume, self._table, self._counters, self._clock, space_wait_s, demote=demote)
         """Shared state; for benchmarks and tests."""
-        self.gds_reader = GdsReader(self.state, gds, gds_in_flight)
+        self.gds_reader = GdsReader(self._read_target(), gds, gds_in_flight)
         self._demoter = Demoter(self.state, self._targets)
         self._presence: PoolNode | None = None
         try:
@@ -141,6 +141,18 @@ class HbmPool:
             raise
         self._demoter.start()
         _log.info("opened pool: %s (mib=%d, device=%s)", self.node_id, capacity >> 20, where)
+
+    def _read_target(self) -> ReadTarget:
+        return ReadTarget(
+            name=f"pool {self._volume.volume_id}",
+            setting="HbmPool(gds=...)",
+            device=self._volume.device,
+            counters=self._counters,
+            clock=self._clock,
+            memory=lambda: self._volume.memory,
+            closed=lambda: self.state.closed,
+            release=self._table.unreserve,
+        )
 
     # ---- clients ----
     def attach(self, spec: CacheSpec, demote: Demote) -> NamespaceView:

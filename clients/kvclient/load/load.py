@@ -1,7 +1,7 @@
 """Lookups, and loads. A load asks its sources one after the other, nearest first, until no block is missing.
 
 1. The engine's own pool, if it has one.
-2. Disks of the local node, read directly into the pool if GPUDirect Storage works.
+2. Disks of the local node, read directly into the pool or a landing ring if GPUDirect Storage works.
 3. The local node: it brings blocks from its own tiers and from the nodes that the lookup named into its arena.
 4. The other nodes that the lookup named, for blocks that the local node could not bring, or for all blocks without a session.
 
@@ -215,8 +215,9 @@ class Load:
         local = self._context.local
         node = None
         if local is not None:
-            if pool is not None:
-                yield GdsSource(pool, local)
+            reader = pool if pool is not None else self._context.disks
+            if reader is not None and not self._chain.heads:
+                yield GdsSource(reader, local)
             node = LocalNodeSource(local)
             yield node
         yield PeerSource(node)

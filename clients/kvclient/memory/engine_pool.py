@@ -1,4 +1,7 @@
-"""Contract of an engine's own pool of blocks, as its client uses it. ``kvclient.hbm`` implements it with torch."""
+"""Contracts of an engine's own pool of blocks and of reads into device memory, as its client uses them.
+
+``kvclient.hbm`` and ``kvclient.gds`` implement them with torch.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,69 @@ class DiskLocations:
     """Generation of the slot."""
 
 
-class PoolNamespace(Protocol):
+class DiskReader(Protocol):
+    """Reads blocks of one namespace from the local node's volumes directly into device memory. Thread-safe.
+
+    Failures are misses, never errors.
+    """
+
+    def prepare_disks(self, volumes: Sequence[StoredVolume]) -> None:
+        """Begin to find out whether blocks can be read from these volumes straight into device memory. Returns at once.
+
+        Raises:
+            Unsupported: such reads are required and not possible. Only then the call waits to find out.
+        """
+
+    def reads_disks(self, volumes: Sequence[StoredVolume]) -> bool:
+        """Whether such reads are known to be possible now. Does no I/O; begins to find out about new volumes."""
+
+    def accepts(self, buffer: BlockBuffer) -> bool:
+        """Whether blocks can be copied to a buffer."""
+
+    def fetch_stored(
+        self,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None,
+        depth: int,
+        volumes: Sequence[StoredVolume],
+        places: DiskLocations,
+        buffer: BlockBuffer,
+        first: int,
+        scope: CancelScope,
+        *,
+        verify: bool,
+    ) -> int:
+        """Read blocks from the node's volumes into device memory, verified, and copy them from there to a buffer.
+
+        Args:
+            keys: consecutive keys of a chain.
+            parent: key before the first, None at the head.
+            depth: position of the first.
+            volumes: the local node's.
+            places: locations of the blocks on them.
+            buffer: destination.
+            first: position of the first block in the buffer.
+            scope: bounds the read; part of its time is left for the source that is asked for missing blocks.
+            verify: also compare checksums of the copies in the buffer.
+
+        Returns:
+            Number of leading blocks that are in the buffer now.
+        """
+
+
+@runtime_checkable
+class DiskReaderFactory(Protocol):
+    """Memory of an engine's device that blocks are read into (``kvclient.gds.LandingRing``)."""
+
+    def attach(self, spec: CacheSpec) -> DiskReader:
+        """Register a namespace.
+
+        Raises:
+            InvalidArgument: the namespace does not match the engine's pages.
+        """
+
+
+class PoolNamespace(DiskReader, Protocol):
     """The blocks of one namespace in the pool. Thread-safe. Failures of the pool are misses and skips, never errors."""
 
     @property
@@ -82,46 +147,6 @@ class PoolNamespace(Protocol):
 
         Returns:
             Number of blocks that were copied; blocks that were in the pool already do not count.
-        """
-
-    def prepare_disks(self, volumes: Sequence[StoredVolume]) -> None:
-        """Begin to find out whether blocks can be read from these volumes straight into the pool. Returns at once.
-
-        Raises:
-            Unsupported: the pool requires such reads and they are not possible. Only then the call waits to find out.
-        """
-
-    def reads_disks(self, volumes: Sequence[StoredVolume]) -> bool:
-        """Whether such reads are known to be possible now. Does no I/O; begins to find out about new volumes."""
-
-    def fetch_stored(
-        self,
-        keys: Sequence[BlockKey],
-        parent: BlockKey | None,
-        depth: int,
-        volumes: Sequence[StoredVolume],
-        places: DiskLocations,
-        buffer: BlockBuffer,
-        first: int,
-        scope: CancelScope,
-        *,
-        verify: bool,
-    ) -> int:
-        """Read blocks from the node's volumes into the pool, verified, and copy them from there as ``fetch`` does.
-
-        Args:
-            keys: consecutive keys of a chain.
-            parent: key before the first, None at the head.
-            depth: position of the first.
-            volumes: the local node's.
-            places: locations of the blocks on them.
-            buffer: destination.
-            first: position of the first block in the buffer.
-            scope: bounds the read; part of its time is left for the source that is asked for missing blocks.
-            verify: also compare checksums of the copies out of the pool.
-
-        Returns:
-            Number of leading blocks that are in the buffer now.
         """
 
     def detach(self) -> None:

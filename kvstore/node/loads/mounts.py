@@ -136,11 +136,17 @@ class Mount:
         )
 
     def read_device(
-        self, namespace: NodeNamespace, items: DeviceReads, deadline_s: float, on_released: Callable[[], None]
+        self,
+        namespace: NodeNamespace,
+        items: DeviceReads,
+        deadline_s: float,
+        on_released: Callable[[], None],
+        *,
+        verify: bool = True,
     ) -> Answers | None:
         """Read blocks into device memory, as ``MountedSlab.read_device``. See ``read``."""
         return self._bounded(
-            lambda volume: volume.read_device(namespace.namespace_id, namespace.shape, items),
+            lambda volume: volume.read_device(namespace.namespace_id, namespace.shape, items, verify=verify),
             deadline_s,
             f"{len(items)} blocks",
             on_released,

@@ -53,10 +53,10 @@ HBM_DISK_FAILED_BLOCKS: Final = group.counter(
     "hbm_disk_failed_blocks_total", "failed direct reads from the node's volumes; the node is asked for these blocks"
 )
 HBM_DISK_LATE_BLOCKS: Final = group.counter(
-    "hbm_disk_late_blocks_total", "direct reads still running at the deadline; their pool memory is reserved until they end"
+    "hbm_disk_late_blocks_total", "direct reads still running at the deadline; their device memory is reserved until they end"
 )
 HBM_NOT_REGISTERED_WITH_GDS: Final = group.counter(
-    "hbm_not_registered_with_gds_total", "failed registrations of pool memory with GPUDirect Storage"
+    "hbm_not_registered_with_gds_total", "failed registrations of device memory with GPUDirect Storage"
 )
 HBM_DISK_BUGS: Final = group.counter(
     "hbm_disk_bugs_total", "direct reads of a volume that failed with an unexpected exception: a bug"
@@ -73,6 +73,21 @@ DEVICE_CHECKSUMS_BY_HOST: Final = group.counter(
     "device_checksums_by_host_total", "failures to compute checksums on the device; the host computed them"
 )
 DEVICE_ERRORS: Final = group.counter("device_errors_total", "copies that the device rejected")
+DEVICE_GDS_BLOCKS: Final = group.counter(
+    "device_gds_blocks_total", "blocks read from the node's volumes directly into device memory, and copied into pages"
+)
+DEVICE_GDS_BUSY: Final = group.counter(
+    "device_gds_busy_total", "reads of volumes left to the node because the landing ring had no free slot in time"
+)
+DEVICE_GDS_CORRUPT_BLOCKS: Final = group.counter(
+    "device_gds_corrupt_blocks_total", "blocks in the landing ring with wrong checksums; the node is asked for them"
+)
+DEVICE_GDS_FAILED_BLOCKS: Final = group.counter(
+    "device_gds_failed_blocks_total", "blocks not loaded through the landing ring; the node is asked for them"
+)
+DEVICE_GDS_REFUSED: Final = group.counter(
+    "device_gds_refused_total", "KV caches without a landing ring, because their device has no checksums, memory or copies"
+)
 DEVICE_LOADED_BYTES: Final = group.counter("device_loaded_bytes_total", "bytes of started copies into a device's pages")
 DEVICE_LOST: Final = group.counter("device_lost_total", "KV caches no longer used because copies on their device failed or hung")
 DEVICE_PIN_REFUSED: Final = group.counter("device_pin_refused_total", "arenas that the driver could not pin completely")

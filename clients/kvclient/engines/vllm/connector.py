@@ -221,12 +221,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the pages of the worker's tensors, on the host or a device."""
         options = self._options
         strategy: Any = options.device_copies
+        gds: Any = options.device_gds
         return make_pages(
             groups,
             self._kv_cache_config.num_blocks,
             strategy=strategy,
             staging_bytes=options.device_staging_bytes,
             checksums=options.device_checksums,
+            gds=gds,
+            ring_bytes=options.device_gds_bytes,
         )
 
     def _connect_worker(self, weights_epoch: str) -> Sequence[KVClient]:
@@ -236,7 +239,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             options = replace(options, require_store=False, connect_deadline_s=RECONNECT_S)
         specs = [replace(spec, weights_epoch=weights_epoch) for spec in self._specs]
         with unbound():
-            return [connect(spec, options, device=pages.watcher(spec)) for spec, pages in zip(specs, self._pages, strict=True)]
+            return [
+                connect(spec, options, device=pages.watcher(spec), gds=pages.disk_reader())
+                for spec, pages in zip(specs, self._pages, strict=True)
+            ]
 
     def _worker_options(self) -> ClientOptions:
         return replace(self._options.hook.client_options(), client_name="vllm-worker", max_pending=_MAX_PENDING)

@@ -15,6 +15,7 @@ RESET_GRACE_S = 0.5
 """Time that stores in progress get to complete before they are cancelled, if the engine needs their pages."""
 LOAD_MODES = ("async", "layerwise")
 LOAD_CHOICES = ("auto", "measured", "always")
+DEVICE_GDS = ("auto", "required", "off", "forced")
 DEVICE_COPIES = ("auto", "staged", "batched", "direct")
 LOCALITIES = ("", "LOCAL", "REMOTE")
 _MS = 1_000
@@ -49,6 +50,10 @@ class ConnectorOptions:
             ``kvclient.device.copy_strategies``). ``auto`` is ``batched`` if the driver supports it, else ``staged``.
         device_staging_bytes: device memory of each of four staging buffers of a group, taken when first needed.
         device_checksums: whether a GPU computes the checksums of the blocks that it stores or verifies. False: the host does.
+        device_gds: whether blocks on the NVMe volumes of this host's node are read directly into device memory, by GPUDirect
+            Storage. ``auto``: if it works there; ``required``: else the engine does not start; ``off``; ``forced``: by any
+            method, for tests.
+        device_gds_bytes: device memory of the landing ring of a group, taken at its first direct read.
         device_pin_wait_s: how long the start of a worker on a GPU waits until the node's arena is pinned. Copies of
             memory that is not pinned yet are slower.
         allow_untested_vllm: whether versions of vLLM with which the connector is not tested are accepted.
@@ -69,6 +74,8 @@ class ConnectorOptions:
     device_copies: str = "auto"
     device_staging_bytes: int = 64 << 20
     device_checksums: bool = True
+    device_gds: str = "auto"
+    device_gds_bytes: int = 64 << 20
     device_pin_wait_s: float = 30.0
     allow_untested_vllm: bool = False
 
@@ -79,6 +86,8 @@ class ConnectorOptions:
             raise InvalidArgument("unknown choice", option="load_choice", value=self.load_choice, choices=LOAD_CHOICES)
         if self.device_copies not in DEVICE_COPIES:
             raise InvalidArgument("unknown choice", option="device_copies", value=self.device_copies, choices=DEVICE_COPIES)
+        if self.device_gds not in DEVICE_GDS:
+            raise InvalidArgument("unknown choice", option="device_gds", value=self.device_gds, choices=DEVICE_GDS)
         if self.events_locality not in LOCALITIES:
             raise InvalidArgument("unknown choice", option="events_locality", value=self.events_locality, choices=LOCALITIES)
         for name in ("block_labels", "device_checksums", "allow_untested_vllm"):
@@ -99,6 +108,7 @@ class ConnectorOptions:
             ("min_load_tokens", 0),
             ("read_ahead_requests", 0),
             ("device_staging_bytes", 1),
+            ("device_gds_bytes", 1),
             ("events_blocks", 1),
         ):
             value = getattr(self, name)

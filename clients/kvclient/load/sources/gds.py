@@ -1,8 +1,9 @@
-"""Loads from the local node's disks straight into the engine's own pool, and from there to the buffer.
+"""Loads from the local node's disks straight into device memory, and from there to the buffer.
 
-The node says which blocks are on its NVMe volumes and in no nearer tier, and keeps them there under a lease. The pool reads them
-into its device's memory, without the node and its arena. Blocks that do not come this way are left to the node, as all blocks are
-if such reads are only emulated. The bytes count as read by the local node, because they come from its disk.
+The node says which blocks are on its NVMe volumes and in no nearer tier, and keeps them there under a lease. The engine's own
+pool, or its landing ring, reads them into device memory, without the node and its arena. Blocks that do not come this way are
+left to the node, as all blocks are if such reads are only emulated. The bytes count as read by the local node, because they come
+from its disk.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvclient.load.sink import BlockSink, LoadRequest, Mask, Positions, spans
-from kvclient.memory.engine_pool import DiskLocations, PoolNamespace
+from kvclient.memory.engine_pool import DiskLocations, DiskReader
 from kvclient.nodes.local_session import LocalNode, Session, is_session_lost
 from kvclient.results import PATH_LOCAL
 from kvproto.v1 import node_pb2
@@ -26,7 +27,7 @@ from kvstore.rpc.client import call
 from kvstore.rpc.codec import unpack_u64
 
 CHUNK_BYTES = 256 << 20
-"""Located, read and copied out of the pool at a time: enough to keep a disk busy, little enough for its lease and the pool."""
+"""Located, read and copied out of the pool at a time: enough to keep a disk busy, little enough for its lease."""
 MIN_BLOCKS = 4
 """Shorter runs between others are left to the node: they would cut its part of the load into as many calls."""
 MAX_FAILURES = 3
@@ -40,29 +41,29 @@ Located = tuple[int, DiskLocations]
 
 
 class GdsSource:
-    """The disks of the local node, read into the engine's own pool by GPUDirect Storage."""
+    """The disks of the local node, read into device memory by GPUDirect Storage."""
 
-    def __init__(self, pool: PoolNamespace, local: LocalNode) -> None:
-        self._pool = pool
+    def __init__(self, reader: DiskReader, local: LocalNode) -> None:
+        self._reader = reader
         self._local = local
 
     def fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
         """See ``LoadSource``."""
         session = self._local.session()
-        if session is None or not self._pool.reads_disks(session.volumes):
+        if session is None or not self._reader.accepts(request.buffer) or not self._reader.reads_disks(session.volumes):
             return
-        with request.trace.phase("disks into own pool"):
-            _DiskLoad(request, self._pool, self._local, session, sink).run(missing)
+        with request.trace.phase("disks into device memory"):
+            _DiskLoad(request, self._reader, self._local, session, sink).run(missing)
             sink.settle(missing)
 
 
 class _DiskLoad:
     """One load from the disks of one session's node. ``run`` once."""
 
-    def __init__(self, request: LoadRequest, pool: PoolNamespace, local: LocalNode, session: Session, sink: BlockSink) -> None:
+    def __init__(self, request: LoadRequest, reader: DiskReader, local: LocalNode, session: Session, sink: BlockSink) -> None:
         self._request = request
         self._context = request.context
-        self._pool = pool
+        self._reader = reader
         self._local = local
         self._session = session
         self._sink = sink
@@ -84,7 +85,7 @@ class _DiskLoad:
                             self._read(first, last, locations)
 
     def _may_continue(self) -> bool:
-        reads = self._pool.reads_disks(self._session.volumes)
+        reads = self._reader.reads_disks(self._session.volumes)
         return self._failures < MAX_FAILURES and not self._request.scope.ended and reads
 
     def _on_disk_only(self) -> Mask:
@@ -149,7 +150,7 @@ class _DiskLoad:
         while at < last and self._may_continue():
             rest = slice(at - first, last - first)
             part = request.chain.part(at, last)
-            good = self._pool.fetch_stored(
+            good = self._reader.fetch_stored(
                 part.keys,
                 part.parent,
                 part.depth,

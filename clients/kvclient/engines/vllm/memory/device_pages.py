@@ -28,6 +28,8 @@ from kvstore.core.errors import Internal
 if TYPE_CHECKING:
     from kvclient.device.copier import StrategyName
     from kvclient.device.streams import Event
+    from kvclient.gds.landing_ring import LandingRing
+    from kvclient.gds.volume_reader import GdsMode
 
 _log = logging.getLogger(__name__)
 _COUNTED = (
@@ -41,6 +43,11 @@ _COUNTED = (
     "device_pin_turns_missed",
     "device_batch_refused",
     "device_checksums_by_host",
+    "device_gds_blocks",
+    "device_gds_busy",
+    "device_gds_corrupt_blocks",
+    "device_gds_failed_blocks",
+    "device_gds_refused",
     "device_without_triton",
 )
 """The copier's counters that the connector reports too."""
@@ -56,6 +63,8 @@ def make_pages(
     strategy: StrategyName,
     staging_bytes: int,
     checksums: bool = True,
+    gds: GdsMode = "auto",
+    ring_bytes: int = 64 << 20,
 ) -> list[Pages]:
     """Create the pages of an engine by group, in host or device memory.
 
@@ -65,6 +74,8 @@ def make_pages(
         strategy: how blocks are copied to a device; see ``kvclient.device.copy_strategies``.
         staging_bytes: size of each staging buffer on a device.
         checksums: whether a device computes checksums.
+        gds: whether blocks are read from NVMe directly into device memory; see ``kvclient.gds``.
+        ring_bytes: device memory for these reads, per group.
 
     Raises:
         InvalidArgument: the memory is neither the host's nor a CUDA device's, or the layout is unknown.
@@ -80,7 +91,16 @@ def make_pages(
             devices=", ".join(sorted(str(place) for place in places)),
         )
     device = CudaDevice(next(iter(places)))
-    return device_pages(groups, num_blocks, device, strategy=strategy, staging_bytes=staging_bytes, checksums=checksums)
+    return device_pages(
+        groups,
+        num_blocks,
+        device,
+        strategy=strategy,
+        staging_bytes=staging_bytes,
+        checksums=checksums,
+        gds=gds,
+        ring_bytes=ring_bytes,
+    )
 
 
 def device_pages(
@@ -91,10 +111,21 @@ def device_pages(
     strategy: StrategyName,
     staging_bytes: int,
     checksums: bool = True,
+    gds: GdsMode = "auto",
+    ring_bytes: int = 64 << 20,
 ) -> list[Pages]:
     """Create the pages on the given device. Copies of each group are tested before use."""
     pages = [
-        DevicePages(group, num_blocks, device, strategy=strategy, staging_bytes=staging_bytes, checksums=checksums)
+        DevicePages(
+            group,
+            num_blocks,
+            device,
+            strategy=strategy,
+            staging_bytes=staging_bytes,
+            checksums=checksums,
+            gds=gds,
+            ring_bytes=ring_bytes,
+        )
         for group in groups
     ]
     for one in pages:
@@ -114,6 +145,8 @@ class DevicePages:
         strategy: how blocks are copied.
         staging_bytes: size of each staging buffer.
         checksums: whether the device computes checksums.
+        gds: whether blocks are read from NVMe directly into device memory.
+        ring_bytes: device memory for these reads.
 
     Raises:
         InvalidArgument: the layout is unknown, or this device does not support the strategy.
@@ -128,6 +161,8 @@ class DevicePages:
         strategy: StrategyName,
         staging_bytes: int,
         checksums: bool = True,
+        gds: GdsMode = "auto",
+        ring_bytes: int = 64 << 20,
     ) -> None:
         try:
             cache = PagedCache([_whole_pages(tensor, num_blocks) for tensor in tensors])
@@ -140,6 +175,9 @@ class DevicePages:
                 supported=f"[blocks, heads, tokens, content] as {LAYOUTS} have it, a tensor a layer, all layers of a group alike",
             ) from error
         self._copier = DeviceCopier(cache, strategy=strategy, staging_bytes=staging_bytes, checksums=checksums, device=device)
+        from kvclient.gds.landing_ring import LandingRing  # parts of the node, which engines on a CPU do not load
+
+        self._ring = LandingRing(self._copier, gds=gds, ring_bytes=ring_bytes)
         self.num_blocks = num_blocks
         self.shape: BlockShape = self._copier.shape
         self._tried: dict[str, int] = {}
@@ -160,6 +198,12 @@ class DevicePages:
     def watcher(self, spec: CacheSpec) -> DeviceCopier:
         self._copier.rename(spec)
         return self._copier
+
+    def disk_reader(self) -> LandingRing:
+        return self._ring
+
+    def close(self) -> None:
+        self._ring.close()
 
     def wait_pinned(self, timeout_s: float) -> bool:
         return self._copier.wait_pinned(timeout_s)

@@ -22,6 +22,7 @@ from kvstore.core.errors import Unsupported
 
 if TYPE_CHECKING:
     from kvclient.memory.device_buffer import ArenaPinner
+    from kvclient.memory.engine_pool import DiskReaderFactory
 
 LAYOUTS = "LBNHC, LBHNC, BLNHC, BLHNC"
 """vLLM's layouts (``VLLM_KV_CACHE_LAYOUT``) whose pages are contiguous."""
@@ -63,6 +64,12 @@ class Pages(Protocol):
         Raises:
             InvalidArgument: the namespace does not match these pages.
         """
+
+    def disk_reader(self) -> DiskReaderFactory | None:
+        """Return what reads the node's volumes directly into memory of the pages' device; None: nothing does."""
+
+    def close(self) -> None:
+        """End direct reads, after the clients are closed."""
 
     def wait_pinned(self, timeout_s: float) -> bool:
         """Wait until the memory mapped for these copies is pinned, or will not be pinned. False: timeout."""
@@ -124,6 +131,12 @@ class GroupPages:
 
     def watcher(self, spec: CacheSpec) -> None:  # noqa: ARG002
         return None
+
+    def disk_reader(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """Do nothing: pages on a CPU have no direct reads."""
 
     def wait_pinned(self, timeout_s: float) -> bool:  # noqa: ARG002
         return True

@@ -475,6 +475,8 @@ class WorkerConnector:
             self._store_worker.close()
         for client in self.clients:
             client.close()
+        for pages in self.pages:
+            pages.close()
 
 
 def _of_changed_adapters(jobs: Sequence[StoreJob]) -> set[int]:

@@ -1,12 +1,12 @@
-"""Reads from the local node's volumes directly into the pool's memory, without the node, its arena or host memory.
+"""Reads from the local node's volumes directly into memory of the engine's device, without the node, its arena or host memory.
 
 The engine mounts its node's volumes read-only. The node names the slot of a block and keeps it under a lease (``Node.Locate``).
 The slot's header, read after the payload, and the checksum of every layer block, computed from the received bytes, prove that
-it is the block; the bytes are copied back from the device for this check (``kvstore.tiers.nvme.mounted``). A slot that was
-reused after the lease ended is a miss.
+it is the block. For a pool the bytes are copied back from the device for this check (``kvstore.tiers.nvme.mounted``). A landing
+ring computes the checksums on the device. A slot that was reused after the lease ended is a miss.
 
 A probe process checks in the background, per volume, whether GPUDirect Storage works (``kvstore.tiers.io_engines.probe``). If
-reads only work in compatibility mode, or the pool is host memory, the node reads instead: it is as fast, and more often finds
+reads only work in compatibility mode, or the target is host memory, the node reads instead: it is as fast, and more often finds
 the block in its arena later. Failed reads are counted and left to the node. A late read cannot be cancelled: its slots stay
 reserved until it ends, and its volume is not read until then.
 """
@@ -21,14 +21,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from kvclient.hbm.pool_state import PoolState
+import torch
+
 from kvclient.memory.device_buffer import DeviceHung
 from kvclient.memory.engine_pool import StoredVolume
 from kvstore.config.node import MountSection
+from kvstore.core.clock import Clock
 from kvstore.core.errors import InvalidArgument, Unavailable, Unsupported
 from kvstore.core.types import BlockKey, Outcome
 from kvstore.node.loads.mounts import Answers, Mount
 from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.process.threads.submission import submit
 from kvstore.tiers.contract import Slot
@@ -39,13 +42,13 @@ from kvstore.tiers.io_engines.tensor_memory import TensorMemory
 _log = logging.getLogger(__name__)
 
 GdsMode = Literal["auto", "required", "off", "forced"]
-"""Whether volumes are read directly into the pool. ``auto``: if GPUDirect Storage works; ``required``: else clients cannot
+"""Whether volumes are read directly into device memory. ``auto``: if GPUDirect Storage works; ``required``: else clients cannot
 connect; ``forced``: by any method, also in compatibility mode (tests, benchmarks)."""
 
 REST_S = 60.0
 """How long a failed volume is not read; its node reads it in this time."""
 MOST_VOLUMES = 256
-"""Volumes known to one pool: those of its node, and of earlier nodes."""
+"""Volumes known to one reader: those of its node, and of earlier nodes."""
 MOST_IN_FLIGHT = 256
 INTERRUPT_S = 10.0
 """How long an interrupted thread waits for the end of its reads."""
@@ -66,7 +69,34 @@ class DiskRead(NamedTuple):
     source: Slot
     """Its slot in the volume."""
     target: Slot
-    """Its slot in the pool."""
+    """Its slot in the target's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTarget:
+    """Device memory that blocks are read into: an engine's pool, or a landing ring.
+
+    Attributes:
+        name: for people.
+        setting: the setting that chose the mode, for errors.
+        device: device of the memory.
+        counters: metrics.
+        clock: time.
+        memory: returns the memory: uint8 ``[bytes]``; None: not allocated.
+        closed: returns whether the target is closed.
+        release: takes slots back whose reads have ended late.
+        verify_on_host: fetch the bytes back and compare their checksums. False: the caller compares them on the device.
+    """
+
+    name: str
+    setting: str
+    device: torch.device
+    counters: Counters
+    clock: Clock
+    memory: Callable[[], torch.Tensor | None]
+    closed: Callable[[], bool]
+    release: Callable[[Sequence[Slot]], None]
+    verify_on_host: bool = True
 
 
 @dataclass(slots=True)
@@ -78,10 +108,10 @@ class _VolumeReader:
 
 
 class GdsReader:
-    """The volumes of a pool's node. Thread-safe.
+    """The volumes of the engine's node. Thread-safe.
 
     Args:
-        parts: state of the pool.
+        target: the memory to read into.
         mode: see ``GdsMode``.
         in_flight: blocks read in parallel from each volume.
 
@@ -89,17 +119,17 @@ class GdsReader:
         InvalidArgument: an unknown mode, or one that this device does not support; or a number out of range.
     """
 
-    def __init__(self, parts: PoolState, mode: GdsMode, in_flight: int) -> None:
+    def __init__(self, target: ReadTarget, mode: GdsMode, in_flight: int) -> None:
         if mode not in get_args(GdsMode):
             raise InvalidArgument("gds must be auto, required, off or forced", gds=mode)
-        if mode == "required" and parts.volume.device.type != "cuda":
-            raise InvalidArgument("gds=required requires a pool on a CUDA device", device=parts.volume.device)
+        if mode == "required" and target.device.type != "cuda":
+            raise InvalidArgument("gds=required requires memory of a CUDA device", device=target.device)
         if isinstance(in_flight, bool) or not isinstance(in_flight, int) or not 1 <= in_flight <= MOST_IN_FLIGHT:
             raise InvalidArgument("gds_in_flight out of range", gds_in_flight=in_flight, most=MOST_IN_FLIGHT)
-        self._parts = parts
+        self._target = target
         self._mode = mode
         self._in_flight = in_flight
-        self._why_not = _why_not(mode, parts.volume.device.type)
+        self._why_not = _why_not(mode, target.device.type)
         self._lock = threading.Lock()
         self._looking = threading.Lock()
         self._disks: dict[StoredVolume, _VolumeReader] = {}
@@ -116,10 +146,10 @@ class GdsReader:
         if self._mode == "required":
             for volume in volumes if not self._closed else ():
                 if volume not in self._disks:
-                    raise Unsupported("HbmPool(gds=...) = required, but this pool has known too many volumes", most=MOST_VOLUMES)
+                    raise Unsupported(f"{self._target.setting} = required, but too many volumes are known", most=MOST_VOLUMES)
                 self._probe(volume)
         elif new:
-            threading.Thread(target=self._probe_all, args=(new,), name="hbm-disks", daemon=True).start()
+            threading.Thread(target=self._probe_all, args=(new,), name="gds-probe", daemon=True).start()
 
     def ready(self, volumes: Sequence[StoredVolume]) -> bool:
         """Whether all of these volumes are read directly and healthy."""
@@ -145,17 +175,17 @@ class GdsReader:
             try:
                 self._probe(volume)
             except Exception:  # noqa: BLE001  # edge of this thread: its node reads the volume
-                self._parts.counters.add(device_metrics.HBM_DISK_BUGS)
-                _log.exception("failed probe: pool %s does not read volume %s directly", self._parts.node_id, volume.volume_id)
+                self._target.counters.add(device_metrics.HBM_DISK_BUGS)
+                _log.exception("failed probe: %s does not read volume %s directly", self._target.name, volume.volume_id)
                 self._disks[volume].status = "not read: the probe failed"
 
     def _probe(self, volume: StoredVolume) -> None:
-        """Probe whether a volume can be read directly into the pool.
+        """Probe whether a volume can be read directly.
 
         Raises:
             Unsupported: gds=required, and it cannot.
         """
-        parts = self._parts
+        target = self._target
         with self._looking:  # one probe at a time
             if self._disks[volume].mount is not None:
                 return
@@ -163,12 +193,16 @@ class GdsReader:
                 kvikio, status = self._any_method()
             else:
                 kvikio, found = choose_gds(
-                    self._mode, volume.path, threads=self._in_flight, counters=parts.counters,
-                    setting="HbmPool(gds=...)", look=glance_at_gds,
+                    self._mode, volume.path, threads=self._in_flight, counters=target.counters,
+                    setting=target.setting, look=glance_at_gds,
                 )  # fmt: skip
                 status = f"read directly, GPUDirect Storage is {found.describe()}"
                 if kvikio is None:
                     self._disks[volume].status = f"not read, GPUDirect Storage is {found.describe()}"
+                    _log.info(
+                        "direct reads not used: %s, volume %s (gds=%s); the node reads it",
+                        target.name, volume.volume_id, found.describe(),
+                    )  # fmt: skip
                     return
             if kvikio is not None:
                 self._register(kvikio)
@@ -176,8 +210,8 @@ class GdsReader:
             mount = Mount(
                 config,
                 io_threads=self._in_flight,
-                counters=parts.counters,
-                clock=parts.clock,
+                counters=target.counters,
+                clock=target.clock,
                 gds=kvikio,
                 reads_manifest=False,
                 backoff_s=REST_S,
@@ -190,12 +224,10 @@ class GdsReader:
             if closed:
                 mount.close()
             else:
-                _log.info(
-                    "opened volume for direct reads: pool %s, volume %s (status=%s)", parts.node_id, volume.volume_id, status
-                )
+                _log.info("opened volume for direct reads: %s, volume %s (status=%s)", target.name, volume.volume_id, status)
 
     def _any_method(self) -> tuple[Kvikio | None, str]:
-        """Any method of reading into the pool: kvikio if it can be loaded, in any mode."""
+        """Any method of reading into the memory: kvikio if it can be loaded, in any mode."""
         try:
             kvikio = load_kvikio(threads=self._in_flight)
         except Unsupported as error:
@@ -204,22 +236,22 @@ class GdsReader:
 
     def describe(self) -> list[str]:
         """Describe the volumes for people; one line per volume."""
-        pool = self._parts.volume.volume_id
+        name = self._target.name
         if self._why_not:
-            return [f"disks into {pool}: none ({self._why_not})"]
+            return [f"disks into {name}: none ({self._why_not})"]
         with self._lock:
             disks: Mapping[StoredVolume, _VolumeReader] = dict(self._disks)
         lines = []
         for volume, disk in disks.items():
             now = "" if disk.mount is None else f"; now: {disk.mount.describe()}"
-            lines.append(f"{volume.volume_id} into {pool}: {disk.status}{now}")
-        return lines or [f"disks into {pool}: none known yet"]
+            lines.append(f"{volume.volume_id} into {name}: {disk.status}{now}")
+        return lines or [f"disks into {name}: none known yet"]
 
     # ---- reads ----
     def read(
         self, namespace: NodeNamespace, volumes: Sequence[StoredVolume], wanted: Sequence[DiskRead], deadline_s: float
     ) -> list[bytes]:
-        """Read blocks into slots of the pool that the caller holds.
+        """Read blocks into slots of the target that the caller holds.
 
         Args:
             namespace: namespace of the blocks.
@@ -228,13 +260,15 @@ class GdsReader:
             deadline_s: the call waits for a part of the time until then.
 
         Returns:
-            One entry per leading block that was read: its packed checksums, which match the bytes.
+            One entry per leading block that was read: its packed checksums. They match the bytes if ``verify_on_host``.
 
         Raises:
-            ReadsPending: reads have not ended in time; this object releases the slots later.
+            ReadsPending: reads have not ended in time; the slots are released later.
         """
-        parts = self._parts
-        memory, size = parts.volume.memory, namespace.shape.block_bytes
+        target = self._target
+        memory, size = target.memory(), namespace.shape.block_bytes
+        if memory is None:
+            return []
         items = [
             (read.key, read.source, TensorMemory(memory[read.target.offset : read.target.offset + size])) for read in wanted
         ]  # before any read begins: if this fails, the slots are free
@@ -251,7 +285,9 @@ class GdsReader:
             if mount is None:
                 pending.ended()
             else:
-                answers = mount.read_device(namespace, [items[at] for at in positions], deadline_s, pending.ended)
+                answers = mount.read_device(
+                    namespace, [items[at] for at in positions], deadline_s, pending.ended, verify=target.verify_on_host
+                )
                 if answers is not None:
                     pending.ended()
                     if all(outcome is Outcome.MISS for outcome, _ in answers):
@@ -260,7 +296,7 @@ class GdsReader:
                 rows[at] = checksums if outcome is Outcome.HIT else b""
 
         def give_back() -> None:
-            parts.table.unreserve([read.target for read in wanted])
+            target.release([read.target for read in wanted])
 
         groups = [(volumes[number], positions) for number, positions in by_volume.items()]
         try:
@@ -273,7 +309,7 @@ class GdsReader:
                 raise ReadsPending("interrupted during reads from the node's volumes") from error
             raise
         if not pending.when_ended(give_back):
-            parts.counters.add(device_metrics.HBM_DISK_LATE_BLOCKS, len(wanted))
+            target.counters.add(device_metrics.HBM_DISK_LATE_BLOCKS, len(wanted))
             raise ReadsPending("reads from the node's volumes did not end in time", blocks=len(wanted))
         return rows[: next((at for at, row in enumerate(rows) if not row), len(rows))]
 
@@ -301,28 +337,35 @@ class GdsReader:
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._readers is None:
-                self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="hbm-disks")
+                self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="gds-reader")
             return self._readers
 
-    # ---- the pool's memory ----
+    # ---- the target's memory ----
     def _register(self, kvikio: Kvikio) -> None:
-        """Register the pool's memory with cuFile, once: reads then need no bounce buffer of the driver."""
+        """Register the memory with cuFile, once: reads then need no bounce buffer of the driver."""
         with self._registering:
             self._kvikio = kvikio
             self._register_now()
 
     def _register_now(self) -> None:
-        if self._kvikio is None or self._registered is not None or self._parts.volume.device.type != "cuda" or self._parts.closed:
+        target, tensor = self._target, self._target.memory()
+        if (
+            self._kvikio is None
+            or self._registered is not None
+            or target.device.type != "cuda"
+            or target.closed()
+            or tensor is None
+        ):
             return
-        memory = TensorMemory(self._parts.volume.memory)
+        memory = TensorMemory(tensor)
         if self._kvikio.register(memory):
             self._registered = memory
         else:
-            self._parts.counters.add(device_metrics.HBM_NOT_REGISTERED_WITH_GDS)
+            self._target.counters.add(device_metrics.HBM_NOT_REGISTERED_WITH_GDS)
 
     @contextmanager
     def memory_changes(self) -> Iterator[None]:
-        """Allow the pool's memory to be replaced within the context; no read is in flight."""
+        """Allow the target's memory to be replaced within the context; no read is in flight."""
         with self._registering:  # no registration of memory that is about to be freed
             self._deregister()
             try:
@@ -339,7 +382,7 @@ class GdsReader:
         """Stop reading. Does not wait for hung reads.
 
         Args:
-            idle: no read is in flight, and the pool's memory is about to be freed.
+            idle: no read is in flight, and the target's memory is about to be freed.
         """
         with self._lock:
             self._closed = True
@@ -389,4 +432,4 @@ def _why_not(mode: GdsMode, device: str) -> str:
     """The reason why no volume is read directly; empty: volumes may be read."""
     if mode == "off":
         return "switched off"
-    return "" if device == "cuda" or mode == "forced" else "the pool is host memory"
+    return "" if device == "cuda" or mode == "forced" else "the target is host memory"
