@@ -149,7 +149,7 @@ def test_gds_chain_larger_than_pool_fills_the_pool(tmp_path: Path) -> None:
     """A chain's tail does not evict its head; the tail stays on the node."""
     with disk_of(tmp_path, blocks=30, space_for=8) as disk:
         out = allocate(30)
-        assert disk.fetch(out, operation=CallScope.after(0.3, MonotonicClock()), verify=True) == 8
+        assert disk.fetch(out, operation=CallScope.after(1.0, MonotonicClock()), verify=True) == 8
         assert np.array_equal(out.array[:8], disk.data.array[:8])
         assert disk.pool.usage().blocks == 8
 
