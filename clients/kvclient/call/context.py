@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 from kvclient.load.accounting import HitAccounting
@@ -46,6 +47,10 @@ class ClientContext:
     pool: PoolNamespace | None = None
     """The engine's own pool, nearer than any node."""
     chain_nodes: ChainNodes = field(default_factory=ChainNodes)
+    ahead_threads: LazyThreadPool = field(default_factory=lambda: LazyThreadPool(2, "kvclient-ahead"))
+    """Threads that plan reads ahead."""
+    ahead_slots: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(64))
+    """Bounds the reads ahead that wait for such a thread."""
     hint_threads: LazyThreadPool = field(default_factory=lambda: LazyThreadPool(1, "kvclient-hint"))
     """A thread that sends hints to other nodes."""
     disks: DiskReader | None = None
@@ -91,6 +96,7 @@ class ClientContext:
         self.part_threads.close()  # parts end soon after their scopes
         self.remote_sessions.close()
         self.hint_threads.close()  # hints that wait fail at once, because no session is left
+        self.ahead_threads.close()
         self.peers.close()
         if self.local is not None:
             self.local.close()

@@ -27,8 +27,11 @@ PATHS_BY_SIDE = {
 class PlanAhead(Protocol):
     """A plan that was made for reads ahead of a load."""
 
-    def plan_for(self, blocks: npt.NDArray[np.intp]) -> Plan | None:
-        """Return the plan for these blocks of the load; None: there is none."""
+    def plan_for(self, depths: npt.NDArray[np.intp]) -> Plan | None:
+        """Return the plan for blocks at these depths of the chain, numbered from 0; None: there is none.
+
+        The planner does not count it in its queues, and does not know it any more.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,11 @@ class _PlannedLoad:
         self._metadata = metadata
         self._paths = paths
         self._blocks = blocks
-        """Positions of the planned blocks in the load; plans number them from 0."""
+        """Positions of the planned blocks in the load."""
+        self._numbered: dict[int, Positions] = {}
+        """By plan: its blocks, which it numbers from 0."""
         self._plan_ids: list[int] = []
+        """Plans that the planner counts in its queues."""
         self._parts: list[_RunningPart] = []
         self._replans = 0
         self._predicted_s = 0.0
@@ -147,36 +150,42 @@ class _PlannedLoad:
 
     # ---- starting parts ----
     def _start(self) -> None:
-        if self._paths.ahead is not None and (plan := self._paths.ahead.plan_for(self._blocks)) is not None:
+        ahead, depth = self._paths.ahead, self._request.chain.depth
+        if ahead is not None and (plan := ahead.plan_for(depth + self._blocks)) is not None:
             self._context.incidents.counters.add(client_metrics.PLANS_READ_AHEAD)
-            self._plan_ids.append(plan.plan_id)
+            self._numbered[plan.plan_id] = self._blocks
             self._start_parts(plan)
             return
         try:
             with self._request.trace.phase("plan"):
-                plan = self._metadata.plan_load(
-                    self._session.node_id,
-                    self._paths.decode_node,
-                    self._paths.policy,
-                    len(self._blocks),
-                    self._context.spec,
-                    self._scope.left_s(),
-                    relays=self._paths.relays,
-                )
+                plan = self._plan(self._blocks)
         except KVStoreError as error:
             self._context.incidents.report(client_metrics.PLANS_FAILED, "load not planned: this host reads all blocks", error)
             self._start_here(self._blocks)
             return
-        self._plan_ids.append(plan.plan_id)
         self._predicted_s = plan.predicted_s
         if not plan.parts:  # the oracle policy reads nothing
             self._context.incidents.counters.add(client_metrics.ORACLE_LOADS)
             return
         self._start_parts(plan)
 
+    def _plan(self, blocks: Positions) -> Plan:
+        plan = self._metadata.plan_load(
+            self._session.node_id,
+            self._paths.decode_node,
+            self._paths.policy,
+            len(blocks),
+            self._context.spec,
+            self._scope.left_s(),
+            relays=self._paths.relays,
+        )
+        self._plan_ids.append(plan.plan_id)
+        self._numbered[plan.plan_id] = blocks
+        return plan
+
     def _start_parts(self, plan: Plan) -> None:
         for planned in plan.parts:
-            positions = self._missing(self._positions(planned))
+            positions = self._missing(self._positions(plan, planned))
             if not len(positions):
                 continue
             if planned.path == PATH_PREFILL or planned.node.node_id == self._session.node_id:
@@ -194,8 +203,8 @@ class _PlannedLoad:
         future = self._context.part_threads.submit(run, source.fetch, self._request, positions, self._sink)
         self._parts.append(_RunningPart(source, positions, planned, plan, future))
 
-    def _positions(self, planned: PlannedPart) -> Positions:
-        return self._blocks[planned.start : planned.start + planned.count]
+    def _positions(self, plan: Plan, planned: PlannedPart) -> Positions:
+        return self._numbered[plan.plan_id][planned.start : planned.start + planned.count]
 
     def _missing(self, positions: Positions) -> Positions:
         """Return which blocks are not complete and may still come."""
@@ -256,19 +265,21 @@ class _PlannedLoad:
 
     def _replan(self, planned: PlannedPart, plan: Plan, why: str, *, stalled: bool) -> None:
         """Plan a failed part again. Without a plan this host reads it, unless it has just failed to; a stall is not a failure."""
-        positions = self._positions(planned)
+        positions = self._positions(plan, planned)
         left = self._missing(positions)
         self._replans += 1
         if self._replans <= self._paths.attempts:
             arrived = np.flatnonzero(~np.isin(positions, left, assume_unique=True))
             ranges = largest_ranges([(planned.start + first, last - first) for first, last in spans(arrived)])
             try:
-                again = self._metadata.replan_load(plan, planned, ranges, why, self._scope.left_s())
+                if plan.plan_id in self._plan_ids:
+                    again = self._metadata.replan_load(plan, planned, ranges, why, self._scope.left_s())
+                else:  # a plan of a read ahead, which the planner has forgotten
+                    again = self._plan(left)
             except KVStoreError as error:
                 message = "part of a load not planned again: this host reads it"
                 self._context.incidents.report(client_metrics.PLANS_FAILED, message, error)
             else:
-                self._plan_ids.append(again.plan_id)
                 self._start_parts(again)
                 return
         session = self._session
@@ -288,9 +299,9 @@ class _PlannedLoad:
         """Report progress of the parts under way."""
         moved: dict[int, list[tuple[int, int]]] = {plan_id: [] for plan_id in self._plan_ids} if finished else {}
         for part in self._parts:
-            if part.planned is None or part.plan is None:
+            if part.planned is None or part.plan is None or part.plan.plan_id not in self._plan_ids:
                 continue
-            done = self._arrived(part.planned)
+            done = self._arrived(part.plan, part.planned)
             if done > part.reported:
                 part.reported = done
                 moved.setdefault(part.plan.plan_id, []).append((part.planned.index, done))
@@ -299,13 +310,13 @@ class _PlannedLoad:
 
     def _report_end(self, part: _RunningPart) -> None:
         """Report a part that has ended, with the blocks that arrived: the planner estimates the speed of a link from it."""
-        if part.planned is not None and part.plan is not None:
-            done = self._arrived(part.planned)
+        if part.planned is not None and part.plan is not None and part.plan.plan_id in self._plan_ids:
+            done = self._arrived(part.plan, part.planned)
             self._metadata.report_loads({part.plan.plan_id: [(part.planned.index, done)]}, finished=False)
 
-    def _arrived(self, planned: PlannedPart) -> int:
+    def _arrived(self, plan: Plan, planned: PlannedPart) -> int:
         """Return how much of a part has arrived, in blocks: layers of several blocks add up."""
-        return int(self._sink.ready_layers(self._positions(planned)).sum()) // self._context.shape.layers
+        return int(self._sink.ready_layers(self._positions(plan, planned)).sum()) // self._context.shape.layers
 
 
 def may_need_plan(runs: Iterable[Run], local: LocalNode | None) -> bool:

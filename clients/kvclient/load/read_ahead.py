@@ -11,7 +11,8 @@ call ends. Nothing here waits. Blocks that could not be read ahead are read by t
 
 Blocks that only other hosts' storage has are read ahead by plan, as a load would read them: by this host's node, that of the
 decode host, and idle ones, each over its own storage link. The load that follows uses the same plan, so each node finds its part
-in its DRAM. A load that begins before the plan is made revokes the read ahead of these blocks, and plans by itself.
+in its DRAM. It may be a load of some of the blocks. A load of others, or one that begins before the plan is made, revokes the
+planned part of the read ahead, and plans by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import threading
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -29,10 +31,11 @@ from kvclient.load.planned import blocks_beyond, storage_runs
 from kvclient.load.sink import Positions, spans
 from kvclient.load.sources.node_stream import NodeSession, load_sources
 from kvclient.load.sources.storage_path import OPEN_SESSION_S
-from kvclient.nodes.local_session import Session, new_operation_id
+from kvclient.nodes.local_session import Session, is_session_lost, new_operation_id
+from kvclient.nodes.remote_sessions import RemoteSession
 from kvclient.results import Run
 from kvproto.v1 import node_pb2
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import KVStoreError, LeaseLost, Unavailable
 from kvstore.core.types import Tier
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.tracing import inject
@@ -48,66 +51,104 @@ if TYPE_CHECKING:
 
 _ENDED = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 _MAX_CALLS = 64
-"""Of one read ahead: a prefix in more pieces is read ahead in part."""
+"""Maximum number of calls of one read ahead: a prefix in more pieces is read ahead in part."""
 
 
 class ReadAhead:
     """Blocks that nodes read ahead and hold.
 
+    Args:
+        paths: of the read ahead.
+        depth: depth of the first block in its chain.
+
     Attributes:
         paths: for the load that follows: those of the read ahead, with its plan.
     """
 
-    def __init__(self, paths: Paths | None) -> None:
+    def __init__(self, paths: Paths | None, depth: int = 0) -> None:
         self.paths = None if paths is None else replace(paths, ahead=self)
+        self._depth = depth
         self._lock = threading.Lock()
         self._calls: list[grpc.Future[Any]] = []
+        self._planned_calls: list[grpc.Future[Any]] = []
         self._over = False
+        self._revoked = False
         self._planning = False
-        self._planned: tuple[Positions, Plan] | None = None
+        self._plan: tuple[Positions, Plan] | None = None
 
     @property
     def ended(self) -> bool:
         """Whether no node holds blocks any more: deadlines are over, or the calls were refused, lost or ended."""
         with self._lock:
-            return not self._planning and all(call.done() for call in self._calls)
+            return not self._planning and all(call.done() for call in (*self._calls, *self._planned_calls))
+
+    @property
+    def plan_is_wanted(self) -> bool:
+        """Whether the planned part of the read ahead goes on: it was neither ended nor revoked."""
+        with self._lock:
+            return not self._over and not self._revoked
 
     def end(self) -> None:
         """Have the nodes release the blocks soon. Idempotent; does not wait."""
         with self._lock:
-            self._over = True
-            calls = list(self._calls)
+            self._over, self._plan = True, None
+            calls = [*self._calls, *self._planned_calls]
         for call in calls:
             call.cancel()
 
-    def plan_for(self, blocks: Positions) -> Plan | None:
-        """Return the plan by which these blocks are read ahead. None: there is none, so the load makes another."""
-        with self._lock:
-            if self._planning:  # revoked, lest two hosts read the same block
-                self._over = True
-            planned, self._planned = self._planned, None
-        return planned[1] if planned is not None and np.array_equal(planned[0], blocks) else None
+    def plan_for(self, depths: Positions) -> Plan | None:
+        """Return the plan by which these blocks are read ahead, numbered from the first one. None: the load makes another plan.
 
-    def plan_begun(self) -> None:
-        """A plan for some of the blocks is being made."""
+        A load of other blocks, or one that comes before the plan, revokes it, lest two hosts read the same block.
+        """
+        with self._lock:
+            planned, self._plan = self._plan, None
+            held = any(not call.done() for call in self._planned_calls)
+            plan = None if planned is None or not held else _part_of_plan(planned[1], planned[0], depths)
+            if plan is not None:
+                return plan
+            self._revoked = True
+            calls = list(self._planned_calls)
+        for call in calls:
+            call.cancel()
+        return None
+
+    def begin_plan(self) -> None:
+        """Record that a plan for some of the blocks is being made."""
         self._planning = True
 
-    def plan_ended(self, blocks: Positions, plan: Plan | None) -> bool:
-        """Record the plan. False: the read ahead was ended or revoked meanwhile."""
+    def end_plan(self, positions: Positions, plan: Plan | None) -> None:
+        """Record the plan, unless the read ahead was ended or revoked meanwhile.
+
+        Args:
+            positions: its blocks in the read ahead.
+            plan: None: there is none.
+        """
         with self._lock:
             self._planning = False
-            if self._over or plan is None:
-                return False
-            self._planned = blocks, plan
-            return True
+            if plan is not None and not self._over and not self._revoked:
+                self._plan = self._depth + positions, plan
 
-    def add_call(self, call: grpc.Future[Any]) -> None:
+    def add_call(self, call: grpc.Future[Any], *, planned: bool) -> None:
         """Add a node's call."""
         with self._lock:
-            self._calls.append(call)
-            over = self._over
+            (self._planned_calls if planned else self._calls).append(call)
+            over = self._over or (planned and self._revoked)
         if over:
             call.cancel()
+
+
+def _part_of_plan(plan: Plan, planned: Positions, wanted: Positions) -> Plan | None:
+    """Return the plan for some of its blocks, numbered from the first one. None: it lacks one of them."""
+    if not len(wanted) or not np.isin(wanted, planned, assume_unique=True).all():
+        return None
+    parts = []
+    for part in plan.parts:
+        of_part = planned[part.start : part.start + part.count]
+        first, stop = np.searchsorted(wanted, of_part[0]), np.searchsorted(wanted, of_part[-1], "right")
+        if first < stop:
+            parts.append(replace(part, start=int(first), count=int(stop - first)))
+    return replace(plan, parts=tuple(parts))
 
 
 def read_ahead(
@@ -130,18 +171,23 @@ def read_ahead(
     if not len(chain) or session is None or _resident(runs, session.node_id) >= len(chain):
         return None
     context.incidents.counters.add(client_metrics.READS_AHEAD)
-    ahead = ReadAhead(paths)
+    ahead = ReadAhead(paths, chain.depth)
     begin = _Begin(context, chain, runs, timeout_s, ahead)
     beyond = blocks_beyond(runs, len(chain), session.node_id)
     if paths is None or context.metadata is None or not beyond.any():
         begin.near(session, np.arange(len(chain)))
         return ahead
     begin.near(session, np.flatnonzero(~beyond))
-    ahead.plan_begun()
+    if not context.ahead_slots.acquire(blocking=False):
+        context.incidents.counters.add(client_metrics.READS_AHEAD_REFUSED)
+        return ahead
+    positions = np.flatnonzero(beyond)
+    ahead.begin_plan()
     try:
-        context.part_threads.submit(copy_context().run, begin.planned, session, context.metadata, paths, np.flatnonzero(beyond))
-    except RuntimeError:  # the client was closed
-        ahead.plan_ended(np.flatnonzero(beyond), None)
+        context.ahead_threads.submit(copy_context().run, begin.planned, session, context.metadata, paths, positions)
+    except Unavailable:  # the client was closed, or the process may start no thread
+        context.ahead_slots.release()
+        ahead.end_plan(positions, None)
     return ahead
 
 
@@ -161,11 +207,18 @@ class _Begin:
     def near(self, session: Session, positions: Positions) -> None:
         """Have this host's node read from its volumes, and from other nodes over the compute network."""
         others = sorted((run for run in self._runs if run.node_id != session.node_id), key=lambda run: run.distance)
-        self._call(session, positions, others, storage=False)
+        self._call(session, positions, others, planned=False)
 
     def planned(self, session: Session, metadata: MetadataClient, paths: Paths, positions: Positions) -> None:
         """Plan blocks in other hosts' storage, and have each node read its part. Runs in a thread: it waits for answers."""
-        plan = None
+        try:
+            if self._ahead.plan_is_wanted:
+                self._planned(session, metadata, paths, positions)
+        finally:
+            self._ahead.end_plan(positions, None)
+            self._context.ahead_slots.release()
+
+    def _planned(self, session: Session, metadata: MetadataClient, paths: Paths, positions: Positions) -> None:
         try:
             plan = metadata.plan_load(
                 session.node_id,
@@ -178,12 +231,13 @@ class _Begin:
             )
         except KVStoreError as error:
             self._context.incidents.report(client_metrics.READS_AHEAD_FAILED, "read ahead not planned", error)
-        finally:
-            goes_on = self._ahead.plan_ended(positions, plan)
-        if plan is None or not goes_on:
             return
+        # Reads ahead let loads go first, so they do not count in the queues that loads are planned by.
+        metadata.report_loads({plan.plan_id: ()}, finished=True)
         stored = storage_runs(self._runs, session.node_id)
         for part in plan.parts:
+            if not self._ahead.plan_is_wanted:
+                return
             node: NodeSession = session
             if part.node.node_id != session.node_id:
                 try:
@@ -192,9 +246,10 @@ class _Begin:
                     message = f"read ahead failed at node {part.node.node_id}"
                     self._context.incidents.report(client_metrics.READS_AHEAD_FAILED, message, error)
                     continue
-            self._call(node, positions[part.start : part.start + part.count], stored, storage=True)
+            self._call(node, positions[part.start : part.start + part.count], stored, planned=True)
+        self._ahead.end_plan(positions, plan)
 
-    def _call(self, session: NodeSession, positions: Positions, runs: Sequence[Run], *, storage: bool) -> None:
+    def _call(self, session: NodeSession, positions: Positions, runs: Sequence[Run], *, planned: bool) -> None:
         for start, stop in spans(positions):
             if not self._calls_left:
                 return
@@ -204,7 +259,7 @@ class _Begin:
                 session_id=session.session_id,
                 operation_id=new_operation_id(),
                 keys=part.packed,
-                sources=load_sources(runs, start, stop, storage=storage),
+                sources=load_sources(runs, start, stop, storage=planned),
                 parent=part.parent or b"",
                 depth=part.depth,
             )
@@ -212,10 +267,10 @@ class _Begin:
                 call = session.stub.ReadAhead.future(request, timeout=self._timeout_s, metadata=inject())
             except ValueError:  # the channel was closed
                 return
-            self._ahead.add_call(call)
-            call.add_done_callback(self._ended)
+            self._ahead.add_call(call, planned=planned)
+            call.add_done_callback(partial(self._ended, session))
 
-    def _ended(self, done: grpc.Future[Any]) -> None:
+    def _ended(self, session: NodeSession, done: grpc.Future[Any]) -> None:
         failed = None if done.cancelled() else done.exception()
         if not isinstance(failed, grpc.RpcError) or (code := cast("FailedCall", failed).code()) in _ENDED:
             return
@@ -223,6 +278,8 @@ class _Begin:
             self._context.incidents.counters.add(client_metrics.READS_AHEAD_REFUSED)
             return
         error = from_rpc_error(cast("FailedCall", failed))
+        if isinstance(session, RemoteSession) and (isinstance(error, LeaseLost) or is_session_lost(error)):
+            self._context.remote_sessions.lost(session)  # sessions that are idle for long end
         self._context.incidents.report(client_metrics.READS_AHEAD_FAILED, "read ahead failed", error)
 
 
