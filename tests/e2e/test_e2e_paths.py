@@ -208,9 +208,9 @@ def test_paths_decode_volume_feeds_prefill_buffer(make_store: MakeStore, layer_g
         assert result.bytes_by_node == {"d": 120 * engine.spec.block_bytes}
         assert result.bytes_by_tier == {Tier.NVME: 120 * engine.spec.block_bytes}
         by_path.update(result.bytes_by_path)
+        settled(store, "p", "d", "r")  # blocks that are still leased would come from the DRAM of "d"
     assert by_path["decode"] > 0
     assert store.node_stats("s").tiers[1].used_bytes == 0
-    settled(store, "p", "d", "r")
 
 
 # ---------------------------------------------------------------- failures
