@@ -590,7 +590,7 @@ class SchedulerConnector:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             blocks = state.stored_blocks * self._blocks.keys_per_block
-            self._hints.ended(request, state.keys.upto(request.all_token_ids, blocks))
+            self._hints.ended(request, lambda: state.keys.upto(request.all_token_ids, blocks))
 
     @property
     def has_hints(self) -> bool:
