@@ -8,11 +8,12 @@ computation overlap, it is smallest where both take equally long, which a bisect
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from itertools import accumulate
 
 MARGIN = 0.02
 """A load that takes longer by this share is still preferred: it leaves the engine to other requests."""
@@ -76,14 +77,30 @@ class FoundPrefix:
     block_tokens: int
     cached: int
     tokens: int
+    _ends: Sequence[int] = field(init=False, repr=False, compare=False)
+    """By piece: the position after its last block."""
+    _costs: Sequence[tuple[float, float]] = field(init=False, repr=False, compare=False)
+    """By number of leading pieces: their largest fixed cost, and the time of their blocks. A prefix may have thousands."""
+
+    def __post_init__(self) -> None:
+        fixed_s = total_s = 0.0
+        costs = [(fixed_s, total_s)]
+        for piece in self.pieces:
+            if piece.blocks > 0:
+                fixed_s, total_s = max(fixed_s, piece.fixed_s), total_s + piece.blocks * piece.block_s
+            costs.append((fixed_s, total_s))
+        object.__setattr__(self, "_ends", list(accumulate(piece.blocks for piece in self.pieces)))
+        object.__setattr__(self, "_costs", costs)
 
     @property
     def blocks(self) -> int:
         """Number of found blocks."""
-        return sum(piece.blocks for piece in self.pieces)
+        return self._ends[-1] if self._ends else 0
 
     def load_seconds(self, stop: int, start: int = 0) -> float:
         """Return the time of a load of blocks ``[start, stop)``: sources add up, the largest fixed cost counts once."""
+        if start <= 0:
+            return self._first_seconds(stop)
         fixed_s = total_s = 0.0
         at = 0
         for piece in self.pieces:
@@ -92,6 +109,15 @@ class FoundPrefix:
                 fixed_s = max(fixed_s, piece.fixed_s)
                 total_s += count * piece.block_s
             at += piece.blocks
+        return fixed_s + total_s
+
+    def _first_seconds(self, stop: int) -> float:
+        whole = bisect_right(self._ends, stop)
+        fixed_s, total_s = self._costs[whole]
+        more = stop - (self._ends[whole - 1] if whole else 0)
+        if more > 0 and whole < len(self.pieces):
+            piece = self.pieces[whole]
+            fixed_s, total_s = max(fixed_s, piece.fixed_s), total_s + more * piece.block_s
         return fixed_s + total_s
 
 

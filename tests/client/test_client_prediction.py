@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvclient.load.prediction import STORAGE_LINKS, LoadPredictor, bytes_by_source, nearest_segments, sources_of
 from kvclient.results import LoadResult, Lookup, NodeRef, Run
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier, VolumeId
 from kvstore.recompute.decisions import Segment
-from kvstore.recompute.load_estimate import LoadEstimates
+from kvstore.recompute.load_estimate import LoadEstimates, LoadLine
 
 BLOCK = 1 << 20
 
@@ -93,3 +98,50 @@ def test_sources_of_other_hosts_storage_are_one() -> None:
     runs = [run(0, 4, "b", Tier.NVME), run(2, 2, tier=Tier.NVME)]
     assert nearest_segments(runs, 0, 2, LoadEstimates(), "a") == [Segment(STORAGE_LINKS, 2)]
     assert nearest_segments(runs[1:], 2, 4, LoadEstimates(), "a") == [Segment(("a", Tier.NVME), 2)]
+
+
+def segments_by_block(runs: Sequence[Run], start: int, stop: int, known: LoadEstimates) -> list[Segment] | None:
+    """The simple version: every run is asked for every block."""
+    sources = []
+    for block in range(start, stop):
+        near = [one for one in runs if one.start <= block < one.end]
+        if not near:
+            return None
+
+        def order(one: Run) -> tuple[int, float]:
+            line = known.line((one.node_id, one.tier))
+            return one.distance, float("inf") if line is None else line.per_byte_s
+
+        best = min(near, key=order)
+        sources.append((best.node_id, best.tier))
+    cuts = [0, *(at for at in range(1, len(sources)) if sources[at] != sources[at - 1]), len(sources)]
+    return [Segment(sources[first], last - first) for first, last in pairwise(cuts) if last > first]
+
+
+RUNS = st.builds(run, st.integers(0, 20), st.integers(0, 8), st.sampled_from("abc"), st.sampled_from([Tier.DRAM, Tier.HBM]))
+
+
+@given(
+    st.lists(RUNS, max_size=12), st.integers(0, 20), st.integers(0, 20), st.dictionaries(st.sampled_from("abc"), st.floats(1, 9))
+)
+def test_segments_equal_those_of_the_simple_version(runs: list[Run], start: int, count: int, seconds: dict[str, float]) -> None:
+    known = LoadEstimates()
+    for node, taken in seconds.items():
+        known.record({(node, Tier.DRAM): 1000}, taken)
+    for more in (runs, [*runs, run(0, 40, "d", Tier.HBM)]):
+        found = nearest_segments(more, start, start + count, known, "a")
+        assert found == segments_by_block(more, start, start + count, known)
+
+
+def test_segments_ask_each_run_a_bounded_number_of_times() -> None:
+    asked = 0
+
+    class Counting(LoadEstimates):
+        def line(self, source: Hashable) -> LoadLine | None:
+            nonlocal asked
+            asked += 1
+            return super().line(source)
+
+    runs = [run(at, 1000, node) for at in range(1000) for node in "ab"]
+    assert nearest_segments(runs, 0, 1000, Counting(), "a") == [Segment(("a", Tier.DRAM), 1000)]
+    assert asked <= len(runs)

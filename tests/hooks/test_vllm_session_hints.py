@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from kvclient import BlockKey
 from kvclient.call.request_hint import HINT_FIELD, RequestHint
 from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.scheduler import session_hints
 from kvclient.engines.vllm.scheduler.session_hints import ACTION, MAX_WAITING, SessionHintQueue
 from kvstore.core.errors import InvalidArgument
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.router.prompts.request_body import COMPLETIONS, parse_body
 from kvstore.router.prompts.session_hints import request_hint
 
@@ -28,7 +31,7 @@ JSON = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.
 def ended(request: object) -> tuple[list[RequestHint], dict[str, float]]:
     counters = ConnectorCounters()
     queue = SessionHintQueue(counters)
-    queue.ended(request, KEYS)
+    queue.ended(request, lambda: KEYS)
     return [job.hint for job in queue.take()], counters.take()
 
 
@@ -39,6 +42,28 @@ def asks(hint: object) -> SimpleNamespace:
 def test_hint_in_transfer_params_is_queued() -> None:
     assert ended(asks(HINT.fields())) == ([HINT], {"hints": 1})
     assert ended(SimpleNamespace(request_id="r", kv_transfer_params=None)) == ([], {})
+
+
+@pytest.mark.parametrize("params", [None, {"other": 1}, {HINT_FIELD: {"session": ""}}])
+def test_hint_absent_or_invalid_computes_no_keys(params: object) -> None:
+    queue = SessionHintQueue(ConnectorCounters())
+    queue.ended(SimpleNamespace(request_id="r", kv_transfer_params=params), lambda: pytest.fail("keys were computed"))
+    assert not len(queue)
+
+
+def test_hint_of_nothing_stored_is_not_queued() -> None:
+    queue = SessionHintQueue(ConnectorCounters())
+    queue.ended(asks(HINT.fields()), list)
+    assert not len(queue)
+
+
+def test_hint_invalid_many_times_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_hints, "_limited", LimitedLog(logging.getLogger(session_hints.__name__)))
+    queue = SessionHintQueue(counters := ConnectorCounters())
+    for _ in range(100):
+        queue.ended(asks({"session": ""}), lambda: KEYS)
+    assert counters.totals()["hints_refused"] == 100
+    assert len(caplog.records) == 1
 
 
 def test_hint_in_vllm_hints_is_queued() -> None:
@@ -72,7 +97,7 @@ def test_hint_invalid_is_rejected(wrong: dict[str, Any]) -> None:
 def test_hint_queue_is_bounded() -> None:
     queue = SessionHintQueue(ConnectorCounters())
     for _ in range(MAX_WAITING + 5):
-        queue.ended(asks(HINT.fields()), KEYS)
+        queue.ended(asks(HINT.fields()), lambda: KEYS)
     assert len(queue) == MAX_WAITING
     queue.clear()
     assert not len(queue)

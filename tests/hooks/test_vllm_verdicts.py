@@ -149,6 +149,33 @@ def test_verdict_cut_loads_the_near_blocks_only(clock: Clock) -> None:
     assert made.counters.totals()["verdicts_cut"] == 1
 
 
+def read_ahead(made: SchedulerConnector, name: str) -> list[int]:
+    """How many blocks of a new request are read ahead that the engine asks about and passes over."""
+    one = request(PROMPT, name)
+    made.on_new_request(one)
+    made.get_num_new_matched_tokens(one, 0)
+    jobs = [job for _ in range(3) for job in made.build_step_plan({}, {}, lambda _: None).ahead]
+    return [lookup.hit_blocks for job in jobs for lookup in job.lookups.values()]
+
+
+def test_verdict_bounds_what_is_read_ahead(clock: Clock) -> None:
+    made = side(shelf := Shelf(4, 6))
+    steps(made, clock, 1e-3)
+    assert read_ahead(made, "unmeasured") == [10]
+    assert load(made, "a") == 10 * BLOCK
+    ended(made, "a", 10.0, DRAM=4 * BLOCK_BYTES, NVME=6 * BLOCK_BYTES)
+    assert read_ahead(made, "cut") == [4]
+    shelf.runs = [(0, 10, Tier.NVME)]
+    assert read_ahead(made, "refused") == []
+
+
+def test_prefix_below_min_load_tokens_is_not_read_ahead() -> None:
+    made = side(Shelf(4), min_load_tokens=5 * BLOCK)
+    assert read_ahead(made, "asked") == []
+    made.on_new_request(request(PROMPT, "not asked"))
+    assert [made.build_step_plan({}, {}, lambda _: None).ahead for _ in range(3)] == [[]] * 3
+
+
 def test_verdict_keeps_min_load_tokens(clock: Clock) -> None:
     made = side(Shelf(4, 8), min_load_tokens=5 * BLOCK)
     steps(made, clock, 1e-3)

@@ -59,6 +59,17 @@ def test_layered_load_returns_groups_in_order(node: LayeredNode, storage: MakeSt
     assert None not in node.table.find(node.namespace, keys(20)), "complete blocks stay in DRAM"
 
 
+def test_layered_load_that_reads_stops_reads_ahead(node: LayeredNode, storage: MakeStorage) -> None:
+    s = storage()
+    s.provider.put(SPEC.namespace, range(4))
+    runs = node.load(4, [s.source(0, 4)], 1)
+    first = next(runs)
+    assert not node.loader.reads.wait_none(node.clock.now_s())
+    node.table.unpin(first.pinned())
+    node.drive(runs)
+    assert node.loader.reads.wait_none(node.clock.now_s() + WAIT_S)
+
+
 def test_layered_load_missing_blocks_are_misses(node: LayeredNode, storage: MakeStorage) -> None:
     s = storage()
     s.provider.put(SPEC.namespace, [0, 1, 2, 4, 5])

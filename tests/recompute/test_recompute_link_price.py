@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.recompute.decisions import LoadDecisions, Segment
+from kvstore.recompute.decisions import PROBE_SHARE, LoadDecisions, Segment
 from kvstore.recompute.link_price import LinkPrice, PriceCorrection
 from kvstore.recompute.verdict import Choice
 
@@ -69,3 +69,57 @@ def test_decision_loads_if_and_only_if_the_price_is_lower(price_s: float, blocks
         assert verdict.choice is Choice.LOAD
     elif price_s > compute_s * 1.1 + 0.01:
         assert verdict.choice in {Choice.COMPUTE, Choice.PROBE}
+
+
+@pytest.mark.parametrize("hung_s", [2.5, 10.0, 30.0])
+@pytest.mark.parametrize("priced", [True, False])
+def test_decision_one_hung_load_is_forgotten_soon(hung_s: float, priced: bool) -> None:
+    decisions = LoadDecisions(16, 1_000_000, step_tokens=8192, deadline_s=30)
+    prices = {"far": LinkPrice(0.001, 0.08, 250)}
+    found = [Segment("far", 250)]
+
+    def loaded(blocks: int, seconds: float) -> None:
+        sizes = {"far": blocks * 1_000_000}
+        decisions.priced_load_ended("far", prices["far"].of(blocks), sizes, seconds)
+        decisions.load_ended(sizes, seconds)
+
+    for _ in range(12):
+        decisions.step_ended([(0, 4096)], 0.4)
+        loaded(250, 0.1)
+    for _ in range(3):  # each hang, not only the first
+        loaded(250, hung_s)
+        choices = []
+        while not choices or (choices[-1] is not Choice.LOAD and len(choices) < 200):
+            verdict = decisions.decide(found, 0, 4100, prices if priced else {})
+            assert verdict is not None
+            choices.append(verdict.choice)
+            if verdict.blocks:
+                loaded(verdict.blocks, 0.02 + verdict.blocks * 3.2e-4)
+        assert choices[-1] is Choice.LOAD
+        assert len(choices) <= (1.1 if priced else 2.5) / PROBE_SHARE
+        for _ in range(9):
+            loaded(250, 0.1)
+
+
+@given(st.floats(1.0, 100.0))
+def test_decision_probes_of_slow_source_double(slow_s: float) -> None:
+    """Loads from another source that pay do not make the probes of the slow one more frequent."""
+    decisions = LoadDecisions(16, 1_000_000, step_tokens=8192)
+    for _ in range(12):
+        decisions.step_ended([(0, 1024)], 0.1)
+        decisions.load_ended({"near": 64_000_000}, 0.001)
+        decisions.load_ended({"far": 64_000_000}, slow_s)
+    spent_s = verdicts_s = 0.0
+    probes = 0
+    for _ in range(2000):
+        assert decisions.decide([Segment("near", 64)], 0, 1030) is not None
+        verdict = decisions.decide([Segment("far", 64)], 0, 1030)
+        assert verdict is not None
+        verdicts_s += verdict.compute_s
+        if verdict.choice is Choice.PROBE:
+            probes += 1
+            spent_s += verdict.load_s
+            decisions.load_ended({"far": verdict.blocks * 1_000_000}, verdict.load_s)
+    more = 1 + math.log2(max(1.0, slow_s / 0.1))
+    assert probes
+    assert spent_s <= PROBE_SHARE * verdicts_s + more * slow_s

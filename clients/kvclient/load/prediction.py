@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Hashable, Sequence
-from itertools import pairwise
+from heapq import heappop, heappush
 from typing import Final
 
 from kvclient.results import PATH_HBM, PATH_LOCAL, LoadResult, Lookup, Run
@@ -55,17 +55,28 @@ def nearest_segments(runs: Sequence[Run], start: int, stop: int, known: LoadEsti
         line = known.line(source(run))
         return float("inf") if line is None else line.per_byte_s
 
-    cuts = sorted({start, stop, *(at for run in runs for at in (run.start, run.end) if start < at < stop)})
+    by_start = sorted(range(len(runs)), key=lambda number: runs[number].start)
+    begun: list[tuple[int, float, int]] = []
+    """A heap of runs that start at or before ``at``, the best first. Runs that have ended are removed from its top."""
     segments: list[Segment] = []
-    for first, last in pairwise(cuts):
-        near = [run for run in runs if run.start <= first and last <= run.end]
-        if not near:
+    at, following = start, 0
+    while at < stop:
+        while following < len(runs) and runs[by_start[following]].start <= at:
+            number = by_start[following]
+            heappush(begun, (runs[number].distance, per_byte_s(runs[number]), number))
+            following += 1
+        while begun and runs[begun[0][-1]].end <= at:
+            heappop(begun)
+        if not begun:
             return None
-        nearest = source(min(near, key=lambda run: (run.distance, per_byte_s(run))))
+        best = runs[begun[0][-1]]
+        end = min(stop, best.end, runs[by_start[following]].start if following < len(runs) else stop)
+        nearest = source(best)
         if segments and segments[-1].source == nearest:
-            segments[-1] = Segment(nearest, segments[-1].blocks + last - first)
+            segments[-1] = Segment(nearest, segments[-1].blocks + end - at)
         else:
-            segments.append(Segment(nearest, last - first))
+            segments.append(Segment(nearest, end - at))
+        at = end
     return segments
 
 

@@ -247,7 +247,8 @@ class LayeredLoader:
             table.unreserve(slots[len(mine) :])
             load = self._begin_fills(request, mine, slots[: len(mine)])
             try:
-                yield from self._fill(load)
+                with self._loader.reads:  # reads ahead wait
+                    yield from self._fill(load)
             finally:
                 self._end_fills(load)
         for index in others:

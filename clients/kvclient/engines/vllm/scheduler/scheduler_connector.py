@@ -24,7 +24,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from kvclient import BlockKey, Tier
@@ -282,6 +282,7 @@ class SchedulerConnector:
                 self._observer.found(request, state.keys.upto(request.all_token_ids, state.found.hit_blocks))
         tokens = state.found.hit_blocks * self._block_tokens - computed_tokens
         if tokens <= 0 or tokens < self._options.min_load_tokens or computed_tokens % self._block_tokens:
+            state.verdict = computed_tokens, 0
             return 0, False
         state.first_offered = computed_tokens // self._block_tokens
         tokens = self._tokens_to_load(state, computed_tokens, tokens)
@@ -392,7 +393,7 @@ class SchedulerConnector:
         if not self._check_planned:
             plan.weights_check, self._check_planned = self._weights_check, True
         plan.hints = self._hints.take()
-        plan.ahead, plan.ahead_ended = self._ahead.plan(self._answer_of)
+        plan.ahead, plan.ahead_ended = self._ahead.plan(self._loadable)
         for ahead in plan.ahead:
             ahead.paths = request_paths(self._requests[ahead.request_id].request, self._options.hook)
         if self._verdicts is not None:
@@ -428,14 +429,26 @@ class SchedulerConnector:
         if self._verdicts is not None:
             self._verdicts.output_arrived(answer)
 
-    def _answer_of(self, request_id: str) -> PrefixMatch | None:
-        """Return what the store has of a request; None: the lookup is not answered."""
+    def _loadable(self, request_id: str) -> PrefixMatch | None:
+        """Return what a request would load, by its verdict if there is one; None: the lookup is not answered."""
         state = self._requests.get(request_id)
         if state is None or state.load_failed:
             return NOTHING
-        if state.lookup is None:
-            return state.found
-        return state.lookup.result() if state.lookup.done() else None
+        if state.lookup is not None:
+            if not state.lookup.done():
+                return None
+            found = state.lookup.result()
+        else:
+            found = state.found
+        tokens = found.hit_blocks * self._block_tokens
+        if tokens < self._options.min_load_tokens:
+            return NOTHING
+        if state.verdict is None:
+            return found
+        computed_tokens, to_load = state.verdict
+        if not to_load:
+            return NOTHING
+        return replace(found, hit_blocks=min(found.hit_blocks, (computed_tokens + to_load) // self._block_tokens))
 
     def defers_stores(self, plan: StepPlan) -> bool:
         """Whether the stores of a step must wait for the outcome of its loads in all workers."""
@@ -577,7 +590,7 @@ class SchedulerConnector:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             blocks = state.stored_blocks * self._blocks.keys_per_block
-            self._hints.ended(request, state.keys.upto(request.all_token_ids, blocks))
+            self._hints.ended(request, lambda: state.keys.upto(request.all_token_ids, blocks))
 
     @property
     def has_hints(self) -> bool:

@@ -7,15 +7,16 @@ A request gives its hint in ``kv_transfer_params`` (field ``kvstore_hint``), or 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from kvclient import BlockKey, InvalidArgument
 from kvclient.call.request_hint import HINT_FIELD, RequestHint
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.plan import HintJob
+from kvstore.observe.limited_log import LimitedLog
 
-_log = logging.getLogger(__name__)
+_limited: Final = LimitedLog(logging.getLogger(__name__))
 ACTION: Final = "kvstore.session"
 MAX_WAITING: Final = 1_024
 """Hints that wait for the next step."""
@@ -51,18 +52,25 @@ class SessionHintQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ended(self, request: Any, keys: Sequence[BlockKey]) -> None:  # noqa: ANN401
-        """Note that a request ended. ``keys``: of its blocks in the store, from the head."""
+    def ended(self, request: Any, stored_keys: Callable[[], Sequence[BlockKey]]) -> None:  # noqa: ANN401
+        """Note that a request ended.
+
+        Args:
+            request: the request.
+            stored_keys: returns the keys of its blocks in the store, from the head. Called only for a hint that is queued.
+        """
         try:
             hint = request_hint(request)
         except InvalidArgument as error:
             self._counters.add("hints_refused")
-            _log.warning("hint ignored: request %s: %s", request.request_id, error)
+            _limited.warning("hint ignored: request %s: %s", request.request_id, error)
             return
-        if hint is None or not keys:
+        if hint is None:
             return
         if len(self._waiting) >= MAX_WAITING:
             self._counters.add("hints_refused")
+            return
+        if not (keys := stored_keys()):
             return
         self._counters.add("hints")
         self._waiting.append(HintJob(hint, list(keys)))

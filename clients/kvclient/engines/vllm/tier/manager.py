@@ -39,8 +39,9 @@ from kvclient.engines.vllm.tier.jobs import ChunkJobs, EndedJob, JobPart
 from kvclient.engines.vllm.tier.lookups import ChunkLookups
 from kvclient.engines.vllm.tier.options import TierOptions
 from kvclient.engines.vllm.tier.requests import TierRequest, TierRequests
+from kvstore.observe.limited_log import LimitedLog
 
-_log = logging.getLogger(__name__)
+_limited = LimitedLog(logging.getLogger(__name__))
 
 
 class KVStoreTier(SecondaryTierManager):
@@ -208,7 +209,7 @@ class KVStoreTier(SecondaryTierManager):
                     store.give_hint(hint, request.chain(group, len(request.request.block_hashes) // group.hashes))
         except InvalidArgument as error:
             self.counters.add("hints_refused")
-            _log.warning("hint ignored: request %s: %s", req_context.req_id, error)
+            _limited.warning("hint ignored: request %s: %s", req_context.req_id, error)
         else:
             self.counters.add("hints")
 
