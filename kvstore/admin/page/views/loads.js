@@ -59,7 +59,7 @@ function showDecisions() {
             ],
           })),
         )
-      : quiet("No load was planned yet. Loads are planned if an engine names a decode node, so that both hosts' storage links are used."),
+      : quiet("No load was planned yet. Loads are planned if only other hosts' storage holds some of their blocks, and this host has a node."),
     stale("decisions"),
   );
 }
