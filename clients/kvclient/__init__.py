@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvclient.aio import AsyncKVClient
+    from kvclient.call.request_hint import RequestHint
     from kvclient.client import KVClient
     from kvclient.load.layerwise import LoadHandle
     from kvclient.load.paths import Paths
     from kvclient.load.read_ahead import ReadAhead
     from kvclient.memory.buffers import as_block_buffer
+    from kvclient.nodes.hints import HintSender
     from kvclient.nodes.namespaces import list_namespaces
     from kvclient.options import ClientOptions
     from kvclient.results import HeadLookup, LoadResult, Lookup, NodeRef, Run, StoreResult
@@ -66,6 +68,7 @@ _HOMES = {
     "GroupLeader": "kvclient.scheduling.client",
     "GroupUpdates": "kvclient.scheduling.types",
     "HeadLookup": "kvclient.results",
+    "HintSender": "kvclient.nodes.hints",
     "InvalidArgument": "kvstore.core.errors",
     "KVClient": "kvclient.client",
     "KVStoreError": "kvstore.core.errors",
@@ -77,6 +80,7 @@ _HOMES = {
     "Outcome": "kvstore.core.types",
     "Paths": "kvclient.load.paths",
     "ReadAhead": "kvclient.load.read_ahead",
+    "RequestHint": "kvclient.call.request_hint",
     "RevokedRequest": "kvclient.scheduling.types",
     "Run": "kvclient.results",
     "ScatteredBlocks": "kvstore.core.buffers",
@@ -104,6 +108,8 @@ __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
     "Run",
     "NodeRef",
     "ReadAhead",
+    "HintSender",
+    "RequestHint",
     "LoadResult",
     "LoadHandle",
     "Paths",

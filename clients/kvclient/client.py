@@ -1,7 +1,6 @@
 """The blocking client. ``kvclient.aio`` is the same for asyncio.
 
-Threads: all methods may be called from any thread. Fork: gRPC does not survive it, so make the client after forking. A child that
-calls its parent's client gets ``InvalidArgument``.
+Threads: all methods may be called from any thread. Fork: make the client after forking; calls of a parent's client are rejected.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ class KVClient:
         self._runner = CallRunner(
             context.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict
         )
-        self.hints = HintSender(context)
-        """Hints about sessions of the application, for the node of this host and others with blocks of the session."""
+        self._hints = HintSender(context)
         self._layerwise_stores: weakref.WeakSet[LayerwiseStore] = weakref.WeakSet()
         self._pid = os.getpid()
         self._closed = False
@@ -149,11 +147,10 @@ class KVClient:
             raise InvalidArgument("connect requires a metadata server, a node, or both")
         addresses = None if metadata is None else MetadataAddresses.parse(metadata)
         liveness = watch_servers(tls, incidents.counters)
-        metadata_client = None
+        metadata_client = local = finder = None
         if addresses is not None:
             metadata_client = MetadataClient(addresses, spec, tls, clock, options, incidents, liveness)
         peers = PeerPool(spec, tls, options, incidents, liveness)
-        local = finder = None
         end_s = clock.now_s() + options.connect_deadline_s
         try:
             if metadata_client is not None:
@@ -617,6 +614,11 @@ class KVClient:
         return {**self._context.incidents.counters.snapshot(), "client_session_open": int(local is not None and local.is_open)}
 
     @property
+    def hints(self) -> HintSender:
+        """Hints about sessions of the application, see ``HintSender``: ``client.hints.keep("chat-7", keys, next_turn_s=20)``."""
+        return self._hints
+
+    @property
     def counters(self) -> Counters:
         """Counters and distributions of this client."""
         return self._context.incidents.counters
@@ -656,9 +658,7 @@ class KVClient:
     def context(self) -> ClientContext:
         """Parts that all calls of this client share, such as sessions and connections, for extensions and diagnosis.
 
-        They end with the client, and may change between versions.
-
-            session = client.context.local.session()
+        They end with the client, and may change between versions. Example: ``session = client.context.local.session()``
         """
         return self._context
 

@@ -11,6 +11,7 @@ BESIDE = {
     "kvclient.metrics": ("collector",),
     "kvclient.device": ("DeviceCopier", "PagedCache", "DeviceBlocks", "PinReport"),
     "kvclient.hbm": ("HbmPool",),
+    "kvclient.gds": ("LandingRing",),
 }
 """Public modules that ``import kvclient`` does not load."""
 

@@ -14,10 +14,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 OWN_ENGINE = REPOSITORY / "docs" / "how-to" / "own-engine.md"
 
 
-def snippet(page: Path) -> str:
-    """The Python program of a page."""
-    (program,) = re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    return str(program)
+def snippets(page: Path) -> list[str]:
+    """The Python programs of a page."""
+    return re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_own_engine_page_hands_over_whole_prompt(tmp_path: Path) -> None:
@@ -35,10 +34,13 @@ def test_own_engine_page_hands_over_whole_prompt(tmp_path: Path) -> None:
         assert client.store(keys[:1], whole[:1], wait_visible=True).held_blocks == 1
         buffer = np.zeros_like(whole[:1])
         names = {"client": client, "spec": spec, "tokens": tokens, "keys": keys, "buffer": buffer, "kv_of_this_layer": layer}
+        load_and_hand_over, hint = snippets(OWN_ENGINE)
         with decode.await_prompt([*keys, client.tail_key(tokens[32:], keys[-1])], deadline_s=30) as awaited:
-            exec(compile(snippet(OWN_ENGINE), OWN_ENGINE.name, "exec"), names)
+            exec(compile(load_and_hand_over, OWN_ENGINE.name, "exec"), names)
             assert (buffer == whole[:1]).all()
             assert awaited.wait()
             taken = np.zeros_like(whole)
             assert awaited.take(taken).hit_blocks == 3
         assert (taken == whole).all()
+        exec(compile(hint, OWN_ENGINE.name, "exec"), names)
+        assert client.stats()["client_hints_total"] == 2
