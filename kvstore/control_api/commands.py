@@ -137,7 +137,11 @@ class Commands:
         if not known and asked.failed:
             raise next(iter(asked.failed.values()))
         if not known:
-            raise NotFound("no node protects blocks of this session", session=wanted.session)
+            raise NotFound(
+                "no node protects blocks of this session; the engine gives a session's first hint, and node.hint_share = 0"
+                " switches hints off",
+                session=wanted.session,
+            )
         return serializers.session_hinted(namespace_id.hex(), wanted.session, known, asked.failed)
 
     async def set_quota(

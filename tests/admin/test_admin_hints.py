@@ -81,7 +81,9 @@ def test_rest_hint_of_known_session_reaches_its_node(store: Store) -> None:
         "b": [],
     }  # fmt: skip
     assert ended["nodes"] == [{"node_id": "a", "protected_blocks": 0, "dropped_blocks": BLOCKS}]
-    assert store.http.post(PATH, {"session": "chat", "end": True}, 404)["kind"] == "not_found"
+    unknown = store.http.post(PATH, {"session": "chat", "end": True}, 404)
+    assert unknown["kind"] == "not_found"
+    assert "node.hint_share = 0" in unknown["detail"]
 
 
 def test_rest_hint_reaches_no_other_namespace(store: Store) -> None:

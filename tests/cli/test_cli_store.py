@@ -80,7 +80,10 @@ class Store:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    specs = [NodeSpec("a", dram_bytes=32 << 20, nvme_bytes=32 << 20), NodeSpec("b", ("decode",), dram_bytes=32 << 20)]
+    specs = [
+        NodeSpec("a", dram_bytes=32 << 20, nvme_bytes=32 << 20),
+        NodeSpec("b", ("decode",), dram_bytes=32 << 20, settings=(("hint_share", 0), ("read_ahead", 0))),
+    ]
     with LocalCluster(specs, tmp_path_factory.mktemp("store")) as cluster:
         rest = cluster.start_admin().address
         with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("a").local_socket) as engine:
@@ -212,6 +215,7 @@ LISTINGS = {
     "plans": r"^\d+ +live +split +a +b +64 +64.0MiB .* left",
     "loads": rf"^\S+ +\S+ +a +\S+ +{BLOCKS}/{BLOCKS} +(fast: |\d+ % of the time )",
     "nodes show a": r"^I/O +a/dram: memfd; a/nvme0: ",
+    "nodes show b": r"^hints +off \(node.hint_share = 0\)\nread ahead +off ",
     "status": r"^node a: alive, at 127\.",
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from conftest import Engine, Store
-from kvclient import InvalidArgument
+from kvclient import InvalidArgument, RequestHint
 from kvclient.aio import AsyncKVClient
 from kvproto.v1 import node_pb2
 from kvstore.core.errors import KVStoreError
@@ -47,6 +47,8 @@ def test_hint_protects_a_session_between_turns(make_store: Callable[..., Store],
     assert asyncio.run(hint_async(engine, keys))
     if share:
         wait_until(lambda: counter(store, "node_hinted_dropped_blocks_total") == 16)
+    else:
+        wait_until(lambda: counter(store, "node_hints_off_total") == 2)
 
 
 async def hint_async(engine: Engine, keys: list[object]) -> bool:
@@ -58,11 +60,17 @@ def test_client_rejects_impossible_hints(make_store: Callable[..., Store]) -> No
     wrong: list[dict[str, object]] = [
         {"session": ""}, {"session": "x" * 65}, {"session": "a\nb"}, {"session": "\ud800"}, {"session": 7}, {"keep_for_s": -1.0},
         {"keep_for_s": 3601.0}, {"keep_for_s": float("nan")}, {"next_turn_s": -1.0}, {"next_turn_s": 1e9}, {"priority": -1},
-        {"priority": 10}, {"priority": True}, {"keys": bytes(15)},
+        {"priority": 10}, {"priority": True}, {"keys": bytes(15)}, {"keys": []},
     ]  # fmt: skip
     for one in wrong:
         with pytest.raises(InvalidArgument):
             hints.keep(**{"session": "s", "keys": bytes(16), **one})  # type: ignore[arg-type]
+
+
+def test_request_hint_without_keys_is_not_sent(make_store: Callable[..., Store]) -> None:
+    hints = make_store(NodeSpec("n1", dram_bytes=16 * MIB)).engine("n1").client.hints
+    assert not hints.give(RequestHint("s"), [])
+    assert hints.give(RequestHint("s", end=True), [])
 
 
 def test_node_rejects_hostile_hints(make_store: Callable[..., Store]) -> None:

@@ -20,7 +20,7 @@ from kvclient.call.request_hint import DEFAULT_KEEP_S, RequestHint
 from kvclient.nodes.local_session import is_session_lost
 from kvproto.v1 import node_pb2
 from kvstore.core.chain import ChainSlice
-from kvstore.core.errors import KVStoreError, Unavailable
+from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.tracing import inject
 from kvstore.rpc.client import call_cancellable
@@ -68,8 +68,10 @@ class HintSender:
             Whether the hint was sent to the node of this host. Its effect shows in the node's metrics.
 
         Raises:
-            InvalidArgument: a value of another type or out of its range.
+            InvalidArgument: a value of another type or out of its range, or no keys.
         """
+        if not keys:
+            raise InvalidArgument("keep requires the keys of the session's chain", session=session)
         hint = RequestHint(session, keep_for_s, next_turn_s, priority)
         request = node_pb2.HintRequest(
             session=session,
@@ -103,7 +105,7 @@ class HintSender:
 
         Args:
             hint: what happens next.
-            keys: the session's chain, from the head.
+            keys: the session's chain, from the head; a hint without keys that ends no session is not sent.
 
         Returns:
             Whether the hint was sent to the node of this host.
@@ -113,7 +115,9 @@ class HintSender:
         """
         if hint.end:
             return self.end(hint.session, keys)
-        return self.keep(hint.session, keys, keep_for_s=hint.keep_for_s, next_turn_s=hint.next_turn_s, priority=hint.priority)
+        return bool(keys) and self.keep(
+            hint.session, keys, keep_for_s=hint.keep_for_s, next_turn_s=hint.next_turn_s, priority=hint.priority
+        )
 
     def _send(self, request: node_pb2.HintRequest, keys: Sequence[BlockKey] | bytes) -> bool:
         context = self._context

@@ -157,6 +157,12 @@ class NodeProcess(ResponseModel):
         examples=[None],
     )
     io_engines: list[str] = Field(description="I/O engines in use", examples=[["host-1/nvme0: posix O_DIRECT"]])
+    hints_off: bool = Field(description="whether node.hint_share = 0: hints about sessions are ignored", examples=[False])
+    hinted_sessions: Count = Field(description="sessions whose blocks hints protect now", examples=[12])
+    hinted_bytes: Bytes = Field(description="bytes that hints protect now")
+    read_ahead_off: bool = Field(
+        description="whether node.read_ahead = 0: nothing is read ahead for requests that wait", examples=[False]
+    )
 
 
 class NodeDetail(Node):

@@ -100,7 +100,7 @@ class SessionHints:
             CapacityExceeded: too many sessions have hints.
         """
         if not self._share:
-            return HintResult()
+            return self._ignored()
         self._counters.add(node_metrics.HINTS["keep"])
         now_s, tenant = self._clock.now_s(), _tenant_of(namespace)
         with self._residency.lock:
@@ -132,7 +132,7 @@ class SessionHints:
             keys: its chain, from the head; empty: what it protected.
         """
         if not self._share:
-            return HintResult()
+            return self._ignored()
         self._counters.add(node_metrics.HINTS["end"])
         chain = list(keys) or self.protected_keys(namespace, name)
         self._release(namespace, name)
@@ -142,6 +142,10 @@ class SessionHints:
         totals.ends += 1
         totals.dropped_blocks += dropped
         return HintResult(dropped=dropped)
+
+    def _ignored(self) -> HintResult:
+        self._counters.add(node_metrics.HINTS["off"])
+        return HintResult()
 
     def _release(self, namespace: NodeNamespace, name: str, first: int = 0) -> None:
         """End the protection of a session from a part of its chain on."""

@@ -153,8 +153,8 @@ READ_AHEAD_REFUSED: Final = group.counter(
 )
 HINTS: Final = group.counter_family(
     "node_hints_total",
-    "hints about sessions; keep: protect until the next turn, end: the session has ended",
-    {"kind": ("keep", "end")},
+    "hints about sessions; keep: protect until the next turn, end: the session has ended, off: ignored by node.hint_share = 0",
+    {"kind": ("keep", "end", "off")},
     "node_hints_{kind}_total",
 )
 HINTED_BLOCKS: Final = group.counter_family(

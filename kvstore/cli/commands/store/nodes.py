@@ -179,5 +179,12 @@ def _facts(node: NodeDetail) -> list[tuple[str, str]]:
             "traffic cap",
             "none; requires node.compute_cap at the start of the node" if cap is None else output.rate(cap) if cap else "none",
         ),
+        (
+            "hints",
+            "off (node.hint_share = 0)"
+            if process.hints_off
+            else f"{process.hinted_sessions:,} sessions, {output.size(process.hinted_bytes)} protected",
+        ),
+        *([("read ahead", "off (node.read_ahead = 0)")] if process.read_ahead_off else []),
         ("I/O", "; ".join(process.io_engines)),
     ]
