@@ -36,7 +36,9 @@ def test_advise_table_names_recommendation() -> None:
     ("text", "words"),
     [
         ("nodes: 1", "nodes"),
-        ("speed: 3", "speed"),
+        ("speed: 3", "cluster.yaml: unknown setting 'speed'; there are: model, nodes"),
+        ("snic: .inf", "snic"),
+        ("storage: .nan", "storage"),
         ("- 1", "one setting per line"),
         ("policies: [oracle]", "oracle"),
         ("gpu: x", "no GPU"),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from kvstore.cli.app import root
 from kvstore.cli.commands.workloads.engine_probe import MOST_BYTES, measure_engine
@@ -94,7 +95,7 @@ def test_calibrate_engine_recovers_constants() -> None:
     found = fit(samples)
     assert len(samples) == 12
     assert (found.fixed_s, found.token_s, found.pair_s) == pytest.approx((TRUE.fixed_s, TRUE.token_s, TRUE.pair_s), rel=0.05)
-    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout)["samples"] == 4, "the real clock may give any fit"
     assert sorted(set(server.prompts)) == [200, 400, 800, 1600]
 
 
@@ -110,8 +111,7 @@ def test_calibrate_hostile_engine_fails_in_one_line(mode: str) -> None:
 def test_calibrate_lying_counts_are_ignored() -> None:
     with engine("lies") as (_, url):
         shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST, "-o", "json"])
-    assert shown.exit_code == 0, shown.output
-    assert json.loads(shown.stdout)["samples"] == 4
+    assert json.loads(shown.stdout)["samples"] == 4, "the real clock may give any fit"
 
 
 def test_calibrate_slow_engine_ends_at_limit() -> None:
@@ -155,6 +155,55 @@ def test_calibrate_samples_give_configuration(tmp_path: Path) -> None:
     ]
     run = CliRunner().invoke(root, [*small, "--calibration", str(tmp_path / "calibration.json")])
     assert run.exit_code == 0, run.output
+
+
+def calibrated(tmp_path: Path, text: str, *arguments: str) -> Result:
+    file = tmp_path / "steps.csv"
+    file.write_text(text)
+    return CliRunner().invoke(root, ["calibrate", "--samples", str(file), *arguments])
+
+
+def rows_of(seconds: Sequence[float]) -> str:
+    lines = zip((100, 900, 4000, 8000), seconds, strict=True)
+    return "tokens, context, seconds\n" + "".join(f"{tokens}, 0, {value}\n" for tokens, value in lines)
+
+
+def test_calibrate_short_prompt_scales_cached(tmp_path: Path) -> None:
+    good = rows_of([TRUE.seconds(tokens, 0) for tokens in (100, 900, 4000, 8000)])
+    shown = calibrated(tmp_path, good, "--prompt", "8192", "-o", "json")
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout)["cached"] == 8000
+
+
+@pytest.mark.parametrize(("seconds", "words"), [([1, 1, 1, 1], "does not grow"), ([0.1, 9, 0.1, 9], "the fit is off")])
+def test_calibrate_bad_fit_fails_with_result(tmp_path: Path, seconds: list[float], words: str) -> None:
+    shown = calibrated(tmp_path, rows_of(seconds))
+    assert shown.exit_code == 1
+    assert "alpha_tokens" in shown.stdout
+    assert words in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a,b\n1,2\n", "the header tokens,context,seconds"),
+        ("tokens,context,seconds\n1,0,1\n1,0,nan\n", "steps.csv, sample 2"),
+        (" " * (17 << 20), "use fewer samples"),
+    ],
+)
+def test_calibrate_bad_file_names_place(tmp_path: Path, text: str, words: str) -> None:
+    shown = calibrated(tmp_path, text)
+    assert shown.exit_code == 1
+    assert words in " ".join(shown.stderr.split())
+
+
+def test_calibrate_refused_connection_names_port() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{closed.getsockname()[1]}"
+        shown = CliRunner().invoke(root, ["calibrate", "--engine", f"http://{place}", *FAST])
+    assert shown.exit_code == 1
+    assert f"connection refused: no engine listens at {place}" in shown.stderr
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "[1]", "{", "tokens,context,seconds\n1,0,nan\n"])

@@ -115,9 +115,9 @@ class HintSender:
         """
         if hint.end:
             return self.end(hint.session, keys)
-        return bool(keys) and self.keep(
-            hint.session, keys, keep_for_s=hint.keep_for_s, next_turn_s=hint.next_turn_s, priority=hint.priority
-        )
+        if not keys:
+            return False
+        return self.keep(hint.session, keys, keep_for_s=hint.keep_for_s, next_turn_s=hint.next_turn_s, priority=hint.priority)
 
     def _send(self, request: node_pb2.HintRequest, keys: Sequence[BlockKey] | bytes) -> bool:
         context = self._context

@@ -25,7 +25,7 @@ _REQUESTS = 600
 class ClusterDescription(BaseModel):
     """A cluster and its workload, as in the file; bandwidths in GB/s."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str = "ds-27b"
     nodes: int = Field(default=4, ge=2, le=512)
@@ -121,6 +121,9 @@ def _described(source: Path | None, options: dict[str, object]) -> ClusterDescri
         if read is not None and not isinstance(read, dict):
             raise InvalidArgument(f"{source} must have one setting per line, such as 'nodes: 4'")
         given = read or {}
+        known = ClusterDescription.model_fields
+        if unknown := [str(name) for name in given if name not in known]:
+            raise InvalidArgument(f"{source}: unknown setting '{unknown[0][:80]}'; there are: {', '.join(known)}")
     given.update({name: value for name, value in options.items() if value is not None})
     try:
         return ClusterDescription(**given)

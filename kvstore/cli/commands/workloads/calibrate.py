@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from kvstore.roofline.calibration import StepSample, StepTimes
 
 _MOST_FILE_BYTES = 16 << 20
+_MOST_ERROR = 0.2
+"""Largest median error of a fit, as a share of the sample, that is no failure."""
+_LEAST_GROWTH = 1e-6
+"""A usual prompt takes longer than an empty one by more than this share, which is more than rounding."""
+_HEADER = "tokens,context,seconds"
 _LENGTHS = "256,512,1024,2048,4096,8192"
 
 
@@ -51,7 +56,7 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> list[int
     "--read", "read_rate", type=click.FloatRange(0, min_open=True), default=3.1, show_default=True, help="Storage link, GB/s."
 )
 @click.option("--prompt", type=click.IntRange(1), default=32_768, show_default=True, help="Tokens of a usual prompt.")
-@click.option("--cached", type=click.IntRange(0), default=32_000, show_default=True, help="Of these, tokens that hit.")
+@click.option("--cached", type=click.IntRange(0), help="Of these, tokens that hit (default: 125/128 of the prompt).")
 @result.prints
 def calibrate(
     samples: Path | None,
@@ -65,7 +70,7 @@ def calibrate(
     token_bytes: int,
     read_rate: float,
     prompt: int,
-    cached: int,
+    cached: int | None,
 ) -> CommandOutput:
     """Fit alpha_tokens and beta_tokens, and the step times of the simulator, to a real engine.
 
@@ -85,6 +90,7 @@ def calibrate(
     if engine is not None:
         found = _measure(engine, engine_model, lengths, rounds, most_tokens, limit, api_key)
     times = fit(found)
+    cached = prompt * 125 // 128 if cached is None else cached
     alpha, beta = limits_of(times, prompt, cached, read_rate * 1e9, token_bytes)
     data = {
         "metadata": {"alpha_tokens": alpha, "beta_tokens": beta},
@@ -95,7 +101,20 @@ def calibrate(
         "read_bytes_s": read_rate * 1e9,
         "token_bytes": token_bytes,
     }
-    return CommandOutput(data, lambda: click.echo(_toml(alpha, beta, times, len(found))))
+    warning = _warning(times, prompt)
+    return CommandOutput(data, lambda: click.echo(_toml(alpha, beta, times, len(found))), int(warning is not None), warning)
+
+
+def _warning(times: StepTimes, prompt: int) -> str | None:
+    """Say why a fit should not be used; None: it may be."""
+    if times.seconds(prompt, 0) <= times.fixed_s * (1 + _LEAST_GROWTH):
+        return "the fitted time does not grow with the tokens: measure longer prompts, on an engine that is otherwise idle"
+    if times.error > _MOST_ERROR:
+        return (
+            f"the fit is off by {times.error:.0%} (median), above {_MOST_ERROR:.0%}: measure again, on an engine that is"
+            " otherwise idle"
+        )
+    return None
 
 
 def _toml(alpha: int, beta: int, times: StepTimes, count: int) -> str:
@@ -133,9 +152,18 @@ def _read(file: Path) -> list[StepSample]:
         raise InvalidArgument(f"{file} has more than {_MOST_FILE_BYTES} bytes; use fewer samples")
     try:
         text = file.read_text(encoding="utf-8-sig")
-        rows = json.loads(text) if text.lstrip().startswith(("[", "{")) else list(csv.DictReader(text.splitlines()))
+        is_json = text.lstrip().startswith(("[", "{"))
+        rows = json.loads(text) if is_json else list(csv.DictReader(text.splitlines(), skipinitialspace=True))
     except (ValueError, RecursionError, csv.Error) as error:
         raise InvalidArgument(f"{file} is neither CSV nor JSON: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InvalidArgument(f"{file} must be a list of samples with tokens, context and seconds")
-    return [checked(row.get("tokens"), row.get("context") or 0, row.get("seconds")) for row in rows]
+    if not is_json and rows and not {"tokens", "seconds"} <= rows[0].keys():
+        raise InvalidArgument(f"{file}: the first line must be the header {_HEADER}")
+    samples = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            samples.append(checked(row.get("tokens"), row.get("context") or 0, row.get("seconds")))
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{file}, sample {number}: {error}; a sample is {_HEADER}") from error
+    return samples

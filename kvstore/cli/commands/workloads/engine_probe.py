@@ -129,6 +129,10 @@ def _post(url: str, body: object, key: str | None, limit_s: float) -> object:
             status = response.status
         if too_late.is_set():
             raise TimeoutError("the answer was cut off")  # as a timeout of the socket
+    except ConnectionRefusedError as error:
+        raise Unavailable(
+            f"connection refused: no engine listens at {host}:{connection.port}; start it, or correct --engine"
+        ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise Unavailable(
             f"the engine at {host} did not answer within {limit_s:.1f} s: {type(error).__name__}: {error}"
