@@ -131,14 +131,14 @@ class _Routes:
             self._document = document(self._app)
         return self._document
 
-    async def refused(self, _request: Request, error: Exception) -> Response:
+    async def refused(self, request: Request, error: Exception) -> Response:
         """Respond to an error of a handler or to an invalid request."""
         status = None
         match error:
             case PreconditionError():
                 reported, status = error.error, error.status
             case RequestValidationError():
-                reported = _of_validation(error)
+                reported = _of_validation(error, request.headers.get("content-type", ""))
             case Unauthenticated():  # the caller was authenticated: the store rejected this server's own token
                 reported = Unavailable(error.message)
             case KVStoreError():
@@ -173,9 +173,11 @@ def _gauges() -> Iterator[Sample]:
     yield Sample(common_metrics.BUILD_INFO, 1, {"version": kvstore.__version__})
 
 
-def _of_validation(error: RequestValidationError) -> InvalidArgument:
+def _of_validation(error: RequestValidationError, content_type: str) -> InvalidArgument:
     """The first validation error, without the rejected value, which may be long or secret."""
     first = error.errors()[0]
+    if first["loc"] == ("body",) and "json" not in content_type.lower():
+        return InvalidArgument("body: send it as JSON, with content-type: application/json", field="body")
     where = ".".join(str(part) for part in first["loc"])
     return InvalidArgument(f"{where}: {first['msg']}", field=where)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
 from kvstore.doctor.levels import Finding, Level, show_size, whole
-from kvstore.process.memory_sizing import NODE_BYTES_PER_BLOCK, index_memory, most_blocks
+from kvstore.process.memory_sizing import NODE_BASE_BYTES, NODE_BYTES_PER_BLOCK, index_memory, most_blocks
 
 LARGE_ARENA = 32 << 30
 """Above this size, huge pages and NUMA placement matter."""
@@ -72,7 +72,8 @@ def _index(memory: Section, wanted: Wanted) -> Iterator[Finding]:
     nvme = sum(volume.capacity_bytes for volume in wanted.volumes)
     blocks = most_blocks(wanted.dram_bytes, nvme, wanted.block_bytes)
     index = index_memory(wanted.dram_bytes, nvme, wanted.block_bytes)
-    reckoned = f"{blocks:,} blocks of {show_size(wanted.block_bytes)}, {NODE_BYTES_PER_BLOCK:,} bytes each"
+    by_block = f"{blocks:,} blocks of {show_size(wanted.block_bytes)}, {NODE_BYTES_PER_BLOCK:,} bytes each"
+    reckoned = f"{show_size(NODE_BASE_BYTES)}, and {by_block}"
     if wanted.dram_bytes <= total < wanted.dram_bytes + index:
         what = (
             f"arena and index of a full node take {show_size(wanted.dram_bytes + index)} of {show_size(total)}: the kernel may"

@@ -107,6 +107,13 @@ def test_rest_hint_invalid_body_is_rejected(store: Store, wrong: dict[str, Any])
     assert (answer.status, answer.json["kind"]) == (400, "invalid_argument"), answer.raw
 
 
+def test_rest_body_without_content_type_names_header(store: Store) -> None:
+    form = {"content_type": "application/x-www-form-urlencoded"}
+    answer = store.http.ask("POST", PATH, b'{"session": "chat"}', **form)
+    assert (answer.status, answer.json["kind"]) == (400, "invalid_argument")
+    assert "content-type: application/json" in answer.json["detail"]
+
+
 def test_rest_hint_silent_node_is_left_out(store: Store) -> None:
     store.keep("chat")
     store.cluster.stop("b")

@@ -392,10 +392,12 @@ def test_index_memory_beyond_the_host_is_a_warning() -> None:
     host = facts(SERVER, memory={"total_bytes": 64 * GIB, "available_bytes": 64 * GIB})
     finding = of(findings(host, wanted), "memory", "arena and index of a full node")
     assert finding.level is Level.WARNING
-    assert "6,352,896 blocks of 1 MiB, 1,000 bytes each" in finding.what
+    assert "1 GiB, and 6,352,896 blocks of 1 MiB, 1,000 bytes each" in finding.what
     assert finding.mend == "--set node.dram=57GiB"
     large_blocks = Wanted(dram_bytes=60 * GIB, volumes=wanted.volumes, gds="off", block_bytes=16 << 20)
-    assert of(findings(host, large_blocks), "memory", "a full node takes").level is Level.OK
+    enough = of(findings(host, large_blocks), "memory", "a full node takes")
+    assert enough.level is Level.OK
+    assert "(1 GiB, and " in enough.what
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from kvclient import KVClient
 from kvstore.cli.app import root
+from kvstore.cli.commands.workloads.stress import pace
 from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.replay.engine import ReplayTotals
@@ -92,6 +93,12 @@ def test_stress_mix_at_a_rate_counts_each_operation(store: LocalCluster) -> None
     assert sum(one["count"] for one in warm["operations"].values()) == warm["requests"] <= 100
     assert (warm["hit_ratio"], warm["wrong_bytes"]) == (1.0, 0)
     assert warm["stored_bytes"] == warm["operations"]["store"]["count"] * 4 * (64 << 10)
+
+
+def test_stress_rate_not_reached_is_said() -> None:
+    assert pace(60.0, None) == "60.0/s"
+    assert pace(198.0, 200.0) == "198.0/s of 200/s wanted"
+    assert "not reached" in pace(60.0, 200.0)
 
 
 @pytest.mark.parametrize("mix", ["1:2", "0:0:0", "a:1:1", "-1:1:1", "", f"1:1:{10**400}"])

@@ -160,9 +160,7 @@ class NodeProcess(ResponseModel):
     hints_off: bool = Field(description="whether node.hint_share = 0: hints about sessions are ignored", examples=[False])
     hinted_sessions: Count = Field(description="sessions whose blocks hints protect now", examples=[12])
     hinted_bytes: Bytes = Field(description="bytes that hints protect now")
-    read_ahead_off: bool = Field(
-        description="whether node.read_ahead = 0: nothing is read ahead for requests that wait", examples=[False]
-    )
+    read_ahead_off: bool = Field(description="whether node.read_ahead = 0: nothing is read ahead", examples=[False])
 
 
 class NodeDetail(Node):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _MOST_CLIENTS: Final = 256
 _MOST_SESSIONS: Final = 64
 _MODEL_CHARS: Final = 48
+_REACHED: Final = 0.95
+"""Share of the wanted rate that counts as reached."""
 
 
 @click.command(cls=Command)
@@ -220,7 +222,7 @@ def _print(result: StressResult) -> None:
     facts = [
         ("loads reach", f"{output.share(warm.bytes_per_s, result.limit_bytes_per_s)} of the limit ({_limit(result)})"),
         ("hits expected", f"{result.expected_hit_ratio:.1%}"),
-        ("operations", f"{warm.requests / warm.seconds:.1f}/s" + (f" of {plan.rate:g}/s wanted" if plan.rate else "")),
+        ("operations", pace(warm.requests / warm.seconds, plan.rate)),
         ("lookups", _times(warm.lookups.to_json())),
         ("by tier", _shares(warm.by_tier)),
         ("by path", _shares(warm.by_path)),
@@ -233,6 +235,14 @@ def _print(result: StressResult) -> None:
     if result.removed_blocks is not None:
         facts.append(("removed", f"{result.removed_blocks:,} block copies"))
     output.facts(facts)
+
+
+def pace(reached: float, wanted: float | None) -> str:
+    """Operations per second, and whether the wanted rate was reached."""
+    if wanted is None:
+        return f"{reached:.1f}/s"
+    missed = "; the rate was not reached: give more --sessions, or a lower --rate" if reached < _REACHED * wanted else ""
+    return f"{reached:.1f}/s of {wanted:g}/s wanted{missed}"
 
 
 def _rows(one: PassSummary) -> list[list[str]]:
