@@ -39,7 +39,7 @@ _DESCRIBED: Final = (
     "kvstore/process",
     *(
         f"clients/kvclient/{name}"
-        for name in ("*.py", "device", "events", "hbm", "load", "memory", "nodes", "scheduling", "store")
+        for name in ("*.py", "call", "device", "events", "gds", "hbm", "load", "memory", "nodes", "scheduling", "store")
     ),
 )
 """Packages with public names. Parsing all packages would double the time of a build."""
