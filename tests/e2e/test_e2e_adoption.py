@@ -80,7 +80,8 @@ def expect_all(reader: Engine, store: Store, node: str, chains: dict[str, int]) 
         wait_until(lambda chain=chain, blocks=blocks: on_volume(chain, blocks), f"{chain} is found")  # type: ignore[misc]
     store.empty_dram(node)
     for chain, blocks in chains.items():
-        assert reader.load(chain, blocks).bytes_by_tier == {Tier.NVME: blocks * reader.spec.block_bytes}
+        result = reader.load(chain, blocks)
+        assert result.bytes_by_tier == {Tier.NVME: blocks * reader.spec.block_bytes}, (chain, result.error, result.outcomes)
 
 
 @pytest.mark.parametrize("shards", [0, VALKEY])
@@ -120,8 +121,7 @@ def test_owner_paused_writes_nothing_after_it_wakes(make_store: MakeStore, tmp_p
     chains = {f"c{turn}": 20 for turn in range(10)}
     for chain, blocks in chains.items():
         assert writer.store(chain, blocks, durable=True).durable
-    for turn in range(20):  # write-back is under way when the process stops
-        writer.store(f"w{turn}", 20)
+    assert store.flush("owner")  # a write that was checked before the pause could still reach the volume after it
     signal_node(store, "owner", signal.SIGSTOP)
     wait_adopted(store, "a0")
     adopter = store.engine("a0")
@@ -129,6 +129,8 @@ def test_owner_paused_writes_nothing_after_it_wakes(make_store: MakeStore, tmp_p
     for chain, blocks in theirs.items():
         assert adopter.store(chain, blocks, durable=True).durable
     signal_node(store, "owner", signal.SIGCONT)
+    for turn in range(20):  # it tries to write them back
+        writer.store(f"w{turn}", 20)
     wait_until(lambda: counter(store, "owner", "fenced_volumes_total") == 1, "the owner notices")
     wait_until(lambda: VOLUME not in volumes(store, "owner")[:2], "the owner drops the volume")
     expect_all(adopter, store, "a0", chains | theirs)
