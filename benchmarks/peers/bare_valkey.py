@@ -1,6 +1,6 @@
 """The limit of a pass over an index in Valkey: the same commands in a bare loop, over one blocking socket per shard.
 
-Names of ranges are listed, and their records are read and dropped. There is no server in between, no digest and no repetition.
+Names of ranges are listed, and their records are read and dropped. No metadata server, digest or retry is involved.
 """
 
 from __future__ import annotations

@@ -206,8 +206,7 @@ def test_paths_decode_volume_feeds_prefill_buffer(make_store: MakeStore, layer_g
         result = load_by_layers(engine, found, paths("round_robin", layer_group, stall_s=8.0), deadline_s=8.0)
         assert result.hit_blocks == 120
         assert result.bytes_by_node == {"d": 120 * engine.spec.block_bytes}
-        tiers = {Tier.NVME, Tier.DRAM} if layer_group else {Tier.NVME}  # on a busy machine a later group finds blocks in DRAM
-        assert sum(result.bytes_by_tier[tier] for tier in tiers & result.bytes_by_tier.keys()) == 120 * engine.spec.block_bytes
+        assert result.bytes_by_tier == {Tier.NVME: 120 * engine.spec.block_bytes}
         by_path.update(result.bytes_by_path)
         settled(store, "p", "d", "r")  # blocks that are still leased would come from the DRAM of "d"
     assert by_path["decode"] > 0

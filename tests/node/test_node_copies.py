@@ -1,4 +1,4 @@
-"""Second copies as a node makes them: what it offers, at what rate, and what it does after refusals and losses."""
+"""Second copies that a node makes: offers, rate, refusals and losses."""
 
 from __future__ import annotations
 

@@ -61,22 +61,27 @@ class _Fill:
         block: the block, pinned in its slot.
         first: the first requested layer.
         sources: peers that hold the block, best first.
+
+    Attributes:
+        tier: the slowest tier that a layer came from. A peer that has just read a block from NVMe serves later layers from DRAM.
     """
 
-    __slots__ = ("_sources", "_written", "block", "checksums", "first", "ready")
+    __slots__ = ("_sources", "_written", "block", "checksums", "first", "ready", "tier")
 
     def __init__(self, block: Block, first: int, sources: Sequence[SourceRange]) -> None:
         layers = block.namespace.shape.layers
         self.block = block
         self.first = first
+        self.tier = Tier.DRAM
         self.ready = first
         """Layers ``[first, ready)`` are in the slot."""
         self.checksums: npt.NDArray[np.uint64] = np.zeros(layers, np.uint64)
         self._written = np.zeros(layers, bool)
         self._sources = deque(sources)
 
-    def written(self, layers: slice, checksums: npt.NDArray[np.uint64]) -> None:
-        """Note that some layers are in the slot."""
+    def written(self, layers: slice, checksums: npt.NDArray[np.uint64], tier: Tier) -> None:
+        """Note that some layers are in the slot, from a tier of the peer."""
+        self.tier = max(self.tier, tier)
         self.checksums[layers] = checksums
         self._written[layers] = True
         missing = np.flatnonzero(~self._written[self.ready :])
@@ -387,7 +392,7 @@ class LayeredLoader:
         with self._lock:
             for number, fill in enumerate(fills):
                 if answer.checksums is not None and answer.outcomes[number] is Outcome.HIT:
-                    fill.written(layers, answer.checksums[number])
+                    fill.written(layers, answer.checksums[number], run.tier)
         self._counters.add(node_metrics.STAGED_BYTES, answer.bytes_received)
         return run
 
@@ -412,7 +417,8 @@ class LayeredLoader:
             is_hit = [outcome is Outcome.HIT for outcome in outcomes]
             blocks = [block if hit else None for block, hit in zip(read.blocks[start:stop], is_hit, strict=True)]
             checksums = None if read.checksums is None else read.checksums[start:stop][is_hit]
-            run = LoadedRun(indices[start], outcomes, blocks, read.tier, read.node, step.first_layer, step.layer_count, checksums)
+            tier = max(load.fills[index].tier for index in indices[start:stop]) if any(is_hit) else read.tier
+            run = LoadedRun(indices[start], outcomes, blocks, tier, read.node, step.first_layer, step.layer_count, checksums)
             self._table.pin_again(run.pinned())
             yield run
 

@@ -280,7 +280,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
 
 
 def _tenant_hints(hints: SessionHints) -> list[pb.TenantHints]:
-    """Return what hints of each tenant protect, and what they did."""
+    """Return the blocks that hints of each tenant protect, and counts of their effects."""
     sessions, protected = hints.sessions(), hints.protected_bytes()
     return [
         pb.TenantHints(

@@ -14,7 +14,7 @@ from kvstore.observe.metric_definitions import device as device_metrics
 _log = logging.getLogger(__name__)
 
 TURN_S = 10.0
-"""Longer than all ranks of a host take for a chunk each. A process that stops during its turn delays the others so long."""
+"""Longer than all ranks of a host take for one chunk each. A process that stops during its turn delays the others by this."""
 _FORGIVE_S = 60.0
 """After a missed turn, turns are not waited for during this time."""
 _NAP_S = 0.002
@@ -69,5 +69,5 @@ class HostTurns:
     def _miss(self) -> bool:
         self._missed_s = time.monotonic()
         self._counters.add(device_metrics.DEVICE_PIN_TURNS_MISSED)
-        _log.info("missed a turn: pinning goes on beside other processes (counter=device_pin_turns_missed)")
+        _log.info("missed a turn: pinning continues beside other processes (counter=device_pin_turns_missed)")
         return False

@@ -50,13 +50,13 @@ def measure_engine(
         most_tokens: limit of all prompts together.
         limit_s: limit of the measurement, seconds.
         key: API key.
-        measured: called with the number of prompts so far.
+        measured: called after each prompt with the number of prompts sent.
         seed: of the prompts; None: random.
         clock: seconds.
 
     Raises:
-        InvalidArgument: the URL is none.
-        Unavailable: the engine does not answer, or with an error.
+        InvalidArgument: the URL is not valid.
+        Unavailable: the engine does not answer, or answers with an error.
     """
     end = clock() + limit_s
     draw = random.Random(seed)  # noqa: S311  # prompts, not secrets
@@ -106,9 +106,9 @@ def _post(url: str, body: object, key: str | None, limit_s: float) -> object:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise InvalidArgument(f"'{url}' is no URL: {error}") from error
+        raise InvalidArgument(f"'{url}' is not a URL: {error}") from error
     if parts.scheme not in ("http", "https") or not host:
-        raise InvalidArgument(f"'{url}' is no URL of an engine; it looks like http://HOST:8000")
+        raise InvalidArgument(f"'{url}' is not the URL of an engine; give it as http://HOST:8000")
     path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
     connection: http.client.HTTPConnection
     if parts.scheme == "https":

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 
 def pairs(cached: int, tokens: int) -> float:
-    """Return the pairs of a new token and itself or an earlier one: the work of attention."""
+    """Return the number of pairs of a new token with itself or an earlier one. The work of attention grows with it."""
     return float(tokens) * cached + tokens * (tokens + 1) / 2
 
 
 def most_tokens(cached: int, left: float) -> int:
-    """Return the most tokens after ``cached`` ones whose pairs are at most ``left``."""
+    """Return the largest number of tokens after ``cached`` ones whose pairs are at most ``left``."""
     if left <= 0:
         return 0
     half = cached + 0.5
@@ -23,11 +23,11 @@ def most_tokens(cached: int, left: float) -> int:
 
 
 def prompt_tokens(known: Iterable[tuple[int, int]], waiting: Sequence[int], most_pairs: float, least: int) -> int:
-    """Return the prompt tokens of a step: requests in order, the last one cut where the quota ends.
+    """Return how many prompt tokens a step computes: requests in order, the last one cut at the end of the quota.
 
     Args:
         known: (cached, remaining) tokens of prompts whose cached tokens are known.
-        waiting: prompt tokens of requests behind them. Their hits are not known yet, so that each token counts as if it were the
+        waiting: prompt tokens of the requests after those. Their hits are not known yet, so each token counts as if it were the
             last one of the longest prompt.
         most_pairs: the quota.
         least: tokens of a step even if they exceed the quota, so that prompts make progress.
