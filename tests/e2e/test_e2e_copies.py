@@ -194,6 +194,7 @@ def test_copies_full_partner_keeps_its_blocks_until_hotter_come(make_store: Make
     store.empty_dram("a")
     hold_twice(store, at_a)
     wait_until(lambda: copied(store, "b", "not_taken_blocks") >= BLOCKS, "the full node refuses")
+    wait_until(lambda: copied(store, "a", "refused_blocks") >= BLOCKS, "its answer arrives")
     assert (copied(store, "a", "refused_blocks"), copied(store, "a", "made_blocks")) == (BLOCKS, 0)
     assert evicted_blocks(store, "b") == 0, "nothing was evicted for a block that nobody used lately"
     keys = store_durably(at_a, "hot")

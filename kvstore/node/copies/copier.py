@@ -119,7 +119,7 @@ class Copier:
         self._token = 0
         self._read_token: int | None = None
         self._reach = 0
-        """Smallest reach of the partners in the checks since the last pass; a larger one makes a new pass worthwhile. 0: no check."""
+        """Smallest reach of the partners in the checks since the last pass; a larger one starts a new pass (0: none)."""
         self._held_until_s = 0.0
         self._lost: frozenset[NodeId] = frozenset()
         """Nodes whose loss the pass repairs."""
