@@ -38,7 +38,7 @@ from kvstore.recompute.fit import fit
 from kvstore.recompute.load_estimate import SourceEstimate
 from kvstore.recompute.prefill_estimate import pairs
 from kvstore.recompute.verdict import Choice
-from rig import OPTIONS, Chains, NodeControl, cluster, found, loaded, space_for, spec, stored
+from rig import OPTIONS, Chains, Deadline, NodeControl, cluster, found, loaded, space_for, spec, stored
 
 BLOCK_TOKENS = 64
 BLOCK_BYTES = BLOCK_TOKENS * 128 * 1024
@@ -189,6 +189,7 @@ def prediction(options: Options, folder: Path, tier: Tier) -> None:
 
         def timed() -> tuple[float | None, LoadResult]:
             count = max(1, int(blocks ** draw.random()))
+            deadline = Deadline()
             while True:
                 if tier is Tier.NVME:
                     control.evict(Tier.DRAM)
@@ -198,6 +199,7 @@ def prediction(options: Options, folder: Path, tier: Tier) -> None:
                 loaded(result, None)
                 if {tier} == set(result.bytes_by_tier) == {run.tier for run in lookup.runs} - ({Tier.NVME} - {tier}):
                     return expected, result
+                deadline.wait(f"{count} blocks were not loaded from {tier.name} alone")
 
         where = harness.storage(folder, direct="O_DIRECT" in control.io_engines(), cache="cold in this system")
         for _ in range(5):

@@ -26,7 +26,7 @@ from harness import Figure, Options, Reference, Target
 from kvclient import KVClient, Lookup, ReadAhead
 from kvstore.core.types import BlockKey, Tier
 from kvstore.embedded.cluster import NodeSpec
-from rig import OPTIONS, Chains, NodeControl, cluster, found, loaded, space_for, spec, stored
+from rig import OPTIONS, Chains, Deadline, NodeControl, cluster, found, loaded, space_for, spec, stored
 
 LAYERS = 32
 BLOCK_BYTES = 1 << 20
@@ -98,11 +98,12 @@ def arrivals(count: int, mean_s: float, seed: int) -> list[float]:
 
 def on_nvme(client: KVClient, keys: list[BlockKey]) -> Lookup:
     """Look keys up until the index shows that they have left DRAM."""
+    deadline = Deadline()
     while True:
         lookup = found(client, keys)
         if all(run.tier is not Tier.DRAM for run in lookup.runs):
             return lookup
-        time.sleep(0.01)
+        deadline.wait("blocks did not leave DRAM")
 
 
 def measure(options: Options, folder: Path, total: int, prefixes: int, requests: int) -> None:
@@ -130,32 +131,26 @@ def measure(options: Options, folder: Path, total: int, prefixes: int, requests:
         def next_lookup() -> Lookup:
             return lookups[next(turn) % prefixes]
 
-        def timed_load(lookup: Lookup) -> float:
-            return harness.seconds(lambda: loaded(client.load(lookup, buffer), None)) * 1e3
+        def timed_load(lookup: Lookup, tier: Tier) -> float:
+            return harness.seconds(lambda: loaded(client.load(lookup, buffer), tier)) * 1e3
 
-        def after_wait() -> float:
+        def cold() -> float:
+            return timed_load(next_lookup(), Tier.NVME)
+
+        def after_wait(loads: int = 1) -> float:
+            """Read a prefix ahead to its end, load it, and return the time of the last load."""
             lookup = next_lookup()
             before = control.counter("node_read_ahead_bytes_total")
             ahead = client.read_ahead(lookup)
             assert ahead is not None
-            while control.counter("node_read_ahead_bytes_total") < before + total:
-                time.sleep(0.005)
-            took = timed_load(lookup)
+            deadline = Deadline()
+            while (read := control.counter("node_read_ahead_bytes_total") - before) < total:
+                deadline.wait(f"only {read} of {total} bytes were read ahead")
+            took = [timed_load(lookup, Tier.DRAM) for _ in range(loads)]
             ahead.end()
-            return took
+            return took[-1]
 
-        def from_dram() -> float:
-            lookup = next_lookup()
-            ahead = client.read_ahead(lookup)
-            assert ahead is not None
-            timed_load(lookup)
-            took = timed_load(lookup)
-            ahead.end()
-            return took
-
-        single = harness.interleave(
-            {"cold": lambda: timed_load(next_lookup()), "after": after_wait, "dram": from_dram}, options.repetitions
-        )
+        single = harness.interleave({"cold": cold, "after": after_wait, "dram": lambda: after_wait(loads=2)}, options.repetitions)
         compute_s = statistics.median(single["cold"]) / 1e3
         begun = {name: control.counter(f"node_read_ahead_{name}_total") for name in ("bytes", "unused_bytes")}
         latencies: dict[tuple[float, bool], list[float]] = {(load, ahead): [] for load in LOADS for ahead in (False, True)}
@@ -212,7 +207,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))
     try:
         total = options.pick(full=64 << 20, quick=64 << 20, smoke=4 << 20)
-        measure(options, folder, total, options.pick(full=16, quick=16, smoke=4), options.pick(full=60, quick=30, smoke=4))
+        measure(options, folder, total, options.pick(full=16, quick=16, smoke=4), options.pick(full=30, quick=30, smoke=4))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -126,7 +126,7 @@ class Bench:
         config = uniform(
             model_named(model),
             H100,
-            self.load(agents, append, max(1, round(self.every / append))),  # fewer turns fill the context, so keep more of them
+            self.load(agents, append, self.append_every(append)),
             prefill_nodes=prefill,
             decode_nodes=decode,
             variant=VARIANTS[variant],
@@ -148,15 +148,30 @@ class Bench:
         """Start a table."""
         self.lines += ["", f"## {title}", "", "| what | paper | simulated | difference |", "|---|---|---|---|"]
 
-    def row(self, name: str, title: str, simulated: float, paper: float | None = None, unit: str = "x", about: str = "") -> None:
-        """Add a row and its record."""
+    def append_every(self, append: float) -> int:
+        """Of how many turns one is simulated: longer appends fill the context in fewer turns, so more of them are kept."""
+        return max(1, round(self.every / append))
+
+    def row(
+        self,
+        name: str,
+        title: str,
+        simulated: float,
+        paper: float | None = None,
+        unit: str = "x",
+        about: str = "",
+        every: int | None = None,
+    ) -> None:
+        """Add a row and its record. One turn in ``every`` was simulated; None: as for most rows."""
         known = paper is not None
         difference = f"{simulated / paper - 1:+.0%}" if paper is not None else ""
         shown = f"{about}{paper:g}{unit}" if known else "-"
         self.lines.append(f"| {title} | {shown} | {simulated:.3g}{unit} | {difference} |")
         print(self.lines[-1], flush=True)
         peer = Reference("paper", [paper]) if paper is not None else None
-        figure = Figure(f"simulate_{name}", f"Simulated: {title}", {"every": self.every}, unit, lower_is_better=unit == "s")
+        figure = Figure(
+            f"simulate_{name}", f"Simulated: {title}", {"every": every or self.every}, unit, lower_is_better=unit == "s"
+        )
         self.options.keep(figure, [simulated], peer=peer, notes="a simulation: the same on every machine")
 
 
@@ -226,7 +241,7 @@ def append(bench: Bench) -> None:
     bench.heading("Appended tokens times so many: 660B, Basic / DualPath")
     for factor, paper in ((1.0, 1.83), (1.5, 1.94), (2.0, 2.00), (3.0, 1.91)):
         gain = bench.gain(LARGE, "basic", DUAL, bench.agents, append=factor)
-        bench.row(f"append_{factor:g}", f"x{factor:g}", gain, paper, about="~")
+        bench.row(f"append_{factor:g}", f"x{factor:g}", gain, paper, about="~", every=bench.append_every(factor))
 
 
 def online(bench: Bench) -> None:
@@ -245,10 +260,12 @@ def online(bench: Bench) -> None:
         published = {"basic": 0.20, DUAL: 0.45}
         for variant, one in found.items():
             known = published.get(variant) if model == LARGE else None
-            bench.row(f"online_{name}_{variant.strip('+')}_aps", f"{name} {variant}", one.agents_s, known, " agents/s", "~")
+            row = f"online_{name}_{variant.strip('+')}_aps"
+            bench.row(row, f"{name} {variant}", one.agents_s, known, " agents/s", "~", every)
         if found["basic"].agents_s:
-            bench.row(f"online_{name}", f"{name}: DualPath / Basic", found[DUAL].agents_s / found["basic"].agents_s, paper)
-            bench.row(f"online_{name}_split", f"{name}: split / Basic", found["+split"].agents_s / found["basic"].agents_s)
+            for row, title, variant, known in (("", "DualPath", DUAL, paper), ("_split", "split", "+split", None)):
+                gain = found[variant].agents_s / found["basic"].agents_s
+                bench.row(f"online_{name}{row}", f"{name}: {title} / Basic", gain, known, every=every)
 
 
 def scale(bench: Bench) -> None:
@@ -268,7 +285,7 @@ def scale(bench: Bench) -> None:
             snic=PUBLISHED_SNIC,
         )
         seconds.append(simulate(config).seconds)
-    bench.row("scale", f"660B, {units} units / one", seconds[1] / seconds[0], 3201 / 3167)
+    bench.row("scale", f"660B, {units} units / one", seconds[1] / seconds[0], 3201 / 3167, every=bench.scale_every)
 
 
 def main() -> None:

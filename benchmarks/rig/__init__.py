@@ -78,6 +78,19 @@ class Chains:
             sys.exit(f"WRONG BYTES in {len(wrong)} of {len(loaded)} blocks, the first at {wrong[0]}")
 
 
+class Deadline:
+    """Bound of a loop that polls: ``CALL_S`` from now."""
+
+    def __init__(self) -> None:
+        self._end_s = time.monotonic() + CALL_S
+
+    def wait(self, failure: str) -> None:
+        """Sleep until the next poll. After the deadline, end the benchmark with a message."""
+        if time.monotonic() > self._end_s:
+            sys.exit(f"{failure} within {CALL_S:g} s")
+        time.sleep(0.005)
+
+
 class NodeControl:
     """Administrative calls of a node that a benchmark needs in addition to the client."""
 
@@ -92,11 +105,9 @@ class NodeControl:
 
     def empty(self, tier: Tier, blocks: int) -> None:
         """Evict ``blocks`` blocks from a tier. Retries, because blocks being copied to another tier are pinned for a moment."""
-        deadline_s = time.monotonic() + CALL_S
+        deadline = Deadline()
         while (blocks := blocks - self.evict(tier)) > 0:
-            if time.monotonic() > deadline_s:
-                sys.exit(f"{blocks} blocks were not evicted from {tier.name} within {CALL_S:g} s")
-            time.sleep(0.005)
+            deadline.wait(f"{blocks} blocks were not evicted from {tier.name}")
 
     def counter(self, name: str) -> int:
         """Return a counter of the node."""
@@ -128,14 +139,10 @@ def loaded(result: kvclient.LoadResult, tier: Tier | None) -> None:
 
 def found(client: kvclient.KVClient, keys: list[BlockKey]) -> kvclient.Lookup:
     """Look keys up until the index finds all of them, because nodes publish asynchronously."""
-    deadline_s = time.monotonic() + CALL_S
-    while True:
-        lookup = client.lookup(keys)
-        if lookup.hit_blocks == len(keys):
-            return lookup
-        if time.monotonic() > deadline_s:
-            sys.exit(f"the index knows {lookup.hit_blocks} of {len(keys)} blocks: {lookup.error}")
-        time.sleep(0.005)
+    deadline = Deadline()
+    while (lookup := client.lookup(keys)).hit_blocks < len(keys):
+        deadline.wait(f"the index named only {lookup.hit_blocks} of {len(keys)} blocks ({lookup.error})")
+    return lookup
 
 
 def start_metadata_server(ready: Path, **settings: object) -> subprocess.Popen[bytes]:
