@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from kvclient import CacheSpec, KVClient
 from kvclient.call.request_hint import RequestHint
 from kvclient.engines.vllm.tier.chunks import GROUP_BYTES, Chunk, ChunkStore, runs_of
-from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.rpc.client import call, connect
+from support.node_stats import node_counter
 from support.wait import wait_until
 
 BYTES = 4096
@@ -76,9 +75,7 @@ def test_chunks_of_a_chain_are_loaded_from_any_position(opened: list[ChunkStore]
 
 def test_hint_of_a_request_protects_its_chunks(opened: list[ChunkStore], cluster: LocalCluster) -> None:
     def counter(result: str) -> int:
-        with connect(cluster.node("n").address) as channel:
-            stats = call(node_pb2_grpc.NodeStub(channel).GetNodeStats, node_pb2.GetNodeStatsRequest(), DEADLINE_S)
-        return int(stats.counters.get(f"node_hinted_{result}_blocks_total", 0))
+        return node_counter(cluster, "n", f"node_hinted_{result}_blocks_total")
 
     store, chain = opened[0], hashes(7, 12)
     store.store(chunks(chain, range(12), seed=5), chain, end_s())

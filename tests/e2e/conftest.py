@@ -17,6 +17,7 @@ from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.accounting_check import check_accounts
 from kvstore.workload.payload import Payloads
+from support.node_stats import node_stats
 from support.wait import wait_until
 
 WAIT_S = 30.0
@@ -89,8 +90,7 @@ class Store:
         return made
 
     def node_stats(self, node: str) -> node_pb2.GetNodeStatsResponse:
-        with grpc.insecure_channel(self.cluster.node(node).address) as channel:
-            return node_pb2_grpc.NodeStub(channel).GetNodeStats(node_pb2.GetNodeStatsRequest(), timeout=5)
+        return node_stats(self.cluster, node)
 
     def evict(self, node: str, tier: int = 2) -> int:
         with grpc.insecure_channel(self.cluster.node(node).address) as channel:

@@ -16,6 +16,7 @@ from vllm_bed import BLOCK, SingleEngine, VllmDriver, VllmEngine, text, tiny
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.testing.connector.driver import StoreAddress
+from support.node_stats import node_counter, node_stats
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -43,26 +44,19 @@ def opened(folder: Path, cluster: LocalCluster) -> Iterator[Open]:
     single.close()
 
 
-def node(cluster: LocalCluster) -> tuple[grpc.Channel, node_pb2_grpc.NodeStub]:
-    channel = grpc.insecure_channel(cluster.node("n").address)
-    return channel, node_pb2_grpc.NodeStub(channel)
-
-
-def counters(cluster: LocalCluster) -> dict[str, int]:
-    channel, stub = node(cluster)
-    with channel:
-        return dict(stub.GetNodeStats(node_pb2.GetNodeStatsRequest(), timeout=5).counters)
+def counter(cluster: LocalCluster, name: str) -> int:
+    return node_counter(cluster, "n", f"node_read_ahead_{name}_total")
 
 
 def empty_dram(cluster: LocalCluster) -> None:
     """Write all back, and evict until nothing is in DRAM."""
-    channel, stub = node(cluster)
-    with channel:
+    with grpc.insecure_channel(cluster.node("n").address) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)
         assert stub.Flush(node_pb2.FlushRequest(timeout_ms=10_000), timeout=12).complete
 
         def is_empty() -> bool:
             stub.Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=2), timeout=10)  # type: ignore[arg-type]
-            return stub.GetNodeStats(node_pb2.GetNodeStatsRequest(), timeout=5).tiers[0].blocks == 0
+            return node_stats(cluster, "n").tiers[0].blocks == 0
 
         wait_until(is_empty)
 
@@ -82,9 +76,8 @@ def test_waiting_request_is_loaded_from_dram(opened: Open, cluster: LocalCluster
     found = engine.counters()
     assert found["reads_ahead"] == found["loads"] == 1
     assert found["load_tokens"] == len(WAITING) // BLOCK * BLOCK
-    read, unused = (counters(cluster)[f"node_read_ahead_{name}total"] for name in ("bytes_", "unused_bytes_"))
-    assert found["load_bytes"] == found["load_dram_bytes"] == read
-    assert unused == 0
+    assert found["load_bytes"] == found["load_dram_bytes"] == counter(cluster, "bytes")
+    assert counter(cluster, "unused_bytes") == 0
 
 
 def test_waiting_request_that_is_aborted_holds_nothing(opened: Open, cluster: LocalCluster) -> None:
@@ -99,13 +92,13 @@ def test_waiting_request_that_is_aborted_holds_nothing(opened: Open, cluster: Lo
     for name, prompt in (("long", text(4, 96)), ("waiting", WAITING)):
         params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
         core.add_request(name, {"prompt_token_ids": prompt}, params)
-    while not (read := counters(cluster).get("node_read_ahead_bytes_total", 0)):
+    while not (read := counter(cluster, "bytes")):
         core.step()
         assert core.has_unfinished_requests(), "nothing was read ahead while the request waited"
     core.abort_request(["waiting"])
     while core.has_unfinished_requests():
         core.step()
-    wait_until(lambda: counters(cluster).get("node_read_ahead_unused_bytes_total", 0) >= read)
+    wait_until(lambda: counter(cluster, "unused_bytes") >= read)
 
 
 def test_read_ahead_switched_off(opened: Open, cluster: LocalCluster) -> None:
@@ -113,4 +106,4 @@ def test_read_ahead_switched_off(opened: Open, cluster: LocalCluster) -> None:
     (computed,) = engine.tokens([WAITING], ANSWER)
     assert answer(engine, cluster, 5) == computed
     assert "reads_ahead" not in engine.counters()
-    assert not counters(cluster).get("node_read_ahead_bytes_total", 0)
+    assert counter(cluster, "bytes") == 0

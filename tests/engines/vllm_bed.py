@@ -110,7 +110,7 @@ class VllmDriver:
                 "metadata": store.metadata,
                 "node": store.node,
                 "load_mode": self.load_mode,
-                "load_choice": "always",
+                "load_choice": "always",  # the same hits in every run; auto: test_vllm_load_choice
             }
             extra |= options
             given["kv_transfer_config"] = KVTransferConfig(
