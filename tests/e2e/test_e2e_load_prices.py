@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -77,8 +76,13 @@ def test_price_of_busy_link_makes_engine_compute(beyond: tuple[KVClient, Callabl
 
 def quote(found: Callable[[], PrefixMatch]) -> QuotedPrice:
     """The price with a lookup; on a busy machine the planner may be asked several times."""
-    end_s = time.monotonic() + TIMEOUT_S
-    while (quoted := found().price) is None:
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
+    quoted: QuotedPrice | None = None
+
+    def is_quoted() -> bool:
+        nonlocal quoted
+        quoted = found().price
+        return quoted is not None
+
+    wait_until(is_quoted)
+    assert quoted is not None
     return quoted
