@@ -36,7 +36,7 @@ def test_kernel_hash_of_parts_matches_xxhash(kernel: Kernel, size: int, readonly
         assert kernel.hash(view.toreadonly() if readonly else view, size).tolist() == expected
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=pytest.mark.thorough)])
 def test_kernel_random_batches_match_xxhash(kernel: Kernel, count: int) -> None:
     random = np.random.default_rng(count)
     for _ in range(count):
