@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import hints
 import report
 import run_all
 from kvstore.netlab.lab import available
+from kvstore.workload.generator import PROFILES, AgentWorkload
+
+
+def write_trace(file: Path) -> None:
+    """Write a generated trace in place of a recorded one, which is not part of the repository."""
+    workload = AgentWorkload(PROFILES["agentic-32k"], sessions=8, max_turns=4)
+    rows: list[object] = [{"meta": {"name": "generated", "block_size": workload.block_tokens}}]
+    for request in workload:
+        blocks = [[block, 1] for block in request.block_ids.tolist()]
+        turn = {"s": request.session, "i": request.turn, "ts": request.timestamp_ms}
+        rows.append({**turn, "in": request.input_tokens, "out": request.output_tokens, "h": blocks})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 @pytest.mark.parametrize("script", run_all.SCRIPTS)
@@ -27,6 +41,9 @@ def test_benchmark_tiny_run_keeps_records(script: str, tmp_path: Path) -> None:
         "--scratch",
         str(tmp_path),
     ]
+    if script == "hints":
+        write_trace(tmp_path / hints.TRACE)
+        command += ["--traces", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     records = report.read_records(results)
