@@ -12,11 +12,12 @@ both processors of the machine busy, so some loads stall. All versions of the es
 
 Prediction: chains of different length are loaded from DRAM and from NVMe, and each load is predicted before it is made. The peer
 is the plain prediction: bytes at the mean rate of all earlier loads. The limit is the best line through the round's loads, drawn
-afterwards: its error is the noise of the machine.
+afterwards: its error is the noise of the machine. ``--computed`` leaves this part out: the others need no quiet machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import shutil
@@ -323,12 +324,18 @@ def recorded(options: Options) -> None:
             )
 
 
+def _add_computed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--computed", action="store_true", help="only regret and recorded loads, which need no quiet machine")
+
+
 def main() -> None:
     """Measure regret and predictions."""
-    options = harness.options("load_choice", __doc__)
+    options = harness.options("load_choice", __doc__, arguments=_add_computed)
     regret(options)
     regret_of_stalls(options)
     recorded(options)
+    if options.extra.computed:
+        return
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))
     try:
         for tier in (Tier.DRAM, Tier.NVME):
