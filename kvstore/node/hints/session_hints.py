@@ -83,13 +83,10 @@ class SessionHints:
         self._ledger = HintLedger()
         self._totals: dict[str, TenantTotals] = {}
         self._pool = ThreadPoolExecutor(MAX_READS, thread_name_prefix="kvstore-next-turn")
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="kvstore-hints")
-        """Applies hints, one after the other. The server limits how many wait."""
         self._reads: set[Future[int]] = set()
 
     def close(self) -> None:
-        """Apply no more hints, and read nothing more ahead."""
-        self.worker.shutdown(wait=False, cancel_futures=True)
+        """Read nothing more ahead."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- hints

@@ -167,7 +167,9 @@ HINTS_DISPLACED: Final = group.counter(
     "node_hints_displaced_total", "sessions that lost their protection to another session of their tenant, or to a smaller limit"
 )
 HINTS_EXPIRED: Final = group.counter("node_hints_expired_total", "sessions whose protection ended by its time to live")
-HINTS_REJECTED: Final = group.counter("node_hints_rejected_total", "hints rejected: invalid, or of too many sessions")
+HINTS_REJECTED: Final = group.counter(
+    "node_hints_rejected_total", "hints rejected: invalid, of too many sessions, or too many calls at once"
+)
 HINTED_READS_AHEAD: Final = group.counter("node_hinted_reads_ahead_total", "reads into DRAM shortly before an expected turn")
 HINTED_READS_FAILED: Final = group.counter("node_hinted_reads_failed_total", "failed reads of these")
 WAITS_CANCELLED: Final = group.counter(
