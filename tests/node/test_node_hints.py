@@ -10,7 +10,6 @@ import pytest
 from kvstore.core.types import BlockKey, StoreOutcome, Tier
 from kvstore.node.ahead.read_ahead import AheadReader
 from kvstore.node.base.buffer_budget import BufferBudget
-from kvstore.node.durability.writeback import WriteBack
 from kvstore.node.hints.ledger import SessionHint
 from kvstore.node.hints.session_hints import SessionHints
 from kvstore.node.state.namespaces import NamespaceRegistry, TenantLedger
@@ -226,20 +225,10 @@ def test_expected_turn_brings_blocks_to_dram(tmp_path: Path) -> None:
     node.close()
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_ended_session_is_not_written_back(quota_node: QuotaNode, ended: bool) -> None:
+def test_ended_session_is_written_back_all_the_same(quota_node: QuotaNode) -> None:
     hints = hints_of(quota_node)
     assert quota_node.store(0, 0, 16) == [StoreOutcome.STORED] * 16
-    if ended:
-        assert hints.end(quota_node.namespaces[0], "chat", quota_node.keys(0, 16)).dropped == 16
-    writes = WriteBack(quota_node.table, quota_node.target, quota_node.counters)
-    writes.start()
-    wait_until(lambda: quota_node.table.counts()[1] == 0)
-    assert sum(quota_node.table.are_durable(quota_node.keys(0, 16))) == (0 if ended else 16)
-    assert counted(quota_node, "write_back_unwanted_blocks_total") == (16 if ended else 0)
-    if ended:  # a caller that asks for durable blocks gets them
-        blocks = [block for block in quota_node.table.find(quota_node.namespaces[0], quota_node.keys(0, 16)) if block is not None]
-        quota_node.table.requeue_writeback(blocks)
-        wait_until(lambda: all(quota_node.table.are_durable(quota_node.keys(0, 16))))
-    writes.stop(5.0)
+    assert hints.end(quota_node.namespaces[0], "chat", quota_node.keys(0, 16)).dropped == 16
+    quota_node.write_back()
+    assert all(quota_node.table.are_durable(quota_node.keys(0, 16)))
     hints.close()

@@ -88,7 +88,7 @@ class HintSender:
         return self._send(request, keys)
 
     def end(self, session: str, keys: Sequence[BlockKey] | bytes = b"") -> bool:
-        """Say that a session has ended: its blocks are evicted first, and need not be written back.
+        """Say that a session has ended: its blocks are evicted first.
 
             client.hints.end("chat-7", keys)
 

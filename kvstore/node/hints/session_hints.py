@@ -1,9 +1,8 @@
 """Applies hints about sessions to the blocks of this node.
 
 A protected block stays in the last tier of the node: on its volumes, or in DRAM if it has no volume. It may be evicted from DRAM
-if the node has volumes, and is read back shortly before the session's next turn. An ended session's blocks are evicted first,
-and those that still wait for write-back are not written. Rules of operators outrank hints: kept namespaces, times to live, quotas
-and evictions on request.
+if the node has volumes, and is read back shortly before the session's next turn. An ended session's blocks are evicted first.
+Rules of operators outrank hints: kept namespaces, times to live, quotas and evictions on request.
 """
 
 from __future__ import annotations
@@ -107,8 +106,6 @@ class SessionHints:
             with self._change():
                 kept, released = self._ledger.keep(tenant, namespace, hint._replace(keys=keys), size, limits, now_s, last)
                 self._restore(released)
-                for block in self._held(namespace, keys[:kept]):
-                    block.unwanted = False
             count += kept
             if kept < len(keys):
                 break
@@ -173,9 +170,6 @@ class SessionHints:
         from_volumes = on_volumes.take(chain, children, namespace.hinted)
         residency.arena_evictor.demote(namespace, from_dram)
         residency.volume_evictor.demote(namespace, from_volumes)
-        for key in from_dram:
-            block = residency.blocks[key]
-            block.unwanted = block.nvme_volume is None and not block.durable_remotely
         return len({*from_dram, *from_volumes})
 
     # ---- rounds

@@ -282,9 +282,6 @@ WRITE_BACK_DROPPED_BLOCKS: Final = group.counter(
 WRITE_BACK_ERRORS: Final = group.counter(
     "write_back_errors_total", "failed rounds of write-back: a full or failing disk, or an unreachable storage node"
 )
-WRITE_BACK_UNWANTED_BLOCKS: Final = group.counter(
-    "write_back_unwanted_blocks_total", "blocks not written back because a hint ended their session before"
-)
 WRITE_BACK_UNFIT_BLOCKS: Final = group.counter(
     "write_back_unfit_blocks_total", "blocks kept in DRAM only because they are larger than every volume of the node"
 )
