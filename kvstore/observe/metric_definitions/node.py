@@ -198,6 +198,10 @@ LOAD_BEYOND_QUOTA_BLOCKS: Final = group.counter(
 EVICTED_UNUSED_BLOCKS: Final = group.counter(
     "evicted_unused_blocks_total", "blocks evicted by the time to live of their namespace"
 )
+EVICTED_HINTED_BLOCKS: Final = group.counter(
+    "evicted_hinted_blocks_total",
+    "blocks evicted although a hint protected them: every span had such blocks, and another block size had no slot",
+)
 EVICTED_PINNED_BLOCKS: Final = group.counter(
     "evicted_pinned_blocks_total",
     "blocks of kept namespaces evicted: more than half of a tier was kept, or no other block was evictable; see how-to/operate",
@@ -290,7 +294,7 @@ NVME_WATCH_BUGS: Final = group.counter(
     "nvme_watch_bugs_total", "health checks of volumes that failed with an unexpected exception: a bug"
 )
 LEASE_EXPIRY_BUGS: Final = group.counter(
-    "lease_expiry_bugs_total", "rounds of the expiry of leases that failed with an unexpected exception: a bug"
+    "lease_expiry_bugs_total", "rounds of the expiry of leases and hints that failed with an unexpected exception: a bug"
 )
 RECOVERY_DOUBLES_KEPT: Final = group.counter(
     "recovery_doubles_kept_total", "blocks found on two volumes at start and kept on both"
