@@ -140,7 +140,10 @@ class Replay:
         self._restore(self._ledger.expire(turn.at_s)[1])
         hint = self._hint(turn, tenant, keys)
         if hint is not None:
-            self._restore(self._ledger.keep(tenant, namespace, hint, 1, self._limits, turn.at_s)[1])
+            more = True
+            while more:
+                _, released, more = self._ledger.keep(tenant, namespace, hint, 1, self._limits, turn.at_s)
+                self._restore(released)
         else:
             self._restore(self._ledger.end(namespace, turn.session)[1])
             children = {key: self._policy.children(key) for key in keys if key in self._held}

@@ -104,7 +104,15 @@ class AsyncKVClient:
         return await self._run(self.blocking.load_call(what, buffer, deadline_s, verify, parent, depth, paths))
 
     def read_ahead(self, lookup: Lookup, *, deadline_s: float | None = None, paths: Paths | None = None) -> ReadAhead | None:
-        """See ``KVClient.read_ahead``, which does not wait.
+        """See ``KVClient.read_ahead``; does not wait.
+
+        Args:
+            lookup: its first ``hit_blocks`` blocks are read ahead.
+            deadline_s: how long nodes hold them at most, in seconds from now; None: the option ``default_deadline_s``.
+            paths: as for ``load``.
+
+        Raises:
+            InvalidArgument: ``deadline_s`` or ``paths`` has another type, or the seconds are out of range.
 
         Example: ``ahead = client.read_ahead(lookup)``
         """

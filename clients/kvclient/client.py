@@ -22,7 +22,7 @@ from kvclient.handoff.sender import PromptSender, abandon_prompt, check_transfer
 from kvclient.load.accounting import HitAccounting
 from kvclient.load.layerwise import LayerBarrier, LoadHandle
 from kvclient.load.load import HeadLookupCall, Load, LookupCall
-from kvclient.load.paths import Paths
+from kvclient.load.paths import Paths, checked_paths
 from kvclient.load.read_ahead import ReadAhead, read_ahead
 from kvclient.memory.buffers import as_block_buffer
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
@@ -35,7 +35,7 @@ from kvclient.nodes.peers import PeerPool
 from kvclient.nodes.remote_sessions import RemoteSessionCache
 from kvclient.nodes.run_ends import RunEndMemory
 from kvclient.nodes.store_node import StoreNodeFinder
-from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
+from kvclient.options import ClientOptions, Verify, checked_verify
 from kvclient.results import HeadLookup, LoadResult, Lookup, StoreResult
 from kvclient.store.demotions import Demotions
 from kvclient.store.handle import StoreHandle
@@ -136,10 +136,8 @@ class KVClient:
             KVStoreError: the metadata server or the named node does not answer, unless ``options.require_store`` is False.
         """
         options = options or ClientOptions()
-        check_types(metadata, spec, node, tls, options, hbm, gds)
+        check_types(metadata, spec, node, tls, options, hbm, gds, device)
         if device is not None:
-            if not isinstance(device, ArenaPinner):
-                raise InvalidArgument("an argument of another type", argument="device", got=type(device).__name__)
             device.check(spec)
         clock = MonotonicClock()
         incidents = LimitedLog(logging.getLogger("kvclient"), options.log_interval_s, clock.now_s)
@@ -299,7 +297,7 @@ class KVClient:
             paths: hosts whose storage links may be used for blocks in storage; None: as the client's options say.
 
         Raises:
-            InvalidArgument: a buffer or keys that do not fit.
+            InvalidArgument: a buffer or keys that do not fit, or an argument of another type.
         """
         return self._runner.run(self.load_call(what, buffer, deadline_s, verify, parent, depth, paths))
 
@@ -332,7 +330,7 @@ class KVClient:
             paths: see ``load``.
 
         Raises:
-            InvalidArgument: a buffer or keys that do not fit.
+            InvalidArgument: see ``load``.
         """
         barrier = LayerBarrier(what.hit_blocks if isinstance(what, Lookup) else 0)
         call = self.load_call(what, buffer, deadline_s, verify, parent, depth, paths, barrier=barrier, layerwise=layerwise)
@@ -341,9 +339,21 @@ class KVClient:
         return LoadHandle(call.scope, barrier, future, self._context.shape.layers, wait_on_stream)
 
     def read_ahead(self, lookup: Lookup, *, deadline_s: float | None = None, paths: Paths | None = None) -> ReadAhead | None:
-        """Bring found blocks into DRAM while their request waits: ``ahead = client.read_ahead(lookup)``; see ``ReadAhead``."""
+        """Bring found blocks into DRAM while their request waits: ``ahead = client.read_ahead(lookup)``; see ``ReadAhead``.
+
+        Args:
+            lookup: its first ``hit_blocks`` blocks are read ahead.
+            deadline_s: how long nodes hold them at most, in seconds from now; None: the option ``default_deadline_s``.
+            paths: see ``load``.
+
+        Returns:
+            The read ahead, which the caller ends. None: all blocks are in the DRAM of this host, or there is no local node.
+
+        Raises:
+            InvalidArgument: ``deadline_s`` or ``paths`` has another type, or the seconds are out of range.
+        """
         chain = self._slice(lookup.keys[: lookup.hit_blocks], lookup.parent, lookup.depth)
-        return read_ahead(self._context, chain, lookup.runs, deadline_s, paths or self._context.options.paths)
+        return read_ahead(self._context, chain, lookup.runs, deadline_s, checked_paths(paths, self._context.options.paths))
 
     def load_call(
         self,
@@ -368,14 +378,12 @@ class KVClient:
             chain = self._slice(what.keys, heads=True)
         else:
             chain = self._slice(what, parent, depth)
-        verify = self._context.options.verify if verify is None else verify
-        if verify not in VERIFY_CHOICES:
-            raise InvalidArgument("unknown choice", verify=verify, choices=VERIFY_CHOICES)
+        verify = checked_verify(verify, self._context.options.verify)
         blocks = as_block_buffer(buffer, self._context.shape, len(chain), spec=self._context.spec)
         if barrier is not None:
             barrier.promised_blocks = len(chain)
         scope = self._scope(deadline_s, self._context.options.default_deadline_s)
-        paths = paths or self._context.options.paths
+        paths = checked_paths(paths, self._context.options.paths)
         return Load(self._context, chain, lookup, blocks, scope, verify, barrier=barrier, layerwise=layerwise, paths=paths)
 
     # ---- stores ----
@@ -465,15 +473,7 @@ class KVClient:
         blocks = as_block_buffer(buffer, self._context.shape, len(chain), writable=False, spec=self._context.spec)
         scope = self._scope(deadline_s, self._context.options.default_deadline_s)
         in_pool = not heads  # the engine's own pool is for prompts
-        return Store(
-            self._context,
-            chain,
-            blocks,
-            scope,
-            durable=durable,
-            wait_visible=wait_visible,
-            keep_in_pool=in_pool,
-        )
+        return Store(self._context, chain, blocks, scope, durable=durable, wait_visible=wait_visible, keep_in_pool=in_pool)
 
     def begin_store(
         self, keys: Keys, *, parent: BlockKey | None = None, depth: int = 0, deadline_s: float | None = None

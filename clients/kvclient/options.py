@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvclient.call.arguments import check_seconds
-from kvclient.load.paths import Paths
+from kvclient.load.paths import Paths, checked_paths
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.address import check_metrics_address
 from kvstore.rpc.auth.tokens import TokenSource
@@ -26,6 +26,19 @@ after the copy out of the arena. ``never``: not even over a wire (benchmarks).
 MAX_HINT_NODES = 16
 
 VERIFY_CHOICES: tuple[Verify, ...] = ("auto", "always", "never")
+
+
+def checked_verify(verify: Verify | None, default: Verify) -> Verify:
+    """Return a caller's choice, or ``default`` if it made none.
+
+    Raises:
+        InvalidArgument: it is not one of the choices.
+    """
+    if verify is None:
+        return default
+    if verify not in VERIFY_CHOICES:
+        raise InvalidArgument("unknown choice", option="verify", value=verify, choices=VERIFY_CHOICES)
+    return verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +156,7 @@ class ClientOptions:
         for name in ("space_wait_s", "lease_margin_s", "log_interval_s", "slow_load_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name), zero=True))
         check_metrics_address(self.metrics_listen, allow_remote=False)
+        checked_paths(self.paths)
         self.shown_token()
         self.traffic_class()
         if self.nixl is not None and not self.nixl_trusted_network:

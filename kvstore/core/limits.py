@@ -37,11 +37,13 @@ MAX_AGENT_BYTES = 256 << 10
 MAX_TRANSFER_ID_BYTES = 64
 """The name of one handoff of a prompt."""
 MAX_KEEP_MS = 3_600_000
-"""How long a hint may protect a session's blocks, and how far ahead its next turn may be."""
+"""Longest time for which a hint may protect a session's blocks, and longest time until its next turn."""
 MAX_HINT_PRIORITY = 9
 MAX_HINTED_SESSIONS = 4_096
 """Sessions of applications that hints protect on one node."""
 MAX_HINTED_SESSIONS_OF_TENANT = 1_024
+MAX_HINTED_KEYS_OF_TENANT = 1 << 20
+"""Keys that a tenant's sessions protect; a key that several sessions share counts for each."""
 MAX_DATA_CONNECTIONS = 256
 MAX_HELD_CONNECTIONS = 64
 """Of one client to one node: handoffs under way. Each has a connection while its prompt is computed."""

@@ -66,6 +66,7 @@ from kvstore.node.rpc.parts import NodeParts
 from kvstore.node.rpc.service import NodeServicer
 from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import TrustedNodes
+from kvstore.node.rpc.wait_threads import WaitThreads
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace, TenantLedger
@@ -114,6 +115,8 @@ STOP_CALLS_S = 1.0
 STOP_POLL_S = 0.01
 LEAVE_S = 2.0
 """Timeout of the unregistration."""
+MAX_HINT_CALLS = 256
+"""Maximum number of concurrent calls with hints."""
 MOVE_SHARE = 8
 """Other nodes pull at most this fraction (1/n) of the arena at once."""
 RPC_TIMEOUT_S = 5.0
@@ -218,6 +221,7 @@ class NodeDaemon:
         self._buffers = {"prefill_buffer": prefill_buffer, "decode_buffer": decode_buffer, "read_ahead": read_ahead}
         self._ahead = AheadReader(self.table, self._loader, read_ahead, counters, clock)
         self._hints = SessionHints(self.table, self._ahead, config.hint_share, counters, clock)
+        self._hint_calls = WaitThreads(MAX_HINT_CALLS, "hints", counters, threads=1)
         self._layered = LayeredLoader(
             NodeId(config.node_id),
             self.table,
@@ -433,6 +437,7 @@ class NodeDaemon:
             prompts=self._prompts,
             ahead=self._ahead,
             hints=self._hints,
+            hint_calls=self._hint_calls,
             buffers=self._buffers,
             gate=self._gate,
             puller=self._puller,
@@ -609,7 +614,16 @@ class NodeDaemon:
         self._arena_server.stop()
         for server in self._data_servers:
             server.stop()
-        for part in (self._servicer, self._admin, self._hints, self._layered, self._loader, self._mounts, self._peers):
+        for part in (
+            self._servicer,
+            self._admin,
+            self._hint_calls,
+            self._hints,
+            self._layered,
+            self._loader,
+            self._mounts,
+            self._peers,
+        ):
             part.close()
         self._liveness.close()
         self._nixl.close()
@@ -650,9 +664,9 @@ class NodeDaemon:
                 self.sessions.expire()
                 self._hints.sweep()
                 self._history.record_if_due()
-            except Exception:  # thread edge: without this thread, no lease would expire
+            except Exception:  # thread edge: without this thread, no lease and no hint would expire
                 self.counters.add(node_metrics.LEASE_EXPIRY_BUGS)
-                log.exception("lease expiry failed: unexpected error, trying again")
+                log.exception("expiry of leases and hints failed: unexpected error, trying again")
 
 
 def _source(configured: int, link: int) -> common_pb2.BandwidthSource:

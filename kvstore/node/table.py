@@ -426,7 +426,6 @@ class BlockTable:
             for block in blocks:
                 if self._blocks.get(block.key) is not block or block.dram is None:
                     continue
-                block.unwanted = False
                 if block.nvme_volume is None and not block.durable_remotely and not block.writing:
                     self.residency.enqueue_writeback(block)
                     sent += 1

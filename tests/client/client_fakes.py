@@ -22,7 +22,7 @@ import numpy as np
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import KVStoreError, LeaseLost
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, BlockShape, BootId, NamespaceId, Outcome, SessionId, StoreOutcome, Tier, unpack_keys
 from kvstore.rpc.errors import abort_arguments
@@ -32,6 +32,7 @@ from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 
 LoadScript = Callable[[node_pb2.LoadRequest, grpc.ServicerContext], Iterator[node_pb2.LoadProgress]]
+PlanScript = Callable[[metadata_pb2.PlanLoadRequest], metadata_pb2.LoadPlan]
 ResidentScript = Callable[[node_pb2.LoadRequest, grpc.ServicerContext], node_pb2.LoadProgress]
 
 
@@ -111,6 +112,12 @@ class FakeGrant(WriteGrant):
         pass
 
 
+def _abort(error: KVStoreError, context: grpc.ServicerContext) -> None:
+    code, message, metadata = abort_arguments(error)
+    context.set_trailing_metadata(metadata)
+    context.abort(code, message)
+
+
 class FakeNode(node_pb2_grpc.NodeServicer):
     """One node. Scripts replace its answers; ``fail`` makes a method raise an error."""
 
@@ -131,6 +138,9 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.resident_script: ResidentScript | None = None
         self.prepare_script: Callable[[node_pb2.PrepareRequest], node_pb2.PrepareResponse | None] = lambda _: None
         self.complete_script: Callable[[node_pb2.CompleteRequest], node_pb2.CompleteResponse | None] = lambda _: None
+        self.hint_script: Callable[[node_pb2.HintRequest], None] = lambda _: None
+        self.forgets_sessions = False
+        """Whether a hint finds its session ended, however new that is."""
         self.provider = FakeProvider(self.blocks, spec.namespace)
         self.start()
 
@@ -202,9 +212,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             self.calls.append((name, request))
             self.called.notify_all()
         if (error := self.fail.get(name)) is not None:
-            code, message, metadata = abort_arguments(error)
-            context.set_trailing_metadata(metadata)
-            context.abort(code, message)
+            _abort(error, context)
 
     def names(self) -> list[str]:
         return [name for name, _ in self.calls]
@@ -291,6 +299,17 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             return node_pb2.LoadProgress()
         return self.progress(keys, checksums=request.want_checksums)
 
+    def ReadAhead(self, request: node_pb2.LoadRequest, context: grpc.ServicerContext) -> node_pb2.ReadAheadResponse:  # noqa: N802
+        self._enter("ReadAhead", request, context)
+        return node_pb2.ReadAheadResponse()
+
+    def Hint(self, request: node_pb2.HintRequest, context: grpc.ServicerContext) -> node_pb2.HintResponse:  # noqa: N802
+        self._enter("Hint", request, context)
+        if self.forgets_sessions or request.session_id not in self.sessions:
+            _abort(LeaseLost("the session has ended; open another"), context)
+        self.hint_script(request)
+        return node_pb2.HintResponse()
+
     def Release(self, request: Any, context: grpc.ServicerContext) -> node_pb2.ReleaseResponse:  # noqa: N802
         self._enter("Release", request, context)
         return node_pb2.ReleaseResponse()
@@ -351,11 +370,12 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
         self.fail: KVStoreError | None = None
         self.calls: list[str] = []
         self.lookups: list[metadata_pb2.LookupRequest] = []
+        self.plan_script: PlanScript = lambda _: metadata_pb2.LoadPlan(plan_id=1)
         self.port = 0
         self.start()
 
     def start(self) -> None:
-        self._server = grpc.server(ThreadPoolExecutor(4))
+        self._server = grpc.server(ThreadPoolExecutor(64))
         metadata_pb2_grpc.add_MetadataServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         self._server.start()
@@ -370,9 +390,7 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
     def _enter(self, name: str, context: grpc.ServicerContext) -> None:
         self.calls.append(name)
         if self.fail is not None:
-            code, message, metadata = abort_arguments(self.fail)
-            context.set_trailing_metadata(metadata)
-            context.abort(code, message)
+            _abort(self.fail, context)
 
     def RegisterNamespace(self, request: Any, context: grpc.ServicerContext) -> metadata_pb2.RegisterNamespaceResponse:  # noqa: N802
         self._enter("RegisterNamespace", context)
@@ -394,3 +412,11 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
         ]
         hit = max((run.start + run.count for run in runs), default=0)
         return metadata_pb2.LookupResponse(hit_blocks=hit, runs=runs, nodes=[node.info for node in nodes])
+
+    def PlanLoad(self, request: metadata_pb2.PlanLoadRequest, context: grpc.ServicerContext) -> metadata_pb2.LoadPlan:  # noqa: N802
+        self._enter("PlanLoad", context)
+        return self.plan_script(request)
+
+    def ReportLoads(self, request: Any, context: grpc.ServicerContext) -> metadata_pb2.ReportLoadsResponse:  # noqa: N802
+        self._enter("ReportLoads", context)
+        return metadata_pb2.ReportLoadsResponse()

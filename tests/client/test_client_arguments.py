@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from client_fakes import FakeMetadata, FakeNode, payloads
 
-from kvclient import AsyncKVClient, CacheSpec, ClientOptions, KVClient
+from kvclient import AsyncKVClient, CacheSpec, ClientOptions, KVClient, Paths
 from kvclient.call.arguments import MAX_SECONDS, check_seconds
 from kvstore.core.errors import DeadlineExceeded, InvalidArgument
 from support.chains import token_chain
@@ -230,3 +230,23 @@ def test_short_deadlines_do_not_open_breaker(spec: CacheSpec, metadata: FakeMeta
         assert isinstance(client.lookup(token_chain(spec, 1), deadline_s=0.02).error, DeadlineExceeded)
     answering.set()
     assert client.lookup(token_chain(spec, 1), deadline_s=10).error is None
+
+
+async def test_paths_of_another_type_raise(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
+) -> None:
+    client, keys = make_client(near), token_chain(spec, 2)
+    metadata.runs = [(0, 2, near)]
+    out, lookup = np.zeros((2, spec.block_bytes), np.uint8), client.lookup(keys)
+    wrong: list[Any] = ["prefill_only", 0, "", {}, Paths]
+    for paths in wrong:
+        for call in (
+            lambda: ClientOptions(paths=paths),  # noqa: B023  # called at once
+            lambda: client.load(lookup, out, paths=paths),  # noqa: B023
+            lambda: client.start_load(lookup, out, paths=paths),  # noqa: B023
+            lambda: client.read_ahead(lookup, paths=paths),  # noqa: B023
+        ):
+            with pytest.raises(InvalidArgument):
+                call()
+        with pytest.raises(InvalidArgument):
+            await AsyncKVClient(client).load(lookup, out, paths=paths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -95,5 +96,15 @@ def test_mapping_ahead_allocates_no_page_of_the_node(memory: int) -> None:
     assert allocated(memory) == 16 * MIB
     os.pwrite(memory, bytes(24 * MIB), 16 * MIB)
     wait_until(lambda: entered(40), "and the others once the node has allocated them")
+    arena.close()
+    theirs.close()
+
+
+def test_mapping_ahead_given_up_is_logged(memory: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("kvclient.memory.arena.MAP_AHEAD_S", 0.0)
+    ours, theirs = socket.socketpair()
+    with caplog.at_level(logging.INFO, "kvclient"):
+        arena = ClientArena(ArenaMapping(ours, map_file(memory, 40 * MIB), 40 * MIB), map_ahead=True)
+        wait_until(lambda: "did not allocate it in time (mapped_mib=0)" in caplog.text)
     arena.close()
     theirs.close()

@@ -1,20 +1,28 @@
-"""The plan of a read ahead: used once, by the load of the same blocks, and revoked by a load that comes too early."""
+"""Reads ahead: a plan is used once, by the load of the same blocks, and revoked by a load that comes too early; calls are few."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from client_fakes import FakeMetadata, FakeNode, SkewedClock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient import Paths
+from kvclient import CacheSpec, KVClient, Lookup, Paths, Tier
 from kvclient.load.paths import Plan, PlannedPart
 from kvclient.load.read_ahead import ReadAhead
-from kvclient.results import NodeRef
-from kvstore.core.types import NodeId
+from kvclient.results import NodeRef, Run
+from kvproto.v1 import metadata_pb2
+from kvstore.core.types import NodeId, VolumeId
+from support.chains import token_chain
+from support.wait import wait_until
+
+MakeClient = Callable[..., KVClient]
 
 BLOCKS = np.arange(3, 9)
 PLAN = Plan(7, 0, (), "split", "")
@@ -130,3 +138,122 @@ def test_paths_of_read_ahead_are_those_given() -> None:
     assert ahead.paths == Paths(decode_node="d", policy="split")
     assert ahead.paths is not None
     assert ahead.paths.ahead is ahead
+
+
+# ---- calls ----
+@pytest.fixture
+def far(make_node: Callable[..., FakeNode]) -> FakeNode:
+    """Another host's node."""
+    return make_node("far")
+
+
+def found(spec: CacheSpec, blocks: int, *runs: tuple[int, int, FakeNode]) -> Lookup:
+    """A lookup of blocks that volumes of these nodes have: (start, count, node)."""
+
+    def node(one: FakeNode) -> NodeRef:
+        return NodeRef(NodeId(one.node_id), one.info.control_address, one.data_address)
+
+    made = tuple(Run(start, count, node(one), Tier.NVME, VolumeId("v")) for start, count, one in runs)
+    return Lookup(token_chain(spec, blocks), blocks, made)
+
+
+def plan_of(far: FakeNode, blocks: int) -> metadata_pb2.LoadPlan:
+    whole = metadata_pb2.PlanPart(
+        count=blocks, side=metadata_pb2.READ_SIDE_DECODE, node_id=far.node_id, control_address=far.info.control_address
+    )
+    return metadata_pb2.LoadPlan(plan_id=1, parts=[whole])
+
+
+def test_read_ahead_in_many_pieces_is_cut(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, far: FakeNode, make_client: MakeClient
+) -> None:
+    client = make_client(near)
+    metadata.plan_script = lambda request: plan_of(far, request.blocks)
+    lookup = found(spec, 24, *[(at, 1, far if at % 2 else near) for at in range(24)])
+    ahead = client.read_ahead(lookup, paths=Paths(decode_node="far"))
+    assert ahead is not None
+    wait_until(lambda: ahead.ended)
+    assert (near.names().count("ReadAhead"), far.names().count("ReadAhead")) == (8, 0)
+    assert client.stats()["client_reads_ahead_refused_total"] == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_read_ahead_planned_late_calls_no_node(
+    spec: CacheSpec,
+    metadata: FakeMetadata,
+    near: FakeNode,
+    far: FakeNode,
+    clock: SkewedClock,
+    make_client: MakeClient,
+    late: bool,
+) -> None:
+    client = make_client(near)
+    budgets_ms = []
+
+    def plan(request: metadata_pb2.PlanLoadRequest) -> metadata_pb2.LoadPlan:
+        budgets_ms.append(request.budget_ms)
+        clock.ahead_s += 30.0 if late else 10.0
+        return plan_of(far, request.blocks)
+
+    metadata.plan_script = plan
+    ahead = client.read_ahead(found(spec, 4, (0, 4, far)), deadline_s=20.0, paths=Paths(decode_node="far"))
+    assert ahead is not None
+    wait_until(lambda: ahead.ended)
+    assert budgets_ms[0] <= 20_000
+    assert far.names().count("ReadAhead") == (0 if late else 1)
+    assert client.stats().get("client_reads_ahead_failed_total", 0) == late
+
+
+def test_read_ahead_that_waited_too_long_is_not_planned(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, far: FakeNode, clock: SkewedClock, make_client: MakeClient
+) -> None:
+    client, answers = make_client(near), threading.Event()
+    client.context.ahead_threads.submit(answers.wait, 30)
+    client.context.ahead_threads.submit(answers.wait, 30)
+    ahead = client.read_ahead(found(spec, 4, (0, 4, far)), deadline_s=5.0, paths=Paths(decode_node="far"))
+    assert ahead is not None
+    clock.ahead_s += 6.0
+    answers.set()
+    wait_until(lambda: ahead.ended)
+    assert "PlanLoad" not in metadata.calls
+    assert client.stats()["client_reads_ahead_failed_total"] == 1
+
+
+def test_read_ahead_thread_that_fails_is_counted(
+    spec: CacheSpec,
+    metadata: FakeMetadata,
+    near: FakeNode,
+    far: FakeNode,
+    make_client: MakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("kvclient.load.read_ahead.storage_runs", broken)
+    client = make_client(near)
+    ahead = client.read_ahead(found(spec, 4, (0, 4, far)), paths=Paths(decode_node="far"))
+    assert ahead is not None
+    wait_until(lambda: ahead.ended)
+    assert client.stats()["client_bugs_total"] == 1
+    assert "RuntimeError: a bug" in caplog.text
+
+
+def test_close_does_not_make_plans_that_wait(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, far: FakeNode, make_client: MakeClient
+) -> None:
+    client, answers = make_client(near, breaker_failures=1_000), threading.Event()
+    metadata.plan_script = lambda _: (answers.wait(30), metadata_pb2.LoadPlan(plan_id=1))[1]
+    calls = 40
+    try:
+        lookup = found(spec, 4, (0, 4, far))
+        begun = [client.read_ahead(lookup, paths=Paths(decode_node="far")) for _ in range(calls)]
+        wait_until(lambda: "PlanLoad" in metadata.calls)
+        client.close()
+        assert all(one is not None and one.ended for one in begun)
+        assert metadata.calls.count("PlanLoad") < calls
+        client.context.metadata.report_loads({1: ()}, finished=True)  # type: ignore[union-attr]
+        assert client.stats()["client_reports_dropped_total"] == 1
+    finally:
+        answers.set()

@@ -85,3 +85,8 @@ def test_tier_hints_of_requests_reach_the_node(folder: Path, cluster: LocalClust
         served.settle()
         wait_until(lambda: served.tier.counters.totals()["hints_refused"] == 1, step=core.step)
         assert served.tier.counters.totals()["hints"] == 2
+        served.tier.close_stores()
+        serve(core, "nowhere", {"session": "chat"})
+        served.settle()
+        wait_until(lambda: served.tier.counters.totals()["hints_refused"] == 2, step=core.step)
+        assert served.tier.counters.totals()["hints"] == 2, "no node has heard of it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def single() -> Iterator[SingleEngine]:
     engine.close()
 
 
-def test_vllm_quota_cuts_steps_and_keeps_tokens(folder: Path, single: SingleEngine) -> None:
+def test_vllm_quota_cuts_steps_and_keeps_tokens(folder: Path, single: SingleEngine, caplog: pytest.LogCaptureFixture) -> None:
     driver = VllmDriver(tiny("llama", folder))
     plain = single.open(driver, None, {}).tokens(PROMPTS)
     engine = single.open(
@@ -48,6 +49,8 @@ def test_vllm_quota_cuts_steps_and_keeps_tokens(folder: Path, single: SingleEngi
         return output
 
     scheduler.schedule = watched
-    assert engine.tokens(PROMPTS) == plain
+    with caplog.at_level(logging.INFO, "kvclient.engines.vllm.quota.scheduler"):
+        assert engine.tokens(PROMPTS) == plain
+    assert "steps cut by the attention quota (total=1, " in caplog.text
     assert scheduler.quota_cut_steps > 0
     assert 0 < max(work) <= MOST_PAIRS + pairs(max(map(len, PROMPTS)), scheduler.block_size)

@@ -94,13 +94,17 @@ def test_hint_invalid_is_rejected(wrong: dict[str, Any]) -> None:
         RequestHint.read({**({"session": "s"} if wrong else {}), **wrong})
 
 
-def test_hint_queue_is_bounded() -> None:
-    queue = SessionHintQueue(ConnectorCounters())
+def test_hint_queue_is_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_hints, "_limited", LimitedLog(logging.getLogger(session_hints.__name__)))
+    queue = SessionHintQueue(counters := ConnectorCounters())
     for _ in range(MAX_WAITING + 5):
         queue.ended(asks(HINT.fields()), lambda: KEYS)
     assert len(queue) == MAX_WAITING
+    assert counters.totals()["hints_refused"] == 5
+    assert len(caplog.records) == 1
     queue.clear()
     assert not len(queue)
+    assert counters.totals()["hints_refused"] == MAX_WAITING + 5
 
 
 def test_router_headers_become_transfer_params() -> None:

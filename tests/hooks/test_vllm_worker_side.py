@@ -18,13 +18,14 @@ import torch
 from engine_requests import Pool, Request
 
 from kvclient import CacheSpec, ClientOptions, KVClient
+from kvclient.call.request_hint import RequestHint
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.memory.pages import GroupPages
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, WorkerOutput
+from kvclient.engines.vllm.plan import GroupLoad, HintJob, LoadJob, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup, PrefixMatch
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.worker import worker_connector as worker_side
@@ -233,6 +234,19 @@ def test_rank_with_replicated_pages_stores_nothing(cluster: LocalCluster, find: 
     assert second.save([[1, 2]], keys) == set()
     assert second.side.counters.totals().get("stores", 0) == 0
     second.side.close()
+
+
+def test_hints_of_changed_weights_are_counted(cluster: LocalCluster, find: Find) -> None:
+    rank = Rank(cluster, [spec()], stores=False)
+    _, keys = find([[spec()]])
+    jobs = [HintJob(RequestHint("chat"), keys.upto(TOKENS, 4)), HintJob(RequestHint("other"), keys.upto(TOKENS, 2))]
+    rank.side.begin_step(StepPlan(chain=rank.chain, hints=jobs))
+    assert rank.side.counters.totals().get("hints_refused", 0) == 0
+    rank.side.digest_weights = lambda: "other weights"
+    rank.side.begin_step(StepPlan(chain=rank.chain, hints=jobs, weights_check=1))
+    assert rank.side.counters.totals()["hints_refused"] == 2
+    assert rank.side.clients[0].stats()["client_hints_total"] == 2, "those of the step before"
+    rank.side.close()
 
 
 def test_store_queued_too_long_releases_its_pages(cluster: LocalCluster, find: Find) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -52,9 +52,9 @@ class Registered:
 class Bed:
     """A node, the folder of another node's volume, and the answers about that node."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, volumes: Sequence[int] = (4 * MIB,)) -> None:
         self.folder = folder / "shared"
-        self.node = NodeHarness(folder, volumes=[4 * MIB], publishes=True)
+        self.node = NodeHarness(folder, volumes=volumes, publishes=True)
         self.away = False
         self.open = True
         self.registered = Registered()
@@ -222,6 +222,29 @@ def test_adopted_volume_is_written_and_evicted_like_own(bed: Bed) -> None:
     used = {block.nvme_volume.volume_id for block in bed.node.table.snapshot() if block.nvme_volume is not None}
     assert used == {THEIRS, volume_id(0)}
     bed.node.table.validate()
+
+
+def test_first_volume_ends_protection_in_dram(tmp_path: Path) -> None:
+    """Blocks that hints protect in DRAM, the last tier, may leave it after the node has adopted a volume."""
+    bed = Bed(tmp_path, volumes=())
+    node = bed.node
+    node.store("chat", 0, 16)
+    keys = node.keys("chat", 16)
+    node.namespace.hinted = dict.fromkeys(keys, 1)
+    for number in range(60):
+        node.store(f"c{number}", 0, 16)
+    assert all(node.is_resident(keys))
+    bed.make_theirs(node.keys("theirs", 8))
+    adopter = bed.adopter()
+    bed.look_until_absent(adopter)
+    assert adopter.adopted
+    for number in range(60, 120):
+        node.store(f"c{number}", 0, 16)
+    assert not any(node.is_resident(keys))
+    for node_volume in node.table.node_volumes:
+        node_volume.guard.close()
+        node_volume.volume.close()
+    node.close()
 
 
 def test_folder_of_another_volume_is_not_claimed(bed: Bed) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvstore.core.types import BlockKey, StoreOutcome, Tier
+from kvstore.core.types import BlockKey, BlockShape, StoreOutcome, Tier
 from kvstore.node.ahead.read_ahead import AheadReader
 from kvstore.node.base.buffer_budget import BufferBudget
-from kvstore.node.durability.writeback import WriteBack
+from kvstore.node.eviction.execution import evict_down_to, restore_hinted
 from kvstore.node.hints.ledger import SessionHint
 from kvstore.node.hints.session_hints import SessionHints
+from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, TenantLedger
-from support.node_harness import NodeHarness
+from kvstore.tiers.nvme.slab import NvmeSlab
+from support.node_harness import NodeHarness, volume_id
 from support.quota_node import ARENA_BYTES, BLOCK, QuotaNode, spec_of
 from support.wait import wait_until
 
@@ -226,20 +229,143 @@ def test_expected_turn_brings_blocks_to_dram(tmp_path: Path) -> None:
     node.close()
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_ended_session_is_not_written_back(quota_node: QuotaNode, ended: bool) -> None:
+def test_ended_session_is_written_back_all_the_same(quota_node: QuotaNode) -> None:
     hints = hints_of(quota_node)
     assert quota_node.store(0, 0, 16) == [StoreOutcome.STORED] * 16
-    if ended:
-        assert hints.end(quota_node.namespaces[0], "chat", quota_node.keys(0, 16)).dropped == 16
-    writes = WriteBack(quota_node.table, quota_node.target, quota_node.counters)
-    writes.start()
-    wait_until(lambda: quota_node.table.counts()[1] == 0)
-    assert sum(quota_node.table.are_durable(quota_node.keys(0, 16))) == (0 if ended else 16)
-    assert counted(quota_node, "write_back_unwanted_blocks_total") == (16 if ended else 0)
-    if ended:  # a caller that asks for durable blocks gets them
-        blocks = [block for block in quota_node.table.find(quota_node.namespaces[0], quota_node.keys(0, 16)) if block is not None]
-        quota_node.table.requeue_writeback(blocks)
-        wait_until(lambda: all(quota_node.table.are_durable(quota_node.keys(0, 16))))
-    writes.stop(5.0)
+    assert hints.end(quota_node.namespaces[0], "chat", quota_node.keys(0, 16)).dropped == 16
+    quota_node.write_back()
+    assert all(quota_node.table.are_durable(quota_node.keys(0, 16)))
     hints.close()
+
+
+# ---- searches that met protected blocks before
+
+
+def test_gained_volume_ends_protection_in_dram(node: DramNode, tmp_path: Path) -> None:
+    node.store(0, 0, 16)
+    keys = node.keys(0, 16)
+    assert node.keep("chat", keys) == 16
+    node.flood(10)
+    assert all(node.is_resident(keys))
+    slab = NvmeSlab.open(tmp_path / "slab", volume_id=volume_id(0), capacity_bytes=ARENA_BYTES, io_threads=1)
+    assert list(slab.recover()) == []
+    gained, residency = NodeVolume(slab), node.table.residency
+    node.volumes.append(gained)
+    with residency.lock:
+        residency.expect_volume(gained)
+        assert residency.arena_evictor.is_last_tier
+        residency.add_volume(gained)
+        assert not residency.arena_evictor.is_last_tier
+    restore_hinted(node.table, None)
+    node.flood(100, 4 * ARENA)
+    assert not any(node.is_resident(keys))
+    with residency.lock:
+        residency.remove_volume(gained)
+    assert residency.arena_evictor.is_last_tier
+    node.store(1_000, 0, 16)
+    assert node.keep("chat", node.keys(1_000, 16)) == 16
+    node.flood(2_000)
+    assert all(node.is_resident(node.keys(1_000, 16)))
+
+
+def test_eviction_on_request_outranks_hints(node: DramNode) -> None:
+    node.store(0, 0, 16)
+    assert node.keep("chat", node.keys(0, 16)) == 16
+    node.flood(10)
+    assert all(node.is_resident(node.keys(0, 16)))
+    assert evict_down_to(node.table, None, 0) == (ARENA, 0)
+
+
+def test_eviction_of_volume_outranks_hints(quota_node: QuotaNode) -> None:
+    hints = hints_of(quota_node)
+    keys = quota_node.store_durably(0, 8)
+    hints.keep(quota_node.namespaces[0], SessionHint("chat", keys, 60.0))
+    for chain in range(1, 41):
+        quota_node.store_durably(chain, 8)
+    assert quota_node.table.are_durable(keys) == [True] * 8
+    assert evict_down_to(quota_node.table, quota_node.table.node_volumes[0], 0).kept == 0
+    hints.close()
+
+
+def test_hint_changes_the_version_of_the_order(node: DramNode) -> None:
+    evictor = node.table.residency.arena_evictor
+    node.store(0, 0, 8)
+    node.keep("chat", node.keys(0, 8))
+    versions = [evictor.version]
+    with node.table.residency.lock:
+        for change in (evictor.restore, evictor.demote):
+            change(node.namespace, node.keys(0, 8))
+            versions.append(evictor.version)
+    assert len(set(versions)) == 3
+
+
+def test_session_expired_within_its_hint_leaves_nothing(node: DramNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part of its chain expires before the next one is protected."""
+    swept = 0
+
+    def meanwhile(_seconds: float) -> None:
+        nonlocal swept
+        swept += 1
+        if swept == 1:
+            node.clock.advance(2.0)
+            node.hints.sweep()
+
+    monkeypatch.setattr("kvstore.node.hints.session_hints.time.sleep", meanwhile)
+    node.keep("chat", node.keys(0, 16), keep_s=1.0)
+    assert not node.namespace.hinted
+
+
+def test_hint_waits_for_parts_of_the_one_before(node: DramNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one replaces all parts of the first one. If they mixed, later parts of the first one would stay."""
+    first, second = node.keys(0, 16), node.keys(1, 3)
+    other = threading.Thread(target=node.keep, args=("chat", second))
+
+    def meanwhile(_seconds: float) -> None:
+        if threading.current_thread() is not other and other.ident is None:
+            other.start()
+            other.join(0.05)  # if it did not wait, it would end by then
+
+    monkeypatch.setattr("kvstore.node.hints.session_hints.time.sleep", meanwhile)
+    assert node.keep("chat", first) == 16
+    other.join()
+    assert list(node.namespace.hinted) == second
+
+
+# ---- other sizes of blocks
+
+SMALL, LARGE, OTHER = BlockShape(1, 4096), BlockShape(1, 1 << 16), BlockShape(1, 8192)
+
+
+def protect_every_span(node: NodeHarness, chains: int) -> SessionHints:
+    """Fill a tier with small chains, and protect the head of each: every slot of a large block has some of them."""
+    hints = hints_of(node, 0.9)
+    for chain in range(chains):
+        node.store(chain, 0, 8)
+        node.write_back()
+        assert hints.keep(node.namespaces[0], SessionHint(f"s{chain}", node.keys(chain, 1), 60.0)).protected == 1
+    return hints
+
+
+@pytest.mark.parametrize("policy", ["reuse-distance", "lru", "s3-fifo"])
+def test_hints_shut_no_block_size_out_of_dram(policy: str) -> None:
+    """One span is emptied. Blocks of a kept namespace stay."""
+    node = NodeHarness(policy=policy, shapes=(SMALL, LARGE, OTHER))
+    node.namespaces[2].kept = True
+    kept = node.store(900, 0, 8, 2)
+    hints = protect_every_span(node, 1 << 8 >> 3)
+    assert node.store(901, 0, 1, 1) == [StoreOutcome.STORED]
+    assert node.is_resident(node.keys(900, 8, 2), 2) == [True] * len(kept)
+    assert counted(node, "evicted_hinted_blocks_total") >= 1
+    hints.close()
+    node.close()
+
+
+def test_hints_shut_no_block_size_out_of_volumes(tmp_path: Path) -> None:
+    node = NodeHarness(tmp_path, volumes=[1 << 20], shapes=(SMALL, LARGE), arena_bytes=1 << 22)
+    hints = protect_every_span(node, 1 << 7 >> 3)
+    assert node.store(901, 0, 1, 1) == [StoreOutcome.STORED]
+    node.write_back()
+    assert node.table.are_durable(node.keys(901, 1, 1)) == [True]
+    assert counted(node, "evicted_hinted_blocks_total") >= 1
+    hints.close()
+    node.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvstore.core.errors import CapacityExceeded
 from kvstore.core.limits import MAX_HINTED_SESSIONS_OF_TENANT
 from kvstore.core.types import BlockKey
-from kvstore.node.hints.ledger import ChainEnd, HintLedger, Limits, SessionHint, unshared_end
+from kvstore.node.hints.ledger import ChainEnd, HintedNamespace, HintLedger, Limits, SessionHint, unshared_end
 
 SIZE = 10
 PLENTY = Limits(1 << 40, 1 << 40)
+MOST_KEYS, DISPLACED = 12, 2
+"""Limits of the ledger in the test of random hints."""
 
 
 class Namespace:
@@ -31,8 +34,8 @@ def keys(*numbers: int) -> list[BlockKey]:
 
 def test_hint_beyond_limit_protects_a_prefix() -> None:
     ledger, namespace = HintLedger(), Namespace()
-    kept, released = ledger.keep("a", namespace, SessionHint("s", keys(*range(9)), 60.0), SIZE, Limits(45, 1000), 0.0)
-    assert (kept, released) == (4, {})
+    kept = ledger.keep("a", namespace, SessionHint("s", keys(*range(9)), 60.0), SIZE, Limits(45, 1000), 0.0)
+    assert kept == (4, {}, False)
     assert list(namespace.hinted) == keys(*range(4))
 
 
@@ -54,10 +57,10 @@ def test_hint_displaces_later_turns_of_its_tenant_only() -> None:
     ledger.keep("b", other, SessionHint("late", keys(50, 51), 600.0, 500.0), SIZE, limits, 0.0)
     ledger.keep("a", mine, SessionHint("late", keys(1, 2), 600.0, 100.0), SIZE, limits, 0.0)
     ledger.keep("a", mine, SessionHint("soon", keys(3, 4), 600.0, 10.0), SIZE, limits, 0.0)
-    kept, released = ledger.keep("a", mine, SessionHint("next", keys(5, 6), 600.0, 50.0), SIZE, limits, 0.0)
-    assert (kept, released) == (2, {mine: keys(1, 2)})
-    assert ledger.keep("a", mine, SessionHint("later", keys(7), 600.0, 90.0), SIZE, limits, 0.0) == (0, {})
-    assert ledger.keep("a", mine, SessionHint("vip", keys(8), 600.0, 90.0, 1), SIZE, limits, 0.0) == (1, {mine: keys(5, 6)})
+    kept = ledger.keep("a", mine, SessionHint("next", keys(5, 6), 600.0, 50.0), SIZE, limits, 0.0)
+    assert kept == (2, {mine: keys(1, 2)}, False)
+    assert ledger.keep("a", mine, SessionHint("later", keys(7), 600.0, 90.0), SIZE, limits, 0.0).blocks == 0
+    assert ledger.keep("a", mine, SessionHint("vip", keys(8), 600.0, 90.0, 1), SIZE, limits, 0.0)[:2] == (1, {mine: keys(5, 6)})
     assert list(other.hinted) == keys(50, 51)
 
 
@@ -79,6 +82,45 @@ def test_too_many_sessions_are_rejected_unchanged() -> None:
     assert len(ledger) == MAX_HINTED_SESSIONS_OF_TENANT
     ledger.keep("a", namespace, SessionHint("s0", keys(9_999), 60.0), SIZE, PLENTY, 0.0)  # a known one may change
     ledger.keep("b", Namespace(), SessionHint("s", keys(1), 60.0), SIZE, PLENTY, 0.0)
+
+
+def test_later_part_needs_the_part_before() -> None:
+    ledger, namespace = HintLedger(), Namespace()
+    for part, own in enumerate((keys(1, 2), keys(3, 4), keys(5, 6))):
+        assert ledger.keep("a", namespace, SessionHint("s", own, 60.0), SIZE, PLENTY, 0.0, part).blocks == 2
+    ledger.end(namespace, "s")
+    assert len(ledger) == 0
+    assert ledger, "later parts are left"
+    kept = ledger.keep("a", namespace, SessionHint("s", keys(3, 4), 60.0), SIZE, PLENTY, 0.0, 1)
+    assert kept == (0, {namespace: keys(3, 4)}, False)
+    assert [session.part for session in ledger.over(60.0)] == [2]
+    assert [ledger.release(session) for session in ledger.over(60.0)] == [{namespace: keys(5, 6)}]
+    assert not ledger
+
+
+def test_keys_of_a_tenant_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions that share their blocks cost no bytes, but memory for their keys."""
+    monkeypatch.setattr("kvstore.node.hints.ledger.MAX_HINTED_KEYS_OF_TENANT", 10)
+    ledger, namespace, other = HintLedger(), Namespace(), Namespace()
+    shared = keys(1, 2, 3, 4)
+    kept = [ledger.keep("a", namespace, SessionHint(f"s{at}", shared, 60.0), SIZE, PLENTY, 0.0).blocks for at in range(4)]
+    assert kept == [4, 4, 2, 0]
+    assert ledger.keep("a", namespace, SessionHint("s1", shared, 60.0), SIZE, PLENTY, 0.0).blocks == 4, "instead of its own"
+    assert ledger.keep("b", other, SessionHint("s", shared, 60.0), SIZE, PLENTY, 0.0).blocks == 4
+    ledger.end(namespace, "s0")
+    assert ledger.keep("a", namespace, SessionHint("s3", shared, 60.0), SIZE, PLENTY, 0.0).blocks == 4
+
+
+def test_size_of_blocks_changes_with_the_last_tier() -> None:
+    ledger, namespace = HintLedger(), Namespace()
+    ledger.keep("a", namespace, SessionHint("one", keys(1, 2), 60.0), SIZE, PLENTY, 0.0)
+    ledger.keep("a", namespace, SessionHint("two", keys(1, 2, 3), 60.0), 2 * SIZE, PLENTY, 0.0)
+    assert ledger.bytes_by_tenant == {"a": 3 * 2 * SIZE}
+    ledger.end(namespace, "one")
+    ledger.end(namespace, "two")
+    assert ledger.bytes_by_tenant == {}
+    ledger.keep("a", namespace, SessionHint("one", keys(1), 60.0), SIZE, PLENTY, 0.0)
+    assert ledger.bytes_by_tenant == {"a": SIZE}
 
 
 def test_expected_turn_is_due_once() -> None:
@@ -121,7 +163,28 @@ class LedgerMachine(RuleBasedStateMachine):
         self.namespaces = [Namespace(), Namespace()]
         self.now_s = 0.0
         self.limits = Limits(6 * SIZE, 9 * SIZE)
-        self.sessions: dict[tuple[int, int], tuple[list[BlockKey], float]] = {}
+        self.patched = pytest.MonkeyPatch()
+        self.patched.setattr("kvstore.node.hints.ledger.MAX_HINTED_KEYS_OF_TENANT", MOST_KEYS)
+        self.patched.setattr("kvstore.node.hints.ledger.DISPLACED_AT_ONCE", DISPLACED)
+
+    def teardown(self) -> None:
+        self.patched.undo()
+
+    def parts(self) -> set[tuple[HintedNamespace, str, int]]:
+        return {(session.namespace, session.name, session.part) for session in self.ledger.over(math.inf)}
+
+    def protect(self, tenant: int, hint: SessionHint, part: int = 0) -> int:
+        """Keep a part until it grows no more. Each call displaces only so many parts of other sessions."""
+        namespace = self.namespaces[tenant]
+        while True:
+            before = self.parts()
+            kept = self.ledger.keep(str(tenant), namespace, hint, SIZE, self.limits, self.now_s, part)
+            displaced = before - self.parts() - {(namespace, hint.name, part)}
+            assert len(displaced) <= DISPLACED
+            self.take(kept.released)  # type: ignore[arg-type]
+            if not kept.may_grow:
+                return kept.blocks
+            assert len(displaced) == DISPLACED, "it ends"
 
     def take(self, released: dict[object, list[BlockKey]]) -> None:
         """Released keys are protected no longer, and each is named once."""
@@ -138,10 +201,9 @@ class LedgerMachine(RuleBasedStateMachine):
         wanted = keys(*range(100 * chain, 100 * chain + length))
         hint = SessionHint(str(name), wanted, keep_s, turn_s, priority)
         others = dict(self.namespaces[1 - tenant].hinted)
-        kept, released = self.ledger.keep(str(tenant), self.namespaces[tenant], hint, SIZE, self.limits, self.now_s)
+        kept = self.protect(tenant, hint)
         assert self.namespaces[1 - tenant].hinted == others, "another tenant's blocks"
         assert all(key in self.namespaces[tenant].hinted for key in wanted[:kept])
-        self.take(released)  # type: ignore[arg-type]
 
     @rule(
         tenant=st.integers(0, 1), name=st.integers(0, 5), chain=st.integers(0, 3), length=st.integers(0, 8),
@@ -153,8 +215,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for part in range(max(1, length // 3 + 1)):
             own = wanted[3 * part : 3 * part + 3]
             hint = SessionHint(str(name), own, 10.0, turn_s, priority)
-            kept, released = self.ledger.keep(str(tenant), namespace, hint, SIZE, self.limits, self.now_s, part)
-            self.take(released)  # type: ignore[arg-type]
+            kept = self.protect(tenant, hint, part)
             total += kept
             if kept < len(own):
                 break
@@ -206,6 +267,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert +sizes == Counter(self.ledger.bytes_by_tenant)
         assert all(size <= self.limits.of_tenant for size in sizes.values())
         assert sizes.total() <= self.limits.of_all
+        assert all(sum(one.hinted.values()) <= MOST_KEYS for one in self.namespaces)
+        assert bool(self.ledger) == bool(self.parts()) == any(one.hinted for one in self.namespaces)
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

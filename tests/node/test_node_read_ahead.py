@@ -133,7 +133,8 @@ def test_read_ahead_longer_than_budget_reads_its_head(tmp_path: Path) -> None:
 def test_read_ahead_without_budget_is_refused(tmp_path: Path) -> None:
     node = Node(tmp_path, budget_blocks=0)
     assert node.ahead.hold(node.request(node.chain, LONG_S)) == 0
-    assert node.counters.snapshot()["node_read_ahead_refused_total"] == 1
+    assert node.ahead.bring(node.request(node.chain, LONG_S), "acme") == 0
+    assert node.counters.snapshot()["node_read_ahead_refused_total"] == 2
     node.close()
 
 

@@ -68,7 +68,7 @@ class Table:
 @pytest.mark.parametrize("where", ["while checking", "while writing"])
 def test_writeback_unexpected_error_fails_only_its_batch(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table, counters = Table(), Counters()
-    bad, good = (cast("Block", SimpleNamespace(name=name, writing=True, unwanted=False, pins=0)) for name in ("bad", "good"))
+    bad, good = (cast("Block", SimpleNamespace(name=name, writing=True)) for name in ("bad", "good"))
     written: list[Block] = []
     done = threading.Event()
 

@@ -96,10 +96,10 @@ class ClientContext:
         self.part_threads.close()  # parts end soon after their scopes
         self.remote_sessions.close()
         self.hint_threads.close()  # hints that wait fail at once, because no session is left
-        self.ahead_threads.close()
         self.peers.close()
         if self.local is not None:
             self.local.close()
         if self.metadata is not None:
             self.metadata.close()
+        self.ahead_threads.close()  # plans that wait fail at once: the channel is closed
         self.liveness.close()

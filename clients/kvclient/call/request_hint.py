@@ -10,7 +10,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_HINT_PRIORITY, MAX_KEEP_MS, MAX_TRANSFER_ID_BYTES
 
 HINT_FIELD: Final = "kvstore_hint"
-"""Its name in ``kv_transfer_params``."""
+"""Name of the hint's field in ``kv_transfer_params``."""
 DEFAULT_KEEP_S: Final = 300.0
 _MAX_KEEP_S: Final = MAX_KEEP_MS / 1000
 _FIELDS: Final = frozenset({"session", "keep_for_s", "next_turn_s", "priority", "end"})

@@ -30,7 +30,7 @@ class PlanAhead(Protocol):
     def plan_for(self, depths: npt.NDArray[np.intp]) -> Plan | None:
         """Return the plan for blocks at these depths of the chain, numbered from 0; None: there is none.
 
-        The planner does not count it in its queues, and does not know it any more.
+        The planner has forgotten this plan, and does not count it in its queues.
         """
 
 
@@ -71,6 +71,19 @@ class Paths:
             if getattr(self, name) is not None:
                 check_name(name, getattr(self, name))
         object.__setattr__(self, "stall_s", check_seconds("stall_s", self.stall_s))
+
+
+def checked_paths(paths: object, default: Paths | None = None) -> Paths | None:
+    """Return the paths that a caller gave, or ``default`` if it gave none.
+
+    Raises:
+        InvalidArgument: they have another type.
+    """
+    if paths is None:
+        return default
+    if not isinstance(paths, Paths):
+        raise InvalidArgument("paths must be Paths or None", got=type(paths).__name__)
+    return paths
 
 
 @dataclass(frozen=True, slots=True)

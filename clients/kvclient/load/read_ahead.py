@@ -12,11 +12,13 @@ call ends. Nothing here waits. Blocks that could not be read ahead are read by t
 Blocks that only other hosts' storage has are read ahead by plan, as a load would read them: by this host's node, that of the
 decode host, and idle ones, each over its own storage link. The load that follows uses the same plan, so each node finds its part
 in its DRAM. It may be a load of some of the blocks. A load of others, or one that begins before the plan is made, revokes the
-planned part of the read ahead, and plans by itself.
+planned part of the read ahead, and plans by itself. If a part of the plan fails during the load, its blocks are planned afresh,
+because the planner has forgotten the plan. The node that failed may then be tried once more.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextvars import copy_context
 from dataclasses import replace
@@ -35,7 +37,7 @@ from kvclient.nodes.local_session import Session, is_session_lost, new_operation
 from kvclient.nodes.remote_sessions import RemoteSession
 from kvclient.results import Run
 from kvproto.v1 import node_pb2
-from kvstore.core.errors import KVStoreError, LeaseLost, Unavailable
+from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.types import Tier
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.tracing import inject
@@ -49,9 +51,11 @@ if TYPE_CHECKING:
     from kvclient.nodes.metadata_client import MetadataClient
     from kvstore.core.chain import ChainSlice
 
+_log = logging.getLogger(__name__)
+
 _ENDED = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-_MAX_CALLS = 64
-"""Maximum number of calls of one read ahead: a prefix in more pieces is read ahead in part."""
+_MAX_CALLS = 8
+"""Maximum number of calls of one read ahead: a node serves 32 at once. The rest of a prefix in more pieces is not read ahead."""
 
 
 class ReadAhead:
@@ -172,26 +176,26 @@ def read_ahead(
         return None
     context.incidents.counters.add(client_metrics.READS_AHEAD)
     ahead = ReadAhead(paths, chain.depth)
-    begin = _Begin(context, chain, runs, timeout_s, ahead)
+    starter = _ReadAheadStarter(context, chain, runs, timeout_s, ahead)
     beyond = blocks_beyond(runs, len(chain), session.node_id)
     if paths is None or context.metadata is None or not beyond.any():
-        begin.near(session, np.arange(len(chain)))
+        starter.near(session, np.arange(len(chain)))
         return ahead
-    begin.near(session, np.flatnonzero(~beyond))
+    starter.near(session, np.flatnonzero(~beyond))
     if not context.ahead_slots.acquire(blocking=False):
         context.incidents.counters.add(client_metrics.READS_AHEAD_REFUSED)
         return ahead
     positions = np.flatnonzero(beyond)
     ahead.begin_plan()
     try:
-        context.ahead_threads.submit(copy_context().run, begin.planned, session, context.metadata, paths, positions)
+        context.ahead_threads.submit(copy_context().run, starter.planned, session, context.metadata, paths, positions)
     except Unavailable:  # the client was closed, or the process may start no thread
         context.ahead_slots.release()
         ahead.end_plan(positions, None)
     return ahead
 
 
-class _Begin:
+class _ReadAheadStarter:
     """Begins the calls of one read ahead."""
 
     def __init__(
@@ -200,7 +204,7 @@ class _Begin:
         self._context = context
         self._chain = chain
         self._runs = runs
-        self._timeout_s = timeout_s
+        self._end_s = context.clock.now_s() + timeout_s
         self._ahead = ahead
         self._calls_left = _MAX_CALLS
 
@@ -214,11 +218,16 @@ class _Begin:
         try:
             if self._ahead.plan_is_wanted:
                 self._planned(session, metadata, paths, positions)
+        except Exception:  # noqa: BLE001  # the edge of the thread: nothing reads the result of its work
+            self._context.incidents.counters.add(client_metrics.BUGS)
+            _log.exception("read ahead not planned: unexpected failure")
         finally:
             self._ahead.end_plan(positions, None)
             self._context.ahead_slots.release()
 
     def _planned(self, session: Session, metadata: MetadataClient, paths: Paths, positions: Positions) -> None:
+        if self._is_late():
+            return
         try:
             plan = metadata.plan_load(
                 session.node_id,
@@ -226,7 +235,7 @@ class _Begin:
                 paths.policy,
                 len(positions),
                 self._context.spec,
-                self._timeout_s,
+                self._left_s(),
                 relays=paths.relays,
             )
         except KVStoreError as error:
@@ -236,12 +245,12 @@ class _Begin:
         metadata.report_loads({plan.plan_id: ()}, finished=True)
         stored = storage_runs(self._runs, session.node_id)
         for part in plan.parts:
-            if not self._ahead.plan_is_wanted:
+            if not self._ahead.plan_is_wanted or self._is_late():
                 return
             node: NodeSession = session
             if part.node.node_id != session.node_id:
                 try:
-                    node = self._context.remote_sessions.session(part.node, OPEN_SESSION_S)
+                    node = self._context.remote_sessions.session(part.node, min(OPEN_SESSION_S, self._left_s()))
                 except KVStoreError as error:
                     message = f"read ahead failed at node {part.node.node_id}"
                     self._context.incidents.report(client_metrics.READS_AHEAD_FAILED, message, error)
@@ -251,9 +260,11 @@ class _Begin:
 
     def _call(self, session: NodeSession, positions: Positions, runs: Sequence[Run], *, planned: bool) -> None:
         for start, stop in spans(positions):
-            if not self._calls_left:
-                return
             self._calls_left -= 1
+            if self._calls_left < 0:
+                if self._calls_left == -1:  # a read ahead is counted once
+                    self._context.incidents.counters.add(client_metrics.READS_AHEAD_REFUSED)
+                return
             part = self._chain.part(start, stop)
             request = node_pb2.LoadRequest(
                 session_id=session.session_id,
@@ -264,11 +275,22 @@ class _Begin:
                 depth=part.depth,
             )
             try:
-                call = session.stub.ReadAhead.future(request, timeout=self._timeout_s, metadata=inject())
+                call = session.stub.ReadAhead.future(request, timeout=self._left_s(), metadata=inject())
             except ValueError:  # the channel was closed
                 return
             self._ahead.add_call(call, planned=planned)
             call.add_done_callback(partial(self._ended, session))
+
+    def _is_late(self) -> bool:
+        """Whether the deadline is over before all calls have begun, which is reported."""
+        late = self._left_s() <= 0
+        if late:
+            self._context.incidents.report(client_metrics.READS_AHEAD_FAILED, "read ahead not begun in time")
+        return late
+
+    def _left_s(self) -> float:
+        """Return what is left of the time for which nodes hold the blocks."""
+        return self._end_s - self._context.clock.now_s()
 
     def _ended(self, session: NodeSession, done: grpc.Future[Any]) -> None:
         failed = None if done.cancelled() else done.exception()
@@ -278,7 +300,7 @@ class _Begin:
             self._context.incidents.counters.add(client_metrics.READS_AHEAD_REFUSED)
             return
         error = from_rpc_error(cast("FailedCall", failed))
-        if isinstance(session, RemoteSession) and (isinstance(error, LeaseLost) or is_session_lost(error)):
+        if isinstance(session, RemoteSession) and is_session_lost(error):
             self._context.remote_sessions.lost(session)  # sessions that are idle for long end
         self._context.incidents.report(client_metrics.READS_AHEAD_FAILED, "read ahead failed", error)
 

@@ -213,7 +213,7 @@ class ClientArena:
             timeout_s: bound of the exchange.
             map_ahead: enter the arena's pages into this process's page table in the background, as the node allocates them.
                 Without it, every page costs a fault at its first use: the first gigabyte copied is several times slower than the
-                next.
+                next. Only the first session of a process does so, as long as it is open.
             pinner: pins the arena; None: nothing does.
 
         Raises:
@@ -234,7 +234,10 @@ class ClientArena:
         for start in range(0, min(self.size, MAP_AHEAD_MOST_BYTES), MAP_AHEAD_BYTES):
             length = min(MAP_AHEAD_BYTES, self.size - start)
             while charged and not is_resident(base + start, length):
-                if time.monotonic() > until_s or self._closing.wait(_MAP_AHEAD_PAUSE_S):
+                if time.monotonic() > until_s:
+                    _log.info("arena not mapped ahead: the node did not allocate it in time (mapped_mib=%d)", start >> 20)
+                    return
+                if self._closing.wait(_MAP_AHEAD_PAUSE_S):
                     return
             if self._closing.is_set():
                 return

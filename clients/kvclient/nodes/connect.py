@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from kvclient.memory.device_buffer import ArenaPinner
 from kvclient.memory.engine_pool import DiskReaderFactory, EnginePool
 from kvclient.nodes.local_session import local_address
 from kvclient.nodes.metadata_client import MetadataClient, by_roles
@@ -122,7 +123,9 @@ def attempt(options: ClientOptions, incidents: LimitedLog, work: Callable[[], Re
         return None
 
 
-def check_types(metadata: object, spec: object, node: object, tls: object, options: object, hbm: object, gds: object) -> None:
+def check_types(
+    metadata: object, spec: object, node: object, tls: object, options: object, hbm: object, gds: object, device: object
+) -> None:
     """Check the types of the arguments of ``connect`` before anything depends on them.
 
     Raises:
@@ -136,6 +139,7 @@ def check_types(metadata: object, spec: object, node: object, tls: object, optio
         ("options", options, ClientOptions),
         ("hbm", hbm, EnginePool | None),
         ("gds", gds, DiskReaderFactory | None),
+        ("device", device, ArenaPinner | None),
     )
     for name, value, kind in expected:
         if not isinstance(value, kind):

@@ -11,6 +11,7 @@ have ended.
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -20,7 +21,7 @@ from kvclient.call.request_hint import DEFAULT_KEEP_S, RequestHint
 from kvclient.nodes.local_session import is_session_lost
 from kvproto.v1 import node_pb2
 from kvstore.core.chain import ChainSlice
-from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
+from kvstore.core.errors import InvalidArgument, KVStoreError, LeaseLost, Unavailable
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.tracing import inject
 from kvstore.rpc.client import call_cancellable
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
     from kvclient.results import NodeRef
     from kvstore.core.types import BlockKey
 
+_log = logging.getLogger(__name__)
+
 MAX_WAITING: Final = 64
-"""Hints that wait until they are sent to other nodes."""
+"""Hints that wait for the answer of the node of this host, and hints that wait until they are sent to other nodes."""
 
 
 class HintSender:
@@ -44,6 +47,8 @@ class HintSender:
     def __init__(self, context: ClientContext) -> None:
         self._context = context
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
+        self._under_way = threading.BoundedSemaphore(MAX_WAITING)
+        """Bounds the calls to the node of this host."""
 
     def keep(
         self,
@@ -83,7 +88,7 @@ class HintSender:
         return self._send(request, keys)
 
     def end(self, session: str, keys: Sequence[BlockKey] | bytes = b"") -> bool:
-        """Say that a session has ended: its blocks are evicted first, and need not be written back.
+        """Say that a session has ended: its blocks are evicted first.
 
             client.hints.end("chat-7", keys)
 
@@ -128,14 +133,19 @@ class HintSender:
         if session is None:
             counters.add(client_metrics.HINTS_NOT_SENT)
             return False
+        if not self._under_way.acquire(blocking=False):
+            incidents.report(client_metrics.HINTS_NOT_SENT, "hint not sent: too many are waiting for the node's answer")
+            return False
         request.session_id = session.session_id
         try:
             call = session.stub.Hint.future(request, timeout=context.options.lookup_deadline_s, metadata=inject())
         except ValueError:  # the channel was closed
+            self._under_way.release()
             counters.add(client_metrics.HINTS_NOT_SENT)
             return False
 
         def ended(done: grpc.Future[Any]) -> None:
+            self._under_way.release()
             failed = None if done.cancelled() else done.exception()
             if isinstance(failed, grpc.RpcError):
                 incidents.report(client_metrics.HINTS_FAILED, "hint not applied", from_rpc_error(cast("FailedCall", failed)))
@@ -146,7 +156,7 @@ class HintSender:
 
     # ---- other nodes with blocks of the session
     def _send_to_others(self, request: node_pb2.HintRequest) -> None:
-        """Begin to send a hint to the nodes that the last lookup of the chain named, if there are any."""
+        """Queue a hint for the nodes that the last lookup of the chain named."""
         context = self._context
         if not context.options.hint_nodes:
             return
@@ -172,18 +182,29 @@ class HintSender:
                     context.incidents.report(client_metrics.HINTS_FAILED, "hint not applied", error)
             if request.kind == node_pb2.HINT_KIND_END:
                 context.chain_nodes.forget(request.session)
+        except Exception:  # noqa: BLE001  # the edge of the thread: nothing reads the result of its work
+            context.incidents.counters.add(client_metrics.BUGS)
+            _log.exception("hint not sent to other nodes: unexpected failure")
         finally:
             self._waiting.release()
 
     def _tell(self, node: NodeRef, request: node_pb2.HintRequest) -> None:
+        """Send a hint, at most twice: nodes end sessions of other hosts that are idle."""
         context = self._context
-        timeout_s = context.options.lookup_deadline_s
-        session = context.remote_sessions.session(node, timeout_s)
+        end_s = context.clock.now_s() + context.options.lookup_deadline_s
+        try:
+            self._tell_once(node, request, end_s)
+        except LeaseLost:
+            self._tell_once(node, request, end_s)
+        context.incidents.counters.add(client_metrics.HINTS_TO_OTHERS)
+
+    def _tell_once(self, node: NodeRef, request: node_pb2.HintRequest, end_s: float) -> None:
+        context = self._context
+        session = context.remote_sessions.session(node, end_s - context.clock.now_s())
         request.session_id = session.session_id
         try:
-            call_cancellable(session.stub.Hint, request, timeout_s, session.server.waiting)
+            call_cancellable(session.stub.Hint, request, end_s - context.clock.now_s(), session.server.waiting)
         except KVStoreError as error:
             if is_session_lost(error):
                 context.remote_sessions.lost(session)
             raise
-        context.incidents.counters.add(client_metrics.HINTS_TO_OTHERS)

@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 from kvstore.core.cancel_scope import current
 from kvstore.core.clock import Clock
@@ -51,27 +52,17 @@ class AheadReader:
         Returns:
             The bytes that were read from volumes and peers.
         """
-        block_bytes, of_tenant = request.namespace.shape.block_bytes, tenant()
-        count = min(len(request.chain), self._budget.limit_bytes(of_tenant) // block_bytes)
-        if not count:
-            self._counters.add(node_metrics.READ_AHEAD_REFUSED)
-            return 0
-        with self._budget.admission(count * block_bytes, request.deadline_s, of_tenant) as admitted:
-            if not admitted:
-                self._counters.add(node_metrics.READ_AHEAD_REFUSED)
-                return 0
-            return self._hold(request.part(0, count), block_bytes)
+        with self._admission(request, tenant()) as admitted:
+            return 0 if admitted is None else self._hold(admitted, request.namespace.shape.block_bytes)
 
     def bring(self, request: BlockRequest, of_tenant: str) -> int:
         """Read blocks into DRAM for a turn that is expected, and leave them there. Returns the bytes that were read."""
         block_bytes = request.namespace.shape.block_bytes
-        count = min(len(request.chain), self._budget.limit_bytes(of_tenant or None) // block_bytes)
-        with self._budget.admission(count * block_bytes, request.deadline_s, of_tenant or None) as admitted:
-            if not admitted or not count:
-                self._counters.add(node_metrics.READ_AHEAD_REFUSED)
+        with self._admission(request, of_tenant or None) as admitted:
+            if admitted is None:
                 return 0
             read = 0
-            with closing(self._loader.load(request.part(0, count), ahead=True)) as runs:
+            with closing(self._loader.load(admitted, ahead=True)) as runs:
                 while self._loader.reads.wait_none(request.deadline_s) and (run := next(runs, None)) is not None:
                     pinned = run.pinned()
                     if run.tier is not Tier.DRAM:
@@ -79,6 +70,20 @@ class AheadReader:
                     self._table.unpin(pinned)
             self._counters.add(node_metrics.READ_AHEAD_BYTES, read)
             return read
+
+    @contextmanager
+    def _admission(self, request: BlockRequest, of_tenant: str | None) -> Iterator[BlockRequest | None]:
+        """Admit the longest prefix of a request that fits into the budget. Yields that prefix; None: it was refused."""
+        block_bytes = request.namespace.shape.block_bytes
+        count = min(len(request.chain), self._budget.limit_bytes(of_tenant) // block_bytes)
+        if not count:
+            self._counters.add(node_metrics.READ_AHEAD_REFUSED)
+            yield None
+            return
+        with self._budget.admission(count * block_bytes, request.deadline_s, of_tenant) as admitted:
+            if not admitted:
+                self._counters.add(node_metrics.READ_AHEAD_REFUSED)
+            yield request.part(0, count) if admitted else None
 
     def _hold(self, request: BlockRequest, block_bytes: int) -> int:
         keys = request.chain.keys

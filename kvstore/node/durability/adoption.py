@@ -31,6 +31,7 @@ from kvstore.core.types import NodeId, VolumeId
 from kvstore.health import codes
 from kvstore.health.findings import HealthFinding
 from kvstore.node.durability.recovery import SharedVolume, drop_blocks, recover_while_running
+from kvstore.node.eviction.execution import restore_hinted
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
@@ -316,6 +317,7 @@ class VolumeAdopter:
         with residency.lock:
             residency.add_volume(node_volume)
             residency.changed.notify_all()
+        restore_hinted(parts.table, None)
         self._held, self._token, self._owner = node_volume, token, parts.node_id
         if parts.registration is not None:
             capacity_bytes = slab.usage().capacity_bytes

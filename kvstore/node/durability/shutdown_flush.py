@@ -71,10 +71,10 @@ def _hottest_first(table: BlockTable) -> list[Block]:
 
 
 def heat_in_dram(table: BlockTable) -> dict[BlockKey, int]:
-    """Number the keys in DRAM by the policy's order, the coldest first. Those of kept namespaces may be left out.
+    """Number the keys in DRAM by the policy's order, the coldest first.
 
-    The lock is held for ``ORDER_SLICE`` keys at a time. If blocks are added or evicted in between, the order is read again;
-    after ``ORDER_TRIES`` attempts it is returned incomplete.
+    Those of kept namespaces, and blocks that hints protect, may be left out. The lock is held for ``ORDER_SLICE`` keys at a time.
+    If the order changes in between, except by uses, it is read again. After ``ORDER_TRIES`` attempts it is returned incomplete.
     """
     lock, evictor = table.residency.lock, table.residency.arena_evictor
     heat: dict[BlockKey, int] = {}

@@ -360,26 +360,12 @@ class WriteBack:
     def _write_loop(self) -> None:
         while (batch := self._checked.get()) is not None:
             number, blocks = batch
-            wanted: list[Block] = []
-            dropped: list[Block] = []
-            for block in blocks:
-                (dropped if block.unwanted and not block.pins else wanted).append(block)
             try:
-                if wanted:
-                    self._target.persist(wanted, partial(self._order.wait, number))
-                self._drop(number, dropped)
+                self._target.persist(blocks, partial(self._order.wait, number))
             except Exception as bug:  # noqa: BLE001  # thread edge: write-back must go on
                 self._order.wait(number)
                 self._failed(blocks, bug)
             self._order.done(number)
-
-    def _drop(self, number: int, blocks: Sequence[Block]) -> None:
-        """Give up blocks whose session has ended: they need not become durable."""
-        if blocks:
-            self._order.wait(number)
-            self._counters.add(node_metrics.WRITE_BACK_UNWANTED_BLOCKS, len(blocks))
-            for block in blocks:
-                self._table.writeback_failed(block, denied=True)
 
     def _failed(self, blocks: Sequence[Block], bug: Exception) -> None:
         """Report a batch that failed with an unexpected error: no block of it may stay in the queue."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvstore.core.types import BlockShape, StoreOutcome
+from kvstore.core.types import BlockShape, StoreOutcome, Tier
 from kvstore.node.eviction.quotas import (
-    count_kept,
+    count_protected,
     evict_over_quota,
     is_full,
     mark_over_quota_evicting,
@@ -42,7 +42,7 @@ def allocate_dram(residency: Residency, shape: BlockShape, count: int) -> list[S
         if not victims:
             return None
         residency.evict_from_dram(victims)
-        count_kept(residency, victims)
+        count_protected(residency, victims, Tier.DRAM)
     return slots
 
 
@@ -101,5 +101,5 @@ def allocate_nvme(
             rules = (residency.leaves_no_orphans, residency.is_idle)
             victims = residency.volume_evictor.victims(node_volume, shape, (count * ahead, count), *rules)
             residency.mark_evicting(victims)
-            count_kept(residency, victims)
+            count_protected(residency, victims, Tier.NVME)
         return None, victims

@@ -8,7 +8,7 @@ from typing import Final
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.eviction.space import SpaceReclaimer
 from kvstore.node.state.block_states import DramState
-from kvstore.node.state.model import IN_TRANSFER, Block
+from kvstore.node.state.model import IN_TRANSFER, Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Slot
 
@@ -29,7 +29,7 @@ class ArenaEvictor:
         blocks: the table's, by key.
         policy: the order.
         idle: whether a block is neither pinned nor in transfer.
-        is_last_tier: whether blocks that hints protect stay in it: the node has no volume.
+        node_volumes: the node's durable volumes; the caller changes the list in place.
     """
 
     def __init__(
@@ -38,16 +38,20 @@ class ArenaEvictor:
         blocks: Mapping[BlockKey, Block],
         policy: EvictionPolicy,
         idle: Callable[[Block], bool],
-        *,
-        is_last_tier: bool = False,
+        node_volumes: Sequence[NodeVolume],
     ) -> None:
         self._blocks = blocks
         self._policy = policy
         self._idle = idle
-        self.is_last_tier = is_last_tier
+        self._node_volumes = node_volumes
         self.version = 0
         """Changes with the order, except if blocks were only used."""
         self.reclaimer = SpaceReclaimer(dram, blocks, policy)
+
+    @property
+    def is_last_tier(self) -> bool:
+        """Whether blocks that hints protect stay in the arena: the node has no volume now."""
+        return not self._node_volumes
 
     def insert(self, block: Block, slot: Slot) -> None:
         """Insert a block that was added to DRAM."""
@@ -72,13 +76,15 @@ class ArenaEvictor:
             order.touch(keys)
 
     def restore(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
-        """Make the blocks of an unpinned namespace evictable again."""
+        """Make blocks evictable again whose namespace is no longer kept, or that no hint protects any more."""
+        self.version += 1
         self._policy.restore(keys)
         for order in namespace.dram_orders:
             order.policy.restore(keys)
 
     def demote(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
         """Make blocks of a namespace the first ones to be evicted, until their next use."""
+        self.version += 1
         self._policy.demote(keys)
         for order in namespace.dram_orders:
             order.policy.demote(keys)
@@ -93,7 +99,10 @@ class ArenaEvictor:
         return self.reclaimer.held.get(namespace, 0)
 
     def every(self) -> Iterator[BlockKey]:
-        """All keys, coldest first, children before parents; those of kept namespaces may be left out."""
+        """All keys, coldest first, children before parents.
+
+        Those of kept namespaces, and blocks that hints protect, may be left out.
+        """
         self.version += 1
         return self._policy.coldest(lambda _key: True)
 
@@ -116,13 +125,13 @@ class ArenaEvictor:
 
         The latter are colder, or in the same span: at most ``CASCADE_AT_ONCE``.
         """
-        blocks, idle = self._blocks, self._idle
+        blocks, idle, is_last_tier = self._blocks, self._idle, self.is_last_tier
         self.version += 1
         passed: dict[BlockKey, Block] = {}
 
         def may_leave(key: BlockKey) -> bool | None:
             block = blocks[key]
-            if block.namespace.kept or (self.is_last_tier and key in block.namespace.hinted):
+            if block.namespace.kept or (is_last_tier and key in block.namespace.hinted):
                 return None
             if not idle(block):
                 return False
@@ -133,5 +142,5 @@ class ArenaEvictor:
         order = (blocks[key] for key in self._policy.coldest(may_leave))
         leaving = self.reclaimer.victims(shape, (count,), order, lambda block: block.dram, may_leave)
         if not leaving and self.reclaimer.is_shut_out(shape):
-            leaving = self.reclaimer.coldest_span(shape, lambda key: idle(blocks[key]) and blocks[key].clean)
+            leaving = self.reclaimer.coldest_protected_span(shape, lambda block: idle(block) and block.clean)
         return leaving, list(passed.values())

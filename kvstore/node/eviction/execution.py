@@ -50,6 +50,7 @@ def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_byt
         KVStoreError: see ``OSError``.
     """
     volume = table.dram if node_volume is None else node_volume.volume
+    restore_hinted(table, node_volume)
     batch = BATCH if node_volume is None or len(table.node_volumes) == 1 else BATCHES_AMONG_SEVERAL * BATCH
     evicted = 0
     while (excess := volume.usage().used_bytes - down_to_bytes) > 0 and not current().cancelled:  # stores may fill it as fast
@@ -72,6 +73,22 @@ def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_byt
             evict_from_volume(table, node_volume, victims)
         evicted += len(victims)
     return EvictionResult(evicted, volume.usage().blocks if excess > 0 else 0)
+
+
+def restore_hinted(table: BlockTable, node_volume: NodeVolume | None) -> None:
+    """Put blocks that hints protect back into the order of eviction of the arena (``node_volume`` None) or of the volumes.
+
+    A search that met them while they were protected has taken them out.
+    """
+    residency = table.residency
+    evictor = residency.arena_evictor if node_volume is None else residency.volume_evictor
+    with residency.lock:
+        held = residency.arena_evictor.held_blocks if node_volume is None else residency.volume_evictor.held_on(node_volume)
+        found = [(namespace, list(namespace.hinted)) for namespace, blocks in held.items() if blocks and namespace.hinted]
+    for namespace, keys in found:
+        for first in range(0, len(keys), BATCH):
+            with residency.lock:
+                evictor.restore(namespace, keys[first : first + BATCH])
 
 
 def evict_tier(table: BlockTable, tier: Tier) -> int:

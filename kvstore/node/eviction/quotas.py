@@ -37,11 +37,16 @@ MOST_GIVEN: Final = 1_024
 """Blocks evicted for a quota under one hold of the table's lock."""
 
 
-def count_kept(residency: Residency, victims: Sequence[Block]) -> None:
-    """Count blocks of kept namespaces among victims (``SpaceReclaimer.among_kept``)."""
+def count_protected(residency: Residency, victims: Sequence[Block], tier: Tier) -> None:
+    """Count blocks of kept namespaces, and blocks that hints protect, among victims (``SpaceReclaimer.is_shut_out``)."""
     if residency.accounts.kept and (kept := sum(block.namespace.kept for block in victims)):
         residency.counters.add(node_metrics.EVICTED_PINNED_BLOCKS, kept)
-        _limited.warning("blocks of kept namespaces evicted: their size had no slot at all (blocks=%d)", kept)
+        _limited.warning("blocks of kept namespaces evicted: another size had no slot at all (blocks=%d)", kept)
+    if tier is Tier.DRAM and not residency.arena_evictor.is_last_tier:
+        return  # hints do not protect them there
+    if hinted := sum(block.key in block.namespace.hinted for block in victims):
+        residency.counters.add(node_metrics.EVICTED_HINTED_BLOCKS, hinted)
+        _limited.warning("blocks that hints protect evicted: another size had no slot at all (blocks=%d)", hinted)
 
 
 def held_bytes(residency: Residency, namespaces: Iterable[NodeNamespace], tier: Tier) -> int:

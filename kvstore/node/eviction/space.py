@@ -146,9 +146,20 @@ class SpaceReclaimer:
         return []
 
     def is_shut_out(self, shape: BlockShape) -> bool:
-        """Whether a block size has no slot on this volume, and kept blocks are there, which may occupy every span."""
+        """Whether a block size has no slot on this volume, and protected blocks are there, which may occupy every span.
+
+        Protected are blocks of kept namespaces, and those that hints protect.
+        """
         here = [namespace for namespace, blocks in self.held.items() if blocks]
-        return any(each.kept for each in here) and all(each.shape.block_bytes != shape.block_bytes for each in here)
+        has_protected = any(each.kept or each.hinted for each in here)
+        return has_protected and all(each.shape.block_bytes != shape.block_bytes for each in here)
+
+    def coldest_protected_span(self, shape: BlockShape, may_leave: Callable[[Block], bool]) -> list[Block]:
+        """Return the result of ``coldest_span`` without regard to hints. If it is empty, disregard kept namespaces too."""
+        blocks = self._blocks
+        return self.coldest_span(
+            shape, lambda key: not blocks[key].namespace.kept and may_leave(blocks[key])
+        ) or self.coldest_span(shape, lambda key: may_leave(blocks[key]))
 
 
 def _few_of_others(order: Iterator[Block], nbytes: int) -> Iterator[Block]:

@@ -86,7 +86,7 @@ class VolumeEvictor:
             order.touch(keys)
 
     def restore(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
-        """Make the blocks of an unpinned namespace evictable again."""
+        """Make blocks evictable again whose namespace is no longer kept, or that no hint protects any more."""
         self._policy.restore(keys)
         for order in namespace.nvme_orders:
             order.policy.restore(keys)
@@ -169,9 +169,7 @@ class VolumeEvictor:
                 return victims
         if not reclaimer.is_shut_out(shape):
             return []
-        return reclaimer.coldest_span(
-            shape, lambda key: id(self._blocks[key].nvme_volume) in fit and may_leave[-1](self._blocks[key])
-        )
+        return reclaimer.coldest_protected_span(shape, lambda block: id(block.nvme_volume) in fit and may_leave[-1](block))
 
     def _take_back(self) -> None:
         """Insert skipped blocks again, as new ones, for volumes that accept changes again."""

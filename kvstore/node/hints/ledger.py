@@ -6,7 +6,9 @@
    whose next turn is expected later. It never displaces sessions of other tenants.
 3. A session protects nothing after its time to live, or once it has ended.
 4. A long chain is kept in parts of ``PART_KEYS`` keys, so that a caller can release its lock between two parts. Within a session,
-   later parts lose their protection first.
+   later parts lose their protection first. For the same reason one call displaces at most ``DISPLACED_AT_ONCE`` parts.
+5. Shared blocks cost their tenant nothing, but each session keeps its own list of keys. So the keys of all lists of a tenant are
+   limited too.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from kvstore.core.errors import CapacityExceeded
-from kvstore.core.limits import MAX_HINTED_SESSIONS, MAX_HINTED_SESSIONS_OF_TENANT
+from kvstore.core.limits import MAX_HINTED_KEYS_OF_TENANT, MAX_HINTED_SESSIONS, MAX_HINTED_SESSIONS_OF_TENANT
 from kvstore.core.types import BlockKey
 
 
@@ -33,7 +35,7 @@ class SessionHint(NamedTuple):
 
     Attributes:
         name: of the session, unique in its namespace.
-        keys: of its chain, from the head.
+        keys: of its chain, from the head, each once.
         keep_s: how long the blocks are protected.
         next_turn_s: time until the next turn is expected; None: unknown.
         priority: a higher one displaces lower ones of the same tenant.
@@ -46,6 +48,17 @@ class SessionHint(NamedTuple):
     next_turn_s: float | None = None
     priority: int = 0
     read_ahead: bool = True
+
+
+class Kept(NamedTuple):
+    """Result of ``HintLedger.keep``."""
+
+    blocks: int
+    """Leading blocks that are protected now."""
+    released: Released
+    """Keys that are protected no longer."""
+    may_grow: bool
+    """Whether the same call again may protect more: it displaced as many parts as one call may."""
 
 
 class Limits(NamedTuple):
@@ -61,6 +74,8 @@ Released = dict[HintedNamespace, list[BlockKey]]
 _NOT_DUE: Final = float("inf")
 PART_KEYS: Final = 512
 """Keys of a part of a chain."""
+DISPLACED_AT_ONCE: Final = 4
+"""Maximum number of parts that lose their protection to one part of another session in one call."""
 
 
 def parts_of(keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:
@@ -78,7 +93,6 @@ class ProtectedSession:
     part: int
     """Number of the part in the session's chain."""
     keys: Sequence[BlockKey]
-    block_bytes: int
     priority: int
     until_s: float
     expected_s: float
@@ -102,13 +116,20 @@ class HintLedger:
     def __init__(self) -> None:
         self._sessions: dict[tuple[HintedNamespace, str, int], ProtectedSession] = {}
         self._of_tenant: Counter[str] = Counter()
+        self._keys: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
+        self._block_bytes: dict[HintedNamespace, int] = {}
+        """Size of a block of each namespace with protected blocks."""
         self.displaced = 0
         """Sessions that lost all of their protection to another one of their tenant, or to a smaller limit."""
 
     def __len__(self) -> int:
         """Number of sessions."""
         return self._of_tenant.total()
+
+    def __bool__(self) -> bool:
+        """Whether any block is protected: a later part may outlast the first part of its session."""
+        return bool(self._sessions)
 
     @property
     def bytes_by_tenant(self) -> dict[str, int]:
@@ -138,20 +159,19 @@ class HintLedger:
         limits: Limits,
         now_s: float,
         part: int = 0,
-    ) -> tuple[int, Released]:
+    ) -> Kept:
         """Protect a session, or a part of one, instead of what it protected before.
+
+        A later part is protected only while the part before it is.
 
         Args:
             tenant: of the namespace.
             namespace: of the session.
             hint: what the application says; its keys are those of the part.
-            block_bytes: size of a block.
+            block_bytes: size of a block; it applies to all blocks of the namespace.
             limits: bytes that may be protected.
             now_s: present time.
             part: number of the part.
-
-        Returns:
-            The number of leading blocks that it protects now, and the keys that are protected no longer.
 
         Raises:
             CapacityExceeded: too many sessions; nothing has changed.
@@ -163,6 +183,9 @@ class HintLedger:
             raise CapacityExceeded("too many sessions with hints of this tenant", limit=MAX_HINTED_SESSIONS_OF_TENANT)
         released: Released = {}
         self._release(self._sessions.get((namespace, hint.name, part)), released)
+        if part and (namespace, hint.name, part - 1) not in self._sessions:
+            return Kept(0, released, may_grow=False)
+        self._set_block_bytes(tenant, namespace, block_bytes)
         until_s = now_s + hint.keep_s
         due_s = _NOT_DUE if hint.next_turn_s is None else now_s + hint.next_turn_s
         session = ProtectedSession(
@@ -171,14 +194,13 @@ class HintLedger:
             hint.name,
             part,
             (),
-            block_bytes,
             hint.priority,
             until_s,
             expected_s=min(due_s, until_s),
             due_s=due_s if due_s < until_s and hint.read_ahead and not part else _NOT_DUE,
         )
-        wanted = list(dict.fromkeys(hint.keys))
-        self._make_room(session, wanted, limits, released)
+        wanted = hint.keys[: max(0, MAX_HINTED_KEYS_OF_TENANT - self._keys[tenant])]
+        may_grow = self._make_room(session, wanted, block_bytes, limits, released)
         room = self._room(tenant, limits) // block_bytes
         kept: list[BlockKey] = []
         counts = namespace.hinted
@@ -194,7 +216,9 @@ class HintLedger:
             session.keys = kept
             self._sessions[namespace, hint.name, part] = session
             self._of_tenant[tenant] += not part
-        return len(kept), _still_unprotected(released)
+            self._keys[tenant] += len(kept)
+            self._block_bytes[namespace] = block_bytes
+        return Kept(len(kept), _still_unprotected(released), may_grow=may_grow)
 
     def end(self, namespace: HintedNamespace, name: str, part: int = 0) -> tuple[Sequence[BlockKey], Released]:
         """End a session, or a part of one.
@@ -244,36 +268,52 @@ class HintLedger:
     def _room(self, tenant: str, limits: Limits) -> int:
         return min(limits.of_tenant - self._bytes[tenant], limits.of_all - sum(self._bytes.values()))
 
-    def _make_room(self, session: ProtectedSession, wanted: Sequence[BlockKey], limits: Limits, released: Released) -> None:
+    def _set_block_bytes(self, tenant: str, namespace: HintedNamespace, block_bytes: int) -> None:
+        """Note the size of a namespace's blocks. It changes when the node gets its first volume or loses its last one."""
+        if namespace in self._block_bytes:
+            self._bytes[tenant] += len(namespace.hinted) * (block_bytes - self._block_bytes[namespace])
+            self._block_bytes[namespace] = block_bytes
+
+    def _make_room(
+        self, session: ProtectedSession, wanted: Sequence[BlockKey], block_bytes: int, limits: Limits, released: Released
+    ) -> bool:
+        """Displace parts that matter less. Returns whether more of them could make more room."""
         counts = session.namespace.hinted
-        needed = sum(key not in counts for key in wanted) * session.block_bytes
+        needed = sum(key not in counts for key in wanted) * block_bytes
         if needed <= self._room(session.tenant, limits):
-            return
+            return False
         rank, keys = session.rank, frozenset(wanted)
         others = [
             one for one in self._sessions.values() if one.tenant == session.tenant and (one.rank > rank or one.continues(session))
         ]
         others.sort(key=lambda one: (one.continues(session), one.rank))
-        while others and needed > self._room(session.tenant, limits):
+        for _ in range(DISPLACED_AT_ONCE):
+            if not others or needed <= self._room(session.tenant, limits):
+                return False
             worst = others.pop()
             self.displaced += not worst.part
             self._release(worst, released)
             if worst.namespace is session.namespace:
-                needed += sum(key in keys and key not in counts for key in worst.keys) * session.block_bytes
+                needed += sum(key in keys and key not in counts for key in worst.keys) * block_bytes
+        return bool(others) and needed > self._room(session.tenant, limits)
 
     def _release(self, session: ProtectedSession | None, released: Released) -> None:
         if session is None:
             return
         del self._sessions[session.namespace, session.name, session.part]
         self._of_tenant[session.tenant] -= not session.part
+        self._keys[session.tenant] -= len(session.keys)
         counts, free = session.namespace.hinted, released.setdefault(session.namespace, [])
+        block_bytes = self._block_bytes[session.namespace]
         for key in session.keys:
             if counts[key] > 1:
                 counts[key] -= 1
             else:
                 del counts[key]
-                self._bytes[session.tenant] -= session.block_bytes
+                self._bytes[session.tenant] -= block_bytes
                 free.append(key)
+        if not counts:
+            del self._block_bytes[session.namespace]
 
 
 def _still_unprotected(released: Released) -> Released:

@@ -1,15 +1,15 @@
 """Applies hints about sessions to the blocks of this node.
 
 A protected block stays in the last tier of the node: on its volumes, or in DRAM if it has no volume. It may be evicted from DRAM
-if the node has volumes, and is read back shortly before the session's next turn. An ended session's blocks are evicted first,
-and those that still wait for write-back are not written. Rules of operators outrank hints: kept namespaces, times to live, quotas
-and evictions on request.
+if the node has volumes, and is read back shortly before the session's next turn. An ended session's blocks are evicted first.
+Rules of operators outrank hints: kept namespaces, times to live, quotas and evictions on request.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -80,16 +80,15 @@ class SessionHints:
         self._share = share
         self._counters = counters
         self._clock = clock
+        self._one_hint = threading.Lock()
+        """Held while the parts of one hint are applied: parts of two hints for one session must not mix."""
         self._ledger = HintLedger()
         self._totals: dict[str, TenantTotals] = {}
         self._pool = ThreadPoolExecutor(MAX_READS, thread_name_prefix="kvstore-next-turn")
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="kvstore-hints")
-        """Applies hints, one after the other. The server limits how many wait."""
         self._reads: set[Future[int]] = set()
 
     def close(self) -> None:
-        """Apply no more hints, and read nothing more ahead."""
-        self.worker.shutdown(wait=False, cancel_futures=True)
+        """Read nothing more ahead."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- hints
@@ -101,17 +100,17 @@ class SessionHints:
         """
         if not self._share:
             return self._ignored()
+        with self._one_hint:
+            return self._keep(namespace, hint)
+
+    def _keep(self, namespace: NodeNamespace, hint: SessionHint) -> HintResult:
         self._counters.add(node_metrics.HINTS["keep"])
         now_s, tenant = self._clock.now_s(), _tenant_of(namespace)
         with self._residency.lock:
             size, limits = self._slot_bytes(namespace), self._limits(namespace, self._holders())
         count = last = 0
         for last, keys in enumerate(parts_of(list(dict.fromkeys(hint.keys)))):
-            with self._change():
-                kept, released = self._ledger.keep(tenant, namespace, hint._replace(keys=keys), size, limits, now_s, last)
-                self._restore(released)
-                for block in self._held(namespace, keys[:kept]):
-                    block.unwanted = False
+            kept = self._keep_part(tenant, namespace, hint._replace(keys=keys), size, limits, now_s, last)
             count += kept
             if kept < len(keys):
                 break
@@ -122,6 +121,17 @@ class SessionHints:
         totals.keeps += 1
         totals.beyond_limit_blocks += len(hint.keys) - count
         return HintResult(protected=count)
+
+    def _keep_part(
+        self, tenant: str, namespace: NodeNamespace, hint: SessionHint, size: int, limits: Limits, now_s: float, part: int
+    ) -> int:
+        """Protect a part of a chain. Returns how many of its blocks."""
+        while True:
+            with self._change():
+                kept = self._ledger.keep(tenant, namespace, hint, size, limits, now_s, part)
+                self._restore(kept.released)
+            if not kept.may_grow:
+                return kept.blocks
 
     def end(self, namespace: NodeNamespace, name: str, keys: Iterable[BlockKey] = ()) -> HintResult:
         """End a session: its blocks are evicted first, except those that other sessions share.
@@ -134,9 +144,10 @@ class SessionHints:
         if not self._share:
             return self._ignored()
         self._counters.add(node_metrics.HINTS["end"])
-        chain = list(keys) or self.protected_keys(namespace, name)
-        self._release(namespace, name)
-        dropped = self._drop(namespace, chain)
+        with self._one_hint:
+            chain = list(keys) or self.protected_keys(namespace, name)
+            self._release(namespace, name)
+            dropped = self._drop(namespace, chain)
         self._counters.add(node_metrics.HINTED_BLOCKS["dropped"], dropped)
         totals = self._totals_of(_tenant_of(namespace))
         totals.ends += 1
@@ -176,15 +187,12 @@ class SessionHints:
         from_volumes = on_volumes.take(chain, children, namespace.hinted)
         residency.arena_evictor.demote(namespace, from_dram)
         residency.volume_evictor.demote(namespace, from_volumes)
-        for key in from_dram:
-            block = residency.blocks[key]
-            block.unwanted = block.nvme_volume is None and not block.durable_remotely
         return len({*from_dram, *from_volumes})
 
     # ---- rounds
     def sweep(self) -> None:
         """End expired protections, apply smaller limits, and begin reads for turns that are expected. Called twice per second."""
-        if not len(self._ledger):
+        if not self._ledger:
             return
         now_s = self._clock.now_s()
         with self._residency.lock:
@@ -198,7 +206,7 @@ class SessionHints:
         for account in accounts:
             self._trim(account, holders)
         with self._residency.lock:
-            due = self._ledger.due(now_s, AHEAD_S) if self._residency.node_volumes else []
+            due = self._ledger.due(now_s, AHEAD_S) if self._last_tier is Tier.NVME else []
         for session in due:
             assert isinstance(session.namespace, NodeNamespace)
             self._read_ahead(session.namespace, self.protected_keys(session.namespace, session.name), session.tenant)
@@ -280,7 +288,7 @@ class SessionHints:
     # ---- inside the lock
     @property
     def _last_tier(self) -> Tier:
-        return Tier.NVME if self._residency.node_volumes else Tier.DRAM
+        return Tier.DRAM if self._residency.arena_evictor.is_last_tier else Tier.NVME
 
     def _holders(self) -> list[TenantAccount]:
         """Return tenants with blocks in the last tier: at most two, since more make no difference."""
@@ -290,8 +298,8 @@ class SessionHints:
 
     def _limits(self, namespace: NodeNamespace, holders: Sequence[TenantAccount]) -> Limits:
         residency, tier, account = self._residency, self._last_tier, namespace.account
-        on_volumes = sum(node_volume.volume.usage().capacity_bytes for node_volume in residency.node_volumes)
-        capacity = on_volumes if residency.node_volumes else residency.dram.usage().capacity_bytes
+        volumes = [residency.dram] if tier is Tier.DRAM else [one.volume for one in residency.node_volumes]
+        capacity = sum(volume.usage().capacity_bytes for volume in volumes)
         quota = account.share.of(tier) if account is not None else None
         is_alone = account is not None and all(one is account for one in holders)
         share = max(self._share, PROTECTED_PART) if is_alone else self._share
@@ -299,7 +307,7 @@ class SessionHints:
         return Limits(int(share * (capacity if quota is None else min(capacity, quota))), of_all)
 
     def _slot_bytes(self, namespace: NodeNamespace) -> int:
-        return namespace.slot_bytes if self._residency.node_volumes else round_up(namespace.shape.block_bytes)
+        return round_up(namespace.shape.block_bytes) if self._last_tier is Tier.DRAM else namespace.slot_bytes
 
     def _held(self, namespace: NodeNamespace, keys: Iterable[BlockKey]) -> list[Block]:
         find = self._residency.blocks.get

@@ -16,7 +16,7 @@ from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.durability.volume_checks import Check, CheckState
 from kvstore.node.eviction.execution import EvictionResult, evict_down_to, evict_namespace, invalidate
 from kvstore.node.hints.session_hints import SessionHints
-from kvstore.node.rpc.hint_request import apply_hint, check_hint
+from kvstore.node.rpc.hint_request import apply_to_known
 from kvstore.node.rpc.parts import NodeParts
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
@@ -192,16 +192,12 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
     async def HintSession(self, request: pb.HintSessionRequest, context: Context) -> pb.HintSessionResponse:  # noqa: N802, ARG002
         parts, hint = self._parts, request.hint
         try:
-            check_hint(hint)
             namespace = self._namespace(request.namespace_id)
-            keys = () if namespace is None else parts.hints.protected_keys(namespace, hint.session)
-            if namespace is None or not keys:
-                return pb.HintSessionResponse()
-            result = await run_in_pool(parts.hints.worker, lambda: apply_hint(parts.hints, namespace, hint, keys))
+            result = await parts.hint_calls.run(lambda: apply_to_known(parts.hints, namespace, hint))
         except KVStoreError:
             parts.counters.add(node_metrics.HINTS_REJECTED)
             raise
-        return pb.HintSessionResponse(known=True, result=result)
+        return pb.HintSessionResponse(known=result is not None, result=result)
 
     async def CheckVolume(self, request: pb.CheckVolumeRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
         operation_id = check_id(request.operation_id, "operation_id")

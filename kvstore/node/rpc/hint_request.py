@@ -18,9 +18,8 @@ def apply_hint(
     hints: SessionHints,
     namespace: NodeNamespace,
     request: node_pb2.HintRequest,
-    keys: Sequence[BlockKey] | None = None,
     *,
-    read_ahead: bool = True,
+    read_ahead: bool,
 ) -> node_pb2.HintResponse:
     """Check a hint, and apply it.
 
@@ -28,7 +27,6 @@ def apply_hint(
         hints: of this node.
         namespace: of the session.
         request: the hint.
-        keys: of the session's chain; None: those of the request.
         read_ahead: whether the session's engine is on this host, so that blocks are read into DRAM before its next turn.
 
     Raises:
@@ -36,8 +34,27 @@ def apply_hint(
         Unsupported: an unknown kind.
         CapacityExceeded: too many sessions have hints.
     """
-    check_hint(request)
-    chain = keys_from_packed(request.keys) if keys is None else keys
+    _check(request)
+    return _apply(hints, namespace, request, keys_from_packed(request.keys), read_ahead=read_ahead)
+
+
+def apply_to_known(
+    hints: SessionHints, namespace: NodeNamespace | None, request: node_pb2.HintRequest
+) -> node_pb2.HintResponse | None:
+    """Check a hint, and apply it to the blocks that its session protects here. None: this node does not know the session.
+
+    Raises:
+        InvalidArgument: see ``apply_hint``.
+        Unsupported: see ``apply_hint``.
+    """
+    _check(request)
+    keys = () if namespace is None else hints.protected_keys(namespace, request.session)
+    return _apply(hints, namespace, request, keys, read_ahead=True) if namespace is not None and keys else None
+
+
+def _apply(
+    hints: SessionHints, namespace: NodeNamespace, request: node_pb2.HintRequest, chain: Sequence[BlockKey], *, read_ahead: bool
+) -> node_pb2.HintResponse:
     if request.kind == node_pb2.HINT_KIND_END:
         result: HintResult = hints.end(namespace, request.session, chain)
     else:
@@ -47,7 +64,7 @@ def apply_hint(
     return node_pb2.HintResponse(protected_blocks=result.protected, dropped_blocks=result.dropped)
 
 
-def check_hint(request: node_pb2.HintRequest) -> None:
+def _check(request: node_pb2.HintRequest) -> None:
     """Check the fields of a hint, without its keys.
 
     Raises:

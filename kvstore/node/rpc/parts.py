@@ -27,6 +27,7 @@ from kvstore.node.publish.health import HealthReporter
 from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.rpc.links import Links
 from kvstore.node.rpc.sessions import Sessions
+from kvstore.node.rpc.wait_threads import WaitThreads
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
@@ -52,6 +53,8 @@ class NodeParts:
     prompts: PromptWaits
     ahead: AheadReader
     hints: SessionHints
+    hint_calls: WaitThreads
+    """Applies hints, one after the other."""
     buffers: Mapping[str, BufferBudget]
     gate: AdmissionGate
     puller: Puller

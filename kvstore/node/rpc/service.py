@@ -245,7 +245,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         session = self._session(request.session_id)
         try:
             hints, namespace, near = self._parts.hints, session.namespace, not session.remote
-            return await run_in_pool(hints.worker, lambda: apply_hint(hints, namespace, request, read_ahead=near))
+            return await self._parts.hint_calls.run(lambda: apply_hint(hints, namespace, request, read_ahead=near))
         except (InvalidArgument, Unsupported, CapacityExceeded):
             self._counters.add(node_metrics.HINTS_REJECTED)
             raise

@@ -6,12 +6,17 @@ then find no thread to continue and release it, and all would wait until their d
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import CapacityExceeded
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.interceptor import TenantLimit
+
+Result = TypeVar("Result")
 
 
 class WaitThreads:
@@ -23,10 +28,12 @@ class WaitThreads:
         count: calls at once; threads are created when they are needed.
         name: of the threads, and for errors.
         counters: count refusals of tenants that are at their limit.
+        threads: number of threads, if smaller than ``count``. The other calls wait in the pool's queue, so no call may wait for
+            another one.
     """
 
-    def __init__(self, count: int, name: str, counters: Counters) -> None:
-        self.pool = ThreadPoolExecutor(count, thread_name_prefix=f"kvstore-{name}")
+    def __init__(self, count: int, name: str, counters: Counters, *, threads: int | None = None) -> None:
+        self.pool = ThreadPoolExecutor(threads or count, thread_name_prefix=f"kvstore-{name}")
         self._count = count
         self._name = name
         self._shares = TenantLimit(name, count, counters.add)
@@ -51,6 +58,23 @@ class WaitThreads:
             leave_share()
 
         return release
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run a call's work in a thread.
+
+        A cancelled call counts until its work has ended. So the queue never has more than ``count`` entries.
+
+        Raises:
+            CapacityExceeded: see ``acquire``.
+        """
+        release = self.acquire()
+        scope = CancelScope()
+        ended = asyncio.get_running_loop().run_in_executor(self.pool, scope.context().run, work)
+        ended.add_done_callback(lambda _: release())
+        try:
+            return await asyncio.shield(ended)
+        finally:
+            scope.cancel()
 
     def close(self) -> None:
         """Shut the pool down without waiting: deadlines or ``BlockTable.close`` end the calls in it."""

@@ -25,7 +25,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 STATE_MASK: Final = 0xF
 """Bits of the state in DRAM. The state of the replica on a volume is ``VOLUME_SHIFT`` bits higher."""
-_PRODUCED, _TRANSIENT, _UNWANTED = 1 << 8, 1 << 9, 1 << 10
+_PRODUCED, _TRANSIENT = 1 << 8, 1 << 9
 _DEPTH_AT, _DEPTH_MASK = 16, (1 << 32) - 1
 _ROW_AT, _ROW_MASK = 48, (1 << 32) - 1
 _PAGE_AT, _PAGE_MASK = 80, (1 << 48) - 1
@@ -84,8 +84,6 @@ class Block:
     """Stored here by an engine or a peer, so this node must make it durable. False: a copy of another node's block."""
     transient = _SettableFlag(_TRANSIENT)
     """Kept in DRAM only while it is pinned."""
-    unwanted = _SettableFlag(_UNWANTED)
-    """Its session has ended: it need not be written back (``kvstore.node.hints``)."""
 
     def __init__(self, namespace: NodeNamespace, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
         self.namespace = namespace

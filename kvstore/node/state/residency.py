@@ -72,7 +72,7 @@ class Residency:
         self.counters = counters
         self.clock = clock
         self.blocks: dict[BlockKey, Block] = {}
-        self.arena_evictor = ArenaEvictor(dram, self.blocks, dram_policy, self.is_idle, is_last_tier=not node_volumes)
+        self.arena_evictor = ArenaEvictor(dram, self.blocks, dram_policy, self.is_idle, self.node_volumes)
         self.volume_evictor = VolumeEvictor(self.blocks, make_durable_policy, self.node_volumes, clock)
         self.preparing: dict[BlockKey, SlotGrant] = {}
         """Keys that are being stored."""
@@ -218,7 +218,10 @@ class Residency:
         self.volume_evictor.add_volume(node_volume)
 
     def add_volume(self, node_volume: NodeVolume) -> None:
-        """Use an expected volume as one of this node's."""
+        """Use an expected volume as one of this node's.
+
+        If it is the first one, blocks that hints protect may leave the arena from then on: call ``restore_hinted``.
+        """
         self.node_volumes.append(node_volume)
 
     def remove_volume(self, node_volume: NodeVolume) -> None:

@@ -68,14 +68,16 @@ LOOKUP_BLOCKS: Final = group.counter("client_lookup_blocks_total", "blocks reque
 LOOKUP_HIT_BLOCKS: Final = group.counter("client_lookup_hit_blocks_total", "blocks found by answered lookups")
 READS_AHEAD: Final = group.counter("client_reads_ahead_total", "reads ahead of loads that the client started")
 READS_AHEAD_REFUSED: Final = group.counter(
-    "client_reads_ahead_refused_total", "reads ahead that the node refused, because too many were in progress"
+    "client_reads_ahead_refused_total", "reads ahead refused because too many were in progress, or cut after their last call"
 )
 PLANS_READ_AHEAD: Final = group.counter(
     "client_plans_read_ahead_total", "loads over storage links that used the plan by which their blocks were read ahead"
 )
 READS_AHEAD_FAILED: Final = group.counter("client_reads_ahead_failed_total", "reads ahead that failed")
 HINTS: Final = group.counter("client_hints_total", "hints about sessions that the client sent to the node of its host")
-HINTS_NOT_SENT: Final = group.counter("client_hints_not_sent_total", "hints not sent, because no session with the node was open")
+HINTS_NOT_SENT: Final = group.counter(
+    "client_hints_not_sent_total", "hints not sent to the node of this host: no open session, or too many hints were waiting"
+)
 HINTS_TO_OTHERS: Final = group.counter(
     "client_hints_to_other_nodes_total", "hints that other nodes with blocks of the session applied"
 )
@@ -106,7 +108,9 @@ STORES_WITHOUT_SESSION: Final = group.counter(
 LOADS_WITHOUT_SESSION: Final = group.counter(
     "client_loads_without_session_total", "loads that needed the local node and had no session with it, or found it hung"
 )
-BUGS: Final = group.counter("client_bugs_total", "calls that failed with an unexpected exception and returned misses: a bug")
+BUGS: Final = group.counter(
+    "client_bugs_total", "unexpected exceptions in calls, which return misses, and in background work: each is a bug"
+)
 CALLS_REFUSED: Final = group.counter("client_calls_refused_total", "background calls rejected because too many were running")
 CONNECT_FAILED: Final = group.counter("client_connect_failed_total", "servers that did not respond when the client connected")
 FALLBACK_BLOCKS: Final = group.counter(

@@ -167,7 +167,9 @@ HINTS_DISPLACED: Final = group.counter(
     "node_hints_displaced_total", "sessions that lost their protection to another session of their tenant, or to a smaller limit"
 )
 HINTS_EXPIRED: Final = group.counter("node_hints_expired_total", "sessions whose protection ended by its time to live")
-HINTS_REJECTED: Final = group.counter("node_hints_rejected_total", "hints rejected: invalid, or of too many sessions")
+HINTS_REJECTED: Final = group.counter(
+    "node_hints_rejected_total", "hints rejected: invalid, of too many sessions, or too many calls at once"
+)
 HINTED_READS_AHEAD: Final = group.counter("node_hinted_reads_ahead_total", "reads into DRAM shortly before an expected turn")
 HINTED_READS_FAILED: Final = group.counter("node_hinted_reads_failed_total", "failed reads of these")
 WAITS_CANCELLED: Final = group.counter(
@@ -195,6 +197,10 @@ LOAD_BEYOND_QUOTA_BLOCKS: Final = group.counter(
 )
 EVICTED_UNUSED_BLOCKS: Final = group.counter(
     "evicted_unused_blocks_total", "blocks evicted by the time to live of their namespace"
+)
+EVICTED_HINTED_BLOCKS: Final = group.counter(
+    "evicted_hinted_blocks_total",
+    "blocks evicted although a hint protected them: every span had such blocks, and another block size had no slot",
 )
 EVICTED_PINNED_BLOCKS: Final = group.counter(
     "evicted_pinned_blocks_total",
@@ -280,9 +286,6 @@ WRITE_BACK_DROPPED_BLOCKS: Final = group.counter(
 WRITE_BACK_ERRORS: Final = group.counter(
     "write_back_errors_total", "failed rounds of write-back: a full or failing disk, or an unreachable storage node"
 )
-WRITE_BACK_UNWANTED_BLOCKS: Final = group.counter(
-    "write_back_unwanted_blocks_total", "blocks not written back because a hint ended their session before"
-)
 WRITE_BACK_UNFIT_BLOCKS: Final = group.counter(
     "write_back_unfit_blocks_total", "blocks kept in DRAM only because they are larger than every volume of the node"
 )
@@ -291,7 +294,7 @@ NVME_WATCH_BUGS: Final = group.counter(
     "nvme_watch_bugs_total", "health checks of volumes that failed with an unexpected exception: a bug"
 )
 LEASE_EXPIRY_BUGS: Final = group.counter(
-    "lease_expiry_bugs_total", "rounds of the expiry of leases that failed with an unexpected exception: a bug"
+    "lease_expiry_bugs_total", "rounds of the expiry of leases and hints that failed with an unexpected exception: a bug"
 )
 RECOVERY_DOUBLES_KEPT: Final = group.counter(
     "recovery_doubles_kept_total", "blocks found on two volumes at start and kept on both"

@@ -74,7 +74,9 @@ REST:        {admin}   (changes are logged in {data}/admin.log)
 def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None, servers: int, shards: int) -> None:
     """Run a metadata server, a node with DRAM and a volume on disk, and an admin server, until Ctrl-C.
 
-    Stored blocks survive a restart with the same folder. Settings apply to all daemons.
+    Stored blocks survive a restart with the same folder. Settings apply to all daemons. Ports on 127.0.0.1: metadata 7400
+    (metrics 7401), page and REST 7470, metrics of the node 7480. A second store on this machine requires other ports (0: any
+    free one) and a --data-dir of its own.
 
     With --servers, several metadata servers share the index. With --shards, the index is in a Valkey Cluster, each shard a
     primary and a replica. It requires the program valkey-server or redis-server. A server of these that ends is started again.

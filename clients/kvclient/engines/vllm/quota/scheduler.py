@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import time
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_AHEAD = 256
 """Waiting requests that a step is chosen from."""
+_LOG_INTERVAL_S = 10.0
 
 
 class _Quota:
@@ -35,7 +37,12 @@ class _Quota:
         self.least = least
         self.most_pairs = quota_ms * 1e9 / pair_ps if quota_ms and pair_ps else math.inf
         if self.most_pairs == math.inf:
-            logger.warning("attention quota off: no kvstore_attention_pair_ps (quota_ms=%s)", quota_ms)
+            logger.warning(
+                "attention quota off: set kvstore_attention_quota_ms and kvstore_attention_pair_ps above 0"
+                " (quota_ms=%s, pair_ps=%s)",
+                quota_ms,
+                pair_ps,
+            )
 
     def tokens(self, scheduler: Scheduler) -> int:
         """Return the most tokens of the next step: one or more for each decoding request, and prompts within the quota."""
@@ -72,6 +79,7 @@ class QuotaScheduler(Scheduler):  # type: ignore[misc, unused-ignore]
         self.attention_quota = _Quota(_plain(self.vllm_config.additional_config), self.block_size)
         self.quota_cut_steps = 0
         """Steps that had fewer tokens than without the quota."""
+        self._logged_s = -math.inf
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # vLLM's
         """Schedule a step of bounded tokens."""
@@ -84,9 +92,17 @@ class QuotaScheduler(Scheduler):  # type: ignore[misc, unused-ignore]
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = usual
-        self.quota_cut_steps += output.total_num_scheduled_tokens == bound < usual
+        if output.total_num_scheduled_tokens == bound < usual:
+            self._record_cut(bound)
         return output
+
+    def _record_cut(self, bound: int) -> None:
+        """Count a step that the quota has cut, and log the count from time to time."""
+        self.quota_cut_steps += 1
+        if time.monotonic() - self._logged_s >= _LOG_INTERVAL_S:
+            self._logged_s = time.monotonic()
+            logger.info("steps cut by the attention quota (total=%d, last_bound_tokens=%d)", self.quota_cut_steps, bound)
 
 
 class AsyncQuotaScheduler(QuotaScheduler, AsyncScheduler):  # type: ignore[misc, unused-ignore]
-    """The same for ``async_scheduling``, which is vLLM's default where it can be used."""
+    """``QuotaScheduler`` for ``async_scheduling``, vLLM's default."""

@@ -69,6 +69,7 @@ class SessionHintQueue:
             return
         if len(self._waiting) >= MAX_WAITING:
             self._counters.add("hints_refused")
+            _limited.warning("hint ignored: too many requests with hints ended in one step (limit=%d)", MAX_WAITING)
             return
         if not (keys := stored_keys()):
             return
@@ -77,6 +78,8 @@ class SessionHintQueue:
 
     def clear(self) -> None:
         """Drop hints whose keys are of other weights."""
+        if self._waiting:
+            self._counters.add("hints_refused", len(self._waiting))
         self._waiting = []
 
     def take(self) -> list[HintJob]:

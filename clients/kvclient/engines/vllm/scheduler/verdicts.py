@@ -35,7 +35,7 @@ _COUNTERS = {
 
 
 @dataclass(slots=True)
-class _Expected:
+class _ExpectedLoad:
     """A load to come or under way.
 
     Attributes:
@@ -64,7 +64,7 @@ class Verdicts:
         self._asks_planner = asks_planner
         self._decisions = decisions
         self._counters = counters
-        self._loads: dict[str, _Expected] = {}
+        self._loads: dict[str, _ExpectedLoad] = {}
         """By request with a load to come or under way."""
         self._steps: deque[tuple[int, float, list[tuple[int, int]]]] = deque(maxlen=_STEPS_IN_FLIGHT)
         """Timed steps without output: number, time of the plan, tokens by request."""
@@ -109,7 +109,7 @@ class Verdicts:
         if blocks:
             sizes = bytes_by_source(segments or (), blocks, self._decisions.block_bytes)
             load_s = None if verdict is None else verdict.load_s - self._decisions.delay_s
-            self._loads[request_id] = _Expected(sizes, load_s, self._price_of(sizes, prices))
+            self._loads[request_id] = _ExpectedLoad(sizes, load_s, self._price_of(sizes, prices))
         return blocks
 
     def _price_of(self, sizes: Mapping[Hashable, int], prices: Mapping[Hashable, LinkPrice]) -> float | None:

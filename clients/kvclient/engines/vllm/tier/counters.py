@@ -18,7 +18,7 @@ COUNTERS = {
     "load_relay_path_bytes": "Bytes read over the storage links of other hosts by a load plan.",
     "requests_skipped": "Requests that were neither loaded nor stored, because they use an adapter.",
     "hints": "Hints about sessions, of requests that ended.",
-    "hints_refused": "Hints that were invalid: ignored.",
+    "hints_refused": "Hints that were invalid, or of requests whose chunks no open store keeps as a chain: ignored.",
     "labels_stored": "Labels of chunks that were stored, or stored again.",
     "labels_failed": "Labels of chunks that were not stored: routers that follow the store do not see these chunks.",
     "labels_dropped": "Runs of chunks without labels, since too many waited for them.",

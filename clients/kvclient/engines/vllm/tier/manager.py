@@ -203,15 +203,17 @@ class KVStoreTier(SecondaryTierManager):
         try:
             if (hint := request_hint(req_context)) is None:
                 return
-            for group_id, store in self.stores.items():
-                group = self._groups[group_id]
-                if group.chained:
-                    store.give_hint(hint, request.chain(group, len(request.request.block_hashes) // group.hashes))
+            chained = [group for group_id in self.stores if (group := self._groups[group_id]).chained]
+            for group in chained:
+                store = self.stores[group.group_id]
+                store.give_hint(hint, request.chain(group, len(request.request.block_hashes) // group.hashes))
         except InvalidArgument as error:
             self.counters.add("hints_refused")
             _limited.warning("hint ignored: request %s: %s", req_context.req_id, error)
         else:
-            self.counters.add("hints")
+            self.counters.add("hints" if chained else "hints_refused")
+            if not chained:
+                _limited.warning("hint ignored: request %s: no open store keeps its chunks as a chain", req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ANN401
         """Start the lookups of this step."""

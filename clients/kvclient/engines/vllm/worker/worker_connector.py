@@ -26,8 +26,11 @@ from kvclient.engines.vllm.options import RESET_GRACE_S, ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, LoadSample, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.worker.store_worker import StoreWorker
 from kvclient.load.prediction import sources_of
+from kvstore.observe.limited_log import LimitedLog
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
+
 READ_AHEAD_S = 60.0
 """Maximum time for which a prefix that was read ahead is held."""
 _TIER_COUNTERS = {Tier.DRAM: "load_dram_bytes", Tier.NVME: "load_nvme_bytes"}
@@ -237,7 +240,7 @@ class WorkerConnector:
             try:
                 lookup = job.lookups[client.spec.namespace]
                 ahead = client.read_ahead(lookup, deadline_s=READ_AHEAD_S, paths=job.paths)
-            except (KVStoreError, KeyError):  # a scheduler and a worker of different minds
+            except (KVStoreError, KeyError):  # the scheduler and this worker disagree about namespaces
                 self.counters.add("bugs")
                 _log.exception("a read ahead could not begin: the load reads the blocks itself")
                 continue
@@ -247,7 +250,12 @@ class WorkerConnector:
 
     def _send_hints(self, plan: StepPlan) -> None:
         """Pass hints to the node of this host, in the namespaces of all groups."""
-        for job in plan.hints if not self._outdated else ():
+        if self._outdated:
+            if plan.hints:
+                self.counters.add("hints_refused", len(plan.hints))
+                _limited.warning("hints not sent: their keys are of the old weights")
+            return
+        for job in plan.hints:
             hint = job.hint
             for part, client in enumerate(self.clients):
                 keys = NamespaceKeyMask(plan.chain, client.spec.namespace).keys(self._group_blocks.page_keys(part, job.keys))
@@ -255,7 +263,7 @@ class WorkerConnector:
                     client.hints.give(hint, keys)
                 except KVStoreError as error:  # such as a chain of too many blocks
                     self.counters.add("hints_refused")
-                    _log.warning("hint not sent: session %s: %s", hint.session, error)
+                    _limited.warning("hint not sent: session %s: %s", hint.session, error)
 
     def _end_ahead(self, request_id: str) -> None:
         """Release what was read ahead for a request."""

@@ -1,0 +1,75 @@
+"""Hints on their way: to nodes that ended the session, to a node that does not answer, and after a bug in the thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from client_fakes import FakeMetadata, FakeNode
+
+from kvclient import CacheSpec, KVClient
+from kvclient.nodes.chain_nodes import ChainNodes
+from kvclient.nodes.hints import MAX_WAITING
+from support.chains import token_chain
+from support.wait import wait_until
+
+MakeClient = Callable[..., KVClient]
+
+
+def test_hint_after_idle_session_is_sent_again(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_node: Callable[..., FakeNode], make_client: MakeClient
+) -> None:
+    far, client, keys = make_node("far"), make_client(near), token_chain(spec, 4)
+    metadata.runs = [(0, 4, far)]
+    assert client.lookup(keys).hit_blocks == 4
+    for turn in (1, 2):
+        client.hints.keep("chat", keys)
+        wait_until(lambda: client.stats().get("client_hints_to_other_nodes_total", 0) == turn)  # noqa: B023  # ends in this turn
+        far.sessions.clear()  # idle for a minute
+    assert far.names().count("OpenSession") == 2
+    assert far.names().count("Hint") == 3
+    assert client.stats().get("client_hints_failed_total", 0) == 0
+    assert near.names().count("Hint") == 2
+
+
+def test_hint_to_node_that_refuses_is_sent_twice(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_node: Callable[..., FakeNode], make_client: MakeClient
+) -> None:
+    far, client, keys = make_node("far"), make_client(near), token_chain(spec, 4)
+    metadata.runs = [(0, 4, far)]
+    assert client.lookup(keys).hit_blocks == 4
+    far.forgets_sessions = True
+    client.hints.keep("chat", keys)
+    wait_until(lambda: client.stats().get("client_hints_failed_total", 0) == 1)
+    assert far.names().count("Hint") == 2
+
+
+def test_hints_waiting_for_the_node_are_bounded(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, keys, answers = make_client(near, lookup_deadline_s=60.0), token_chain(spec, 4), threading.Event()
+    near.hint_script = lambda _: answers.wait(30) and None
+    try:
+        assert all(client.hints.keep("chat", keys) for _ in range(MAX_WAITING))
+        assert not any(client.hints.keep("chat", keys) for _ in range(3))
+        assert client.stats()["client_hints_not_sent_total"] == 3
+        assert caplog.text.count("hint not sent: too many are waiting") == 1
+    finally:
+        answers.set()
+    wait_until(lambda: client.hints.keep("chat", keys))
+
+
+def test_hint_thread_that_fails_is_counted(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, keys = make_client(near), token_chain(spec, 4)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(ChainNodes, "of", broken)
+    for _ in range(2):
+        assert client.hints.keep("chat", keys)
+    wait_until(lambda: client.stats().get("client_bugs_total", 0) == 2, "the thread goes on")
+    assert "RuntimeError: a bug" in caplog.text
