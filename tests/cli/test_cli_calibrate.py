@@ -40,10 +40,14 @@ class _Engine(BaseHTTPRequestHandler):
         answer = {"huge": b"[" * (2 * MOST_BYTES), "nested": b"[" * 100_000, "no_json": b"\xff\x00", "list": b"[1]"}.get(
             mode, answer
         )
-        if mode == "gone":
+        if mode == "repeats":  # the key crosses the end of the shown text
+            answer = b"x" * 180 + b"wrong key: " + self.headers["Authorization"].encode()
+        if mode == "garbage":
+            self.wfile.write(b"no HTTP, but " + self.headers["Authorization"].encode() + b"\r\n")
+        if mode in ("gone", "garbage"):
             self.close_connection = True
             return
-        self.send_response({"error": 500, "redirect": 307}.get(mode, 200))
+        self.send_response({"error": 500, "repeats": 401, "redirect": 307}.get(mode, 200))
         if mode == "good":
             self.server.keys.append(self.headers["Authorization"])
         if mode == "redirect":
@@ -142,6 +146,16 @@ def test_calibrate_key_not_for_http_is_not_shown(key: str) -> None:
     assert "a character that HTTP does not allow; correct --api-key" in " ".join(shown.output.split())
     assert "secr" not in shown.output
     assert server.prompts == []
+
+
+@pytest.mark.parametrize("mode", ["repeats", "garbage"])
+def test_calibrate_key_repeated_by_engine_is_not_shown(mode: str) -> None:
+    with engine(mode) as (server, url):
+        shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST, "--api-key", 'se"cret'])
+    assert shown.exit_code == 1
+    assert "Bearer" in shown.output
+    assert "se" + '"' not in shown.output.replace("\\", "")
+    assert len(server.prompts) == 1
 
 
 def test_calibrate_key_with_line_end_is_sent_without_it() -> None:

@@ -96,6 +96,13 @@ def _header_value(key: str | None) -> str | None:
     return key or None
 
 
+def _without_key(said: str, key: str | None) -> str:
+    """Hide the API key in text of an engine: some engines repeat a key that they reject."""
+    for form in (key, json.dumps(key)[1:-1]) if key else ():
+        said = said.replace(form, "[API key]")
+    return said
+
+
 def _sample(answer: object, length: int, seconds: float) -> StepSample:
     """Use the token counts of the engine if they can be true: a part of the prompt was cached, or a few tokens were added."""
     tokens, cached = length, 0
@@ -148,13 +155,15 @@ def _post(url: str, body: object, key: str | None, limit_s: float) -> object:
     except (OSError, http.client.HTTPException, ValueError) as error:
         if too_late.is_set() or isinstance(error, TimeoutError):
             raise Unavailable(f"the engine at {host} did not answer within {limit_s:.1f} s") from error
-        raise Unavailable(f"the request to the engine at {host} failed: {type(error).__name__}: {error}") from error
+        said = _without_key(str(error), key)
+        raise Unavailable(f"the request to the engine at {host} failed: {type(error).__name__}: {said}") from error
     finally:
         if watchdog is not None:
             watchdog.cancel()
         connection.close()
     if status != http.HTTPStatus.OK:
-        raise Unavailable(f"the engine at {host} answered with status {status}: {data[:200].decode(errors='replace')!r}")
+        said = _without_key(data.decode(errors="replace"), key)
+        raise Unavailable(f"the engine at {host} answered with status {status}: {said[:200]!r}")
     if len(data) > MOST_BYTES:
         raise Unavailable(f"the engine at {host} answered with more than {MOST_BYTES} bytes")
     try:
