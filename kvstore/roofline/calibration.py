@@ -6,15 +6,15 @@ Pairs of a new token and an earlier one are the work of attention: tokens * cont
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvstore.core.errors import InvalidArgument
+from kvstore.recompute.fit import fit as relative_fit
+from kvstore.recompute.prefill_estimate import pairs
 
 ALPHA_S = 3.0
 BETA_S = 5.0
@@ -23,6 +23,8 @@ longer than beta is overloaded."""
 MOST_SAMPLES = 100_000
 MOST_TOKENS = 1 << 24
 _LEAST_SAMPLES = 4
+_RIDGE = 1e-9
+"""Just enough that samples which cannot tell two constants apart have a fit."""
 
 
 class StepSample(NamedTuple):
@@ -57,16 +59,11 @@ class StepTimes:
 
     def seconds(self, tokens: int, context: int) -> float:
         """Return the seconds of a pass over one request."""
-        return self.fixed_s + self.token_s * tokens + self.pair_s * pairs(tokens, context)
+        return self.fixed_s + self.token_s * tokens + self.pair_s * pairs(context, tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, as ``step_times`` reads them."""
         return asdict(self)
-
-
-def pairs(tokens: int, context: int) -> float:
-    """Return the pairs of a new token and itself or an earlier one."""
-    return float(tokens) * context + tokens * (tokens + 1) / 2
 
 
 def step_times(data: object) -> StepTimes:
@@ -113,26 +110,15 @@ def fit(samples: Sequence[StepSample]) -> StepTimes:
         by_work.setdefault((sample.tokens, sample.context), []).append(sample.seconds)
     if len(by_work) < _LEAST_SAMPLES:
         raise InvalidArgument(
-            f"a fit requires samples of at least {_LEAST_SAMPLES} different sizes; measure more lengths", sizes=len(by_work)
+            f"a fit requires samples of at least {_LEAST_SAMPLES} different sizes; measure more lengths, or raise the limits of"
+            " tokens and time (--most-tokens, --limit)",
+            sizes=len(by_work),
         )
-    seconds = np.array([float(np.median(found)) for found in by_work.values()])
-    work = np.array([(1.0, tokens, pairs(tokens, context)) for tokens, context in by_work])
-    relative = work / seconds[:, None]
-    scale = relative.max(axis=0)
-    best, least = np.zeros(3), math.inf
-    # three constants: the best of all fits with some of them zero is the best fit without negative ones
-    for count in (3, 2, 1):
-        for columns in itertools.combinations(range(3), count):
-            found, *_ = np.linalg.lstsq(relative[:, columns] / scale[list(columns)], np.ones(len(seconds)), rcond=None)
-            if (found < 0).any():
-                continue
-            constants = np.zeros(3)
-            constants[list(columns)] = found / scale[list(columns)]
-            error = float(((relative @ constants - 1) ** 2).sum())
-            if error < least - 1e-12:
-                best, least = constants, error
-    fixed_s, token_s, pair_s = (float(value) for value in best)
-    return StepTimes(fixed_s, token_s, pair_s, float(np.median(np.abs(relative @ best - 1))))
+    samples = [StepSample(*size, median(found)) for size, found in by_work.items()]
+    rows = [(1 / taken, tokens / taken, pairs(context, tokens) / taken) for tokens, context, taken in samples]
+    fixed_s, token_s, pair_s = relative_fit(rows, [1.0] * len(rows), [_RIDGE] * 3, rounds=1)
+    times = StepTimes(fixed_s, token_s, pair_s)
+    return replace(times, error=median(abs(times.seconds(tokens, context) / taken - 1) for tokens, context, taken in samples))
 
 
 def limits_of(times: StepTimes, prompt: int, cached: int, read_bytes_s: float, token_bytes: float) -> tuple[int, int]:
