@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvstore.observe.program_version import program_version
 from kvstore.replay.engine import ReplayTotals
-from kvstore.replay.report import version
 from kvstore.stress.plan import OperationKind, StressPlan
 
 _WIDTH: Final = math.log(1.02)
@@ -193,7 +193,7 @@ class StressResult:
             "limit": {"kind": self.limit_kind, "bytes_per_s": round(self.limit_bytes_per_s)},
             "wrong_bytes": self.warm.wrong_bytes,
             "removed_blocks": self.removed_blocks,
-            **version(),
+            **program_version(),
         }
 
 
