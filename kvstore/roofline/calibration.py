@@ -55,7 +55,7 @@ class StepTimes:
 
     def __post_init__(self) -> None:
         if not all(0 <= value < math.inf for value in (self.fixed_s, self.token_s, self.pair_s, self.error)):
-            raise InvalidArgument("step times are finite and not negative", **asdict(self))
+            raise InvalidArgument("step times must be finite and not negative", **asdict(self))
 
     def seconds(self, tokens: int, context: int) -> float:
         """Return the seconds of a pass over one request."""
@@ -73,10 +73,10 @@ def step_times(data: object) -> StepTimes:
         InvalidArgument: names or values are not those of step times.
     """
     if not isinstance(data, dict) or not {"fixed_s", "token_s", "pair_s"} <= data.keys():
-        raise InvalidArgument("a calibration has fixed_s, token_s and pair_s")
+        raise InvalidArgument("a calibration must have fixed_s, token_s and pair_s")
     values = {name: data.get(name, 0.0) for name in ("fixed_s", "token_s", "pair_s", "error")}
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values()):
-        raise InvalidArgument("the values of a calibration are numbers")
+        raise InvalidArgument("the values of a calibration must be numbers")
     return StepTimes(**values)
 
 
@@ -89,7 +89,7 @@ def checked(tokens: object, context: object, seconds: object) -> StepSample:
     try:
         sample = StepSample(int(str(tokens)), int(str(context)), float(str(seconds)))
     except ValueError as error:
-        raise InvalidArgument("a sample is tokens, context and seconds", tokens=str(tokens)[:40]) from error
+        raise InvalidArgument("a sample must be tokens, context and seconds", tokens=str(tokens)[:40]) from error
     if not (1 <= sample.tokens <= MOST_TOKENS and 0 <= sample.context <= MOST_TOKENS and 0 < sample.seconds < 86_400):
         raise InvalidArgument("sample out of bounds", tokens=sample.tokens, context=sample.context, seconds=sample.seconds)
     return sample
@@ -135,7 +135,7 @@ def limits_of(times: StepTimes, prompt: int, cached: int, read_bytes_s: float, t
         InvalidArgument: a value is out of bounds.
     """
     if not (0 <= cached < prompt <= MOST_TOKENS) or not (0 < read_bytes_s < math.inf and 0 < token_bytes < math.inf):
-        raise InvalidArgument("cached is less than the prompt, and rates are above zero", prompt=prompt, cached=cached)
+        raise InvalidArgument("cached must be less than the prompt, and rates must be above zero", prompt=prompt, cached=cached)
     each = times.seconds(prompt - cached, cached)
     if not each > 0:
         raise InvalidArgument("the fitted engine computes in no time; measure longer prompts")

@@ -122,7 +122,7 @@ def _described(source: Path | None, options: dict[str, object]) -> ClusterDescri
         try:
             read = yaml.safe_load(source.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise InvalidArgument(f"{source} is no YAML file: {error}") from error
+            raise InvalidArgument(f"{source} is not valid YAML: {error}") from error
         if read is not None and not isinstance(read, dict):
             raise InvalidArgument(f"{source} must have one setting per line, such as 'nodes: 4'")
         given = read or {}
