@@ -27,7 +27,7 @@ from typing import Literal, cast
 
 from harness import REPOSITORY, Figure, Options, Reference, Target, options
 from kvstore.core.types import BlockKey
-from kvstore.node.hints.ledger import HintLedger, Limits, Released, SessionHint, unshared_end
+from kvstore.node.hints.ledger import ChainEnd, HintLedger, Limits, Released, SessionHint
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.workload.bounds import ChainIds, best_hits
 from kvstore.workload.chains import ChainTable
@@ -137,7 +137,8 @@ class Replay:
         self._store(namespace, keys, hit)
         if self._hint is None:
             return
-        self._restore(self._ledger.expire(turn.at_s)[1])
+        for session in self._ledger.over(turn.at_s):
+            self._restore(self._ledger.release(session))
         hint = self._hint(turn, tenant, keys)
         if hint is not None:
             more = True
@@ -147,7 +148,7 @@ class Replay:
         else:
             self._restore(self._ledger.end(namespace, turn.session)[1])
             children = {key: self._policy.children(key) for key in keys if key in self._held}
-            self._policy.demote(unshared_end(keys, children, namespace.hinted))
+            self._policy.demote(ChainEnd().take(keys, children, namespace.hinted))
 
     def _store(self, namespace: Namespace, keys: Sequence[BlockKey], hit: int) -> None:
         own, new, held = frozenset(keys), keys[hit:], self._held

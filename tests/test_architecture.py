@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "process": {"core"},
     "dualpath": {"core"},
     "recompute": {"core"},
-    "roofline": {"core"},
+    "roofline": {"core", "recompute"},
     "index": LEAVES,
     "tiers": LEAVES,
     "transport": LEAVES,

@@ -132,7 +132,7 @@ class Commands:
             return await node(node.stub.HintSession, pb.HintSessionRequest(namespace_id=namespace_id, hint=hint))
 
         alive = [status for status in (await self._rpc.nodes()).values() if status.alive and status.node.volumes]
-        asked = await self._rpc.ask_nodes(alive, ask, changes=True)
+        asked = await self._rpc.change_nodes(alive, ask)
         known = {node_id: answer.result for node_id, answer in asked.answers.items() if answer.known}
         if not known and asked.failed:
             raise next(iter(asked.failed.values()))

@@ -135,16 +135,9 @@ def node_process(found: pb.DescribeNodeResponse) -> models.NodeProcess:
         staging=[_shown(models.Staging, one) for one in found.staging],
         traffic_cap_bytes_per_s=found.cap_bytes_per_s if found.HasField("cap_bytes_per_s") else None,
         io_engines=list(found.io_engines),
-        hints_off=_is_zero(found, "node.hint_share"),
         hinted_sessions=sum(one.sessions for one in found.hints),
         hinted_bytes=sum(one.protected_bytes for one in found.hints),
-        read_ahead_off=_is_zero(found, "node.read_ahead"),
     )
-
-
-def _is_zero(found: pb.DescribeNodeResponse, key: str) -> bool:
-    """Whether a node reports a setting as zero, such as ``0``, ``0.0`` or ``0B``."""
-    return any(one.key == key and one.value.strip("0.B") == "" for one in found.settings if one.value)
 
 
 def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str, int]) -> models.Activity:

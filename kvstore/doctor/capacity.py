@@ -72,8 +72,8 @@ def _index(memory: Section, wanted: Wanted) -> Iterator[Finding]:
     nvme = sum(volume.capacity_bytes for volume in wanted.volumes)
     blocks = most_blocks(wanted.dram_bytes, nvme, wanted.block_bytes)
     index = index_memory(wanted.dram_bytes, nvme, wanted.block_bytes)
-    by_block = f"{blocks:,} blocks of {show_size(wanted.block_bytes)}, {NODE_BYTES_PER_BLOCK:,} bytes each"
-    reckoned = f"{show_size(NODE_BASE_BYTES)}, and {by_block}"
+    by_block = f"{NODE_BYTES_PER_BLOCK:,} bytes for each of {blocks:,} blocks of {show_size(wanted.block_bytes)}"
+    reckoned = f"{show_size(NODE_BASE_BYTES)} plus {by_block}"
     if wanted.dram_bytes <= total < wanted.dram_bytes + index:
         what = (
             f"arena and index of a full node take {show_size(wanted.dram_bytes + index)} of {show_size(total)}: the kernel may"

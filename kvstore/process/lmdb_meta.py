@@ -33,7 +33,7 @@ _BIG_DATA: Final = 0x01
 _NO_PAGE: Final = (1 << 64) - 1
 _MAX_DEPTH: Final = 32
 _MAX_LOOKS: Final = 1_000
-"""A file that another process writes is looked at so often: each look takes less time than a commit."""
+"""Most attempts while another process keeps changing the meta page. An attempt is shorter than a commit, so few are needed."""
 
 
 class LmdbMeta(NamedTuple):

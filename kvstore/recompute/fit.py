@@ -14,20 +14,21 @@ CLOSE = 0.1
 """Relative error above which a sample gets less weight."""
 
 
-def fit(rows: Sequence[Sequence[float]], weights: Sequence[float], ridge: Sequence[float]) -> list[float]:
+def fit(rows: Sequence[Sequence[float]], weights: Sequence[float], ridge: Sequence[float], rounds: int = ROUNDS) -> list[float]:
     """Return coefficients ``c >= 0`` for which the sum of ``c * row`` is close to 1 in each row.
 
     Args:
         rows: the features of each sample, divided by its measured value; at least one row.
         weights: importance of each row.
         ridge: by feature: cost of its part of the sum. If samples cannot tell features apart, cheap ones explain them.
+        rounds: 1: all samples keep their weight.
     """
     width = len(ridge)
     scale = [sum(row[at] for row in rows) / len(rows) or 1.0 for at in range(width)]
     scaled = [[row[at] / scale[at] for at in range(width)] for row in rows]
     found = [0.0] * width
     robust = list(weights)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         found = _solve(scaled, robust, ridge)
         errors = [abs(sum(map(float.__mul__, found, row)) - 1.0) for row in scaled]
         robust = [weight * min(1.0, CLOSE / max(error, CLOSE)) for weight, error in zip(weights, errors, strict=True)]

@@ -1,6 +1,7 @@
 """The time in which an engine computes a prompt, estimated from its measured steps.
 
-A step costs a fixed time, a time per token, and a time per pair of tokens that attention compares. Only samples say how much.
+A step costs a fixed time, a time per token, and a time per pair of tokens that attention compares. All three are fitted to
+measured steps.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ computation overlap, it is smallest where both take equally long, which a bisect
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -18,7 +18,7 @@ from itertools import accumulate
 MARGIN = 0.02
 """A load that takes longer by this share is still preferred: it leaves the engine to other requests."""
 LEAST_GAIN_S = 0.005
-"""So is one that takes longer by less than this: predictions of milliseconds are not that exact."""
+"""A load that takes longer by less than this is still preferred: predictions are not exact to milliseconds."""
 DEADLINE_SHARE = 0.8
 """Share of its deadline that a load may be predicted to take."""
 
@@ -43,8 +43,6 @@ class Overlap(StrEnum):
     """Nothing: the rest of the prompt is computed after the load."""
     LAYERS = "layers"
     """The rest of the prompt: each layer is computed once it is loaded."""
-    HEAD = "head"
-    """The first blocks, while later ones are read. vLLM's connector interface does not allow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +95,11 @@ class FoundPrefix:
         """Number of found blocks."""
         return self._ends[-1] if self._ends else 0
 
-    def load_seconds(self, stop: int, start: int = 0) -> float:
-        """Return the time of a load of blocks ``[start, stop)``: sources add up, the largest fixed cost counts once."""
-        if start <= 0:
-            return self._first_seconds(stop)
-        fixed_s = total_s = 0.0
-        at = 0
-        for piece in self.pieces:
-            count = min(stop, at + piece.blocks) - max(start, at)
-            if count > 0:
-                fixed_s = max(fixed_s, piece.fixed_s)
-                total_s += count * piece.block_s
-            at += piece.blocks
-        return fixed_s + total_s
-
-    def _first_seconds(self, stop: int) -> float:
-        whole = bisect_right(self._ends, stop)
+    def load_seconds(self, blocks: int) -> float:
+        """Return the time of a load of the first blocks: sources add up, the largest fixed cost counts once."""
+        whole = bisect_right(self._ends, blocks)
         fixed_s, total_s = self._costs[whole]
-        more = stop - (self._ends[whole - 1] if whole else 0)
+        more = blocks - (self._ends[whole - 1] if whole else 0)
         if more > 0 and whole < len(self.pieces):
             piece = self.pieces[whole]
             fixed_s, total_s = max(fixed_s, piece.fixed_s), total_s + more * piece.block_s
@@ -127,12 +112,11 @@ class LoadVerdict:
 
     Attributes:
         choice: the decision.
-        blocks: blocks to load or, with a computed ``head``, the end of those to load.
+        blocks: blocks to load.
         seconds: predicted time until the prompt is complete.
         load_s: predicted time of the load within it.
         load_all_s: predicted time if everything is loaded.
         compute_s: predicted time if nothing is loaded.
-        head: blocks that are computed while the others are read.
     """
 
     choice: Choice
@@ -141,7 +125,6 @@ class LoadVerdict:
     load_s: float
     load_all_s: float
     compute_s: float
-    head: int = 0
 
 
 Compute = Callable[[int, int], float]
@@ -167,24 +150,20 @@ def judge(
     """
     blocks = prompt.blocks
     longest = bisect_left(range(1, blocks + 1), True, key=lambda k: prompt.load_seconds(k) > deadline_s * DEADLINE_SHARE)
-    ends = _ends(prompt, longest)
     price = partial(_price, prompt, compute, overlap)
-    candidates = [(k, 0) for k in ends]
+    candidates = _ends(prompt, longest)
     if overlap is Overlap.LAYERS:
         meet = bisect_left(range(longest + 1), True, key=lambda k: prompt.load_seconds(k) >= _rest(prompt, compute, k))
-        candidates += [(k, 0) for k in (meet - 1, meet) if 0 < k <= longest]
-    elif overlap is Overlap.HEAD:
-        candidates += [(k, head) for k in ends for head in _heads(prompt, compute, k)]
-    allowed = [(k, head) for k, head in candidates if k - head >= max(1, least_blocks)]
+        candidates += [k for k in (meet - 1, meet) if 0 < k <= longest]
+    allowed = [k for k in candidates if k >= max(1, least_blocks)]
     compute_s = compute(prompt.cached, prompt.tokens - prompt.cached)
-    priced = [(price(k, head), -k, head) for k, head in allowed] + [(compute_s, 0, 0)]
-    seconds, negative, head = min(priced)
-    whole_s = price(blocks, 0) if blocks else compute_s
-    if (blocks, 0) in allowed and whole_s <= seconds + max(seconds * MARGIN, LEAST_GAIN_S):
-        seconds, negative, head = whole_s, -blocks, 0
+    seconds, negative = min([(price(k), -k) for k in allowed] + [(compute_s, 0)])
+    whole_s = price(blocks) if blocks else compute_s
+    if blocks in allowed and whole_s <= seconds + max(seconds * MARGIN, LEAST_GAIN_S):
+        seconds, negative = whole_s, -blocks
     k = -negative
-    choice = Choice.COMPUTE if not k else Choice.LOAD if k == blocks and not head else Choice.CUT
-    return LoadVerdict(choice, k, seconds, prompt.load_seconds(k, head), whole_s, compute_s, head)
+    choice = Choice.COMPUTE if not k else Choice.LOAD if k == blocks else Choice.CUT
+    return LoadVerdict(choice, k, seconds, prompt.load_seconds(k), whole_s, compute_s)
 
 
 def _ends(prompt: FoundPrefix, longest: int) -> list[int]:
@@ -196,25 +175,13 @@ def _ends(prompt: FoundPrefix, longest: int) -> list[int]:
     return sorted({end for end in ends if end})
 
 
-def _heads(prompt: FoundPrefix, compute: Compute, k: int) -> Iterable[int]:
-    """Return the heads for which computing them and reading the blocks up to ``k`` take about equally long."""
-    meet = bisect_left(range(k), True, key=lambda head: _head_seconds(prompt, compute, head) >= prompt.load_seconds(k, head))
-    return (head for head in (meet - 1, meet) if 0 < head < k)
-
-
-def _head_seconds(prompt: FoundPrefix, compute: Compute, head: int) -> float:
-    return compute(prompt.cached, head * prompt.block_tokens) if head else 0.0
-
-
 def _rest(prompt: FoundPrefix, compute: Compute, k: int) -> float:
     """Return the time of computing what ``k`` loaded blocks leave."""
     cached = prompt.cached + k * prompt.block_tokens
     return compute(cached, prompt.tokens - cached)
 
 
-def _price(prompt: FoundPrefix, compute: Compute, overlap: Overlap, k: int, head: int) -> float:
-    """Return the time until a prompt is complete of which blocks ``[head, k)`` are loaded."""
-    load_s, rest_s = prompt.load_seconds(k, head), _rest(prompt, compute, k)
-    if overlap is Overlap.LAYERS:
-        return max(load_s, rest_s)
-    return max(load_s, _head_seconds(prompt, compute, head)) + rest_s
+def _price(prompt: FoundPrefix, compute: Compute, overlap: Overlap, k: int) -> float:
+    """Return the time until the prompt is complete if its first ``k`` blocks are loaded."""
+    load_s, rest_s = prompt.load_seconds(k), _rest(prompt, compute, k)
+    return max(load_s, rest_s) if overlap is Overlap.LAYERS else load_s + rest_s

@@ -15,9 +15,10 @@ from kvclient.options import ClientOptions
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.observe.program_version import program_version
 from kvstore.replay.engine import ReplayTotals, RequestRunner
 from kvstore.replay.progress import Report, silent
-from kvstore.replay.report import tally_json, version
+from kvstore.replay.report import tally_json
 from kvstore.workload.chains import BlockKeys
 from kvstore.workload.generator import PROFILES, AgentWorkload
 
@@ -132,7 +133,7 @@ class DemoResult:
             "sessions": self.plan.sessions,
             "servers": self.plan.servers,
             "shards": self.plan.shards,
-            **version(),
+            **program_version(),
         }
 
 

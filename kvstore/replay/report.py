@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import kvstore
 from kvstore.replay.engine import ReplayTotals
 
 PERCENTILES = (50, 90, 99)
@@ -51,28 +48,6 @@ def tally_json(tally: ReplayTotals, seconds: float) -> dict[str, Any]:
         "stores_skipped": tally.store_outcomes["skipped"],
         "errors": dict(tally.errors),
     }
-
-
-def version() -> dict[str, str | None]:
-    """Version of the package, and the commit of a checkout."""
-    return {"version": kvstore.__version__, "commit": _commit()}
-
-
-def _commit() -> str | None:
-    folder = Path(kvstore.__file__).resolve().parent.parent
-    if not (folder / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 def print_summary(title: str, rows: Mapping[str, str], console: Console) -> None:

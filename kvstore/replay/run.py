@@ -12,11 +12,12 @@ from kvclient import KVClient
 from kvclient.options import ClientOptions
 from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.observe.program_version import program_version
 from kvstore.replay.capacity import StoreCapacity
 from kvstore.replay.engine import ReplayTotals, RequestRunner
 from kvstore.replay.plan import Workload
 from kvstore.replay.progress import Report, silent
-from kvstore.replay.report import show_bytes, tally_json, tally_rows, version
+from kvstore.replay.report import show_bytes, tally_json, tally_rows
 from kvstore.workload.bounds import HitCount, best_hits
 
 NODE_ID = "replay"
@@ -65,7 +66,7 @@ class ReplayResult:
             "unbounded_hit_ratio": workload.unbounded.ratio,
             "belady_hit_blocks": None if self.best is None else self.best.hit_blocks,
             "belady_hit_ratio": None if self.best is None else self.best.ratio,
-            **version(),
+            **program_version(),
         }
 
 

@@ -6,15 +6,15 @@ Pairs of a new token and an earlier one are the work of attention: tokens * cont
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvstore.core.errors import InvalidArgument
+from kvstore.recompute.fit import fit as relative_fit
+from kvstore.recompute.prefill_estimate import pairs
 
 ALPHA_S = 3.0
 BETA_S = 5.0
@@ -23,6 +23,8 @@ longer than beta is overloaded."""
 MOST_SAMPLES = 100_000
 MOST_TOKENS = 1 << 24
 _LEAST_SAMPLES = 4
+_RIDGE = 1e-9
+"""Just enough that samples which cannot tell two constants apart have a fit."""
 
 
 class StepSample(NamedTuple):
@@ -53,20 +55,15 @@ class StepTimes:
 
     def __post_init__(self) -> None:
         if not all(0 <= value < math.inf for value in (self.fixed_s, self.token_s, self.pair_s, self.error)):
-            raise InvalidArgument("step times are finite and not negative", **asdict(self))
+            raise InvalidArgument("step times must be finite and not negative", **asdict(self))
 
     def seconds(self, tokens: int, context: int) -> float:
         """Return the seconds of a pass over one request."""
-        return self.fixed_s + self.token_s * tokens + self.pair_s * pairs(tokens, context)
+        return self.fixed_s + self.token_s * tokens + self.pair_s * pairs(context, tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, as ``step_times`` reads them."""
         return asdict(self)
-
-
-def pairs(tokens: int, context: int) -> float:
-    """Return the pairs of a new token and itself or an earlier one."""
-    return float(tokens) * context + tokens * (tokens + 1) / 2
 
 
 def step_times(data: object) -> StepTimes:
@@ -76,10 +73,10 @@ def step_times(data: object) -> StepTimes:
         InvalidArgument: names or values are not those of step times.
     """
     if not isinstance(data, dict) or not {"fixed_s", "token_s", "pair_s"} <= data.keys():
-        raise InvalidArgument("a calibration has fixed_s, token_s and pair_s")
+        raise InvalidArgument("a calibration must have fixed_s, token_s and pair_s")
     values = {name: data.get(name, 0.0) for name in ("fixed_s", "token_s", "pair_s", "error")}
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values()):
-        raise InvalidArgument("the values of a calibration are numbers")
+        raise InvalidArgument("the values of a calibration must be numbers")
     return StepTimes(**values)
 
 
@@ -92,7 +89,7 @@ def checked(tokens: object, context: object, seconds: object) -> StepSample:
     try:
         sample = StepSample(int(str(tokens)), int(str(context)), float(str(seconds)))
     except ValueError as error:
-        raise InvalidArgument("a sample is tokens, context and seconds", tokens=str(tokens)[:40]) from error
+        raise InvalidArgument("a sample must be tokens, context and seconds", tokens=str(tokens)[:40]) from error
     if not (1 <= sample.tokens <= MOST_TOKENS and 0 <= sample.context <= MOST_TOKENS and 0 < sample.seconds < 86_400):
         raise InvalidArgument("sample out of bounds", tokens=sample.tokens, context=sample.context, seconds=sample.seconds)
     return sample
@@ -113,26 +110,15 @@ def fit(samples: Sequence[StepSample]) -> StepTimes:
         by_work.setdefault((sample.tokens, sample.context), []).append(sample.seconds)
     if len(by_work) < _LEAST_SAMPLES:
         raise InvalidArgument(
-            f"a fit requires samples of at least {_LEAST_SAMPLES} different sizes; measure more lengths", sizes=len(by_work)
+            f"a fit requires samples of at least {_LEAST_SAMPLES} different sizes; measure more lengths, or raise the limits of"
+            " tokens and time (--most-tokens, --limit)",
+            sizes=len(by_work),
         )
-    seconds = np.array([float(np.median(found)) for found in by_work.values()])
-    work = np.array([(1.0, tokens, pairs(tokens, context)) for tokens, context in by_work])
-    relative = work / seconds[:, None]
-    scale = relative.max(axis=0)
-    best, least = np.zeros(3), math.inf
-    # three constants: the best of all fits with some of them zero is the best fit without negative ones
-    for count in (3, 2, 1):
-        for columns in itertools.combinations(range(3), count):
-            found, *_ = np.linalg.lstsq(relative[:, columns] / scale[list(columns)], np.ones(len(seconds)), rcond=None)
-            if (found < 0).any():
-                continue
-            constants = np.zeros(3)
-            constants[list(columns)] = found / scale[list(columns)]
-            error = float(((relative @ constants - 1) ** 2).sum())
-            if error < least - 1e-12:
-                best, least = constants, error
-    fixed_s, token_s, pair_s = (float(value) for value in best)
-    return StepTimes(fixed_s, token_s, pair_s, float(np.median(np.abs(relative @ best - 1))))
+    samples = [StepSample(*size, median(found)) for size, found in by_work.items()]
+    rows = [(1 / taken, tokens / taken, pairs(context, tokens) / taken) for tokens, context, taken in samples]
+    fixed_s, token_s, pair_s = relative_fit(rows, [1.0] * len(rows), [_RIDGE] * 3, rounds=1)
+    times = StepTimes(fixed_s, token_s, pair_s)
+    return replace(times, error=median(abs(times.seconds(tokens, context) / taken - 1) for tokens, context, taken in samples))
 
 
 def limits_of(times: StepTimes, prompt: int, cached: int, read_bytes_s: float, token_bytes: float) -> tuple[int, int]:
@@ -149,7 +135,7 @@ def limits_of(times: StepTimes, prompt: int, cached: int, read_bytes_s: float, t
         InvalidArgument: a value is out of bounds.
     """
     if not (0 <= cached < prompt <= MOST_TOKENS) or not (0 < read_bytes_s < math.inf and 0 < token_bytes < math.inf):
-        raise InvalidArgument("cached is less than the prompt, and rates are above zero", prompt=prompt, cached=cached)
+        raise InvalidArgument("cached must be less than the prompt, and rates must be above zero", prompt=prompt, cached=cached)
     each = times.seconds(prompt - cached, cached)
     if not each > 0:
         raise InvalidArgument("the fitted engine computes in no time; measure longer prompts")

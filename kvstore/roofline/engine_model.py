@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.roofline.calibration import StepTimes, pairs
+from kvstore.recompute.prefill_estimate import pairs
+from kvstore.roofline.calibration import StepTimes
 from kvstore.roofline.hardware import HBM_USABLE, MBU, MFU_DENSE, MFU_EXPERT_PARALLEL, Gpu, exchange_seconds
 from kvstore.roofline.models import Model
 
@@ -127,7 +128,7 @@ class EngineModel:
         if not tokens:
             return 0.0
         if self.measured is not None:
-            work = sum(pairs(chunk.new, chunk.cached) for chunk in chunks)
+            work = sum(pairs(chunk.cached, chunk.new) for chunk in chunks)
             times = self.measured
             return (times.fixed_s + times.token_s * tokens + times.pair_s * work) * self.scale.dilation
         model = self.model
@@ -142,7 +143,7 @@ class EngineModel:
     def attention_seconds(self, chunk: PrefillChunk) -> float:
         """Return the seconds of attention over all layers: the unit of the compute quota of a batch."""
         if self.measured is not None:
-            return self.measured.pair_s * pairs(chunk.new, chunk.cached) * self.scale.dilation
+            return self.measured.pair_s * pairs(chunk.cached, chunk.new) * self.scale.dilation
         return self.model.attention_flops(chunk.cached, chunk.new) / self._prefill_flops_per_s * self.scale.dilation
 
     # ---- decode ----

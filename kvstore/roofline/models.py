@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvstore.core.errors import NotFound
+from kvstore.recompute.prefill_estimate import pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,9 @@ class Attention:
 
     def flops(self, cached: int, new: int) -> float:
         """Return the FLOP of ``new`` query tokens after ``cached`` context tokens, with causal attention among the new ones."""
-        pairs = new * cached + new * (new + 1) / 2
-        attended = pairs if self.top_tokens is None else min(pairs, float(new) * self.top_tokens)
-        return self.pair_flops * attended + self.index_flops * pairs
+        compared = pairs(cached, new)
+        attended = compared if self.top_tokens is None else min(compared, float(new) * self.top_tokens)
+        return self.pair_flops * attended + self.index_flops * compared
 
     def read_bytes(self, context: int) -> float:
         """Return the bytes that decoding one token after ``context`` tokens reads."""

@@ -126,6 +126,8 @@ class _Run:
         """Create the unit and the queue of each prefill engine."""
         config = self.config
         model = config.prefill
+        # no quota if measured attention takes no time: it would admit any batch
+        has_quota = self.layerwise and (model.measured is None or model.measured.pair_s > 0)
         space = max(model.kv_space_bytes, 1.0)
         found: list[tuple[PrefillUnit, PrefillEngine]] = []
         for unit in self._units(EngineKind.PREFILL):
@@ -136,7 +138,7 @@ class _Run:
                 self.loop,
                 engines,
                 model,
-                quota_s=config.quota_s if self.layerwise else None,
+                quota_s=config.quota_s if has_quota else None,
                 batch_tokens=config.batch_tokens,
                 stream_rate=stream if self.layerwise and not self.oracle else math.inf,
                 token_bytes=self.token_bytes,

@@ -29,7 +29,7 @@ def run_stress(plan: StressPlan, watch: Watch) -> StressResult:
 
     Raises:
         Unavailable: a client could not connect.
-        Internal: a client process has ended.
+        Internal: a session of a client has ended.
     """
     result = StressResult(plan, PassSummary("cold"), PassSummary("warm"))
     with _clients(plan) as pipes:
@@ -44,7 +44,7 @@ def run_stress(plan: StressPlan, watch: Watch) -> StressResult:
         with watch(StressCommand.WARM) as show:
             samples = _pass(pipes, StressCommand.WARM, result.warm, show)
         result.limit_kind = "memcpy" if result.local_nodes else "socket"
-        result.limit_bytes_per_s = sum(size / seconds for size, seconds in samples)
+        result.limit_bytes_per_s = sum(size / seconds for size, seconds in samples if seconds)
     return result
 
 
@@ -84,7 +84,7 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
     try:
         kind, said = pipe.recv()
     except (EOFError, ConnectionError) as error:
-        raise Internal("a client process has ended") from error
+        raise Internal("a session of a client has ended; its error is above") from error
     return kind, said
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvstore.observe.program_version import program_version
 from kvstore.replay.engine import ReplayTotals
-from kvstore.replay.report import version
 from kvstore.stress.plan import OperationKind, StressPlan
 
 _WIDTH: Final = math.log(1.02)
@@ -60,6 +60,8 @@ class PassSummary:
     seconds: float = 0.0
     """Duration of the pass, including the filling and checking of payloads."""
     requests: int = 0
+    failed: int = 0
+    """Requests of which a call failed."""
     blocks: int = 0
     hits: int = 0
     stored_bytes: int = 0
@@ -77,9 +79,10 @@ class PassSummary:
     rates: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Bytes and seconds in calls, per session."""
 
-    def add(self, session: int, tally: ReplayTotals, latencies: Mapping[OperationKind, Sequence[float]]) -> None:
+    def add(self, session: int, tally: ReplayTotals, latencies: Mapping[OperationKind, Sequence[float]], failed: int = 0) -> None:
         """Add what a session did since its last report."""
         self.requests += tally.requests
+        self.failed += failed
         self.blocks += tally.blocks_total
         self.hits += tally.blocks_hit
         self.stored_bytes += tally.bytes_stored
@@ -106,10 +109,16 @@ class PassSummary:
         """Share of requested blocks that were loaded."""
         return self.hits / self.blocks if self.blocks else 0.0
 
+    @property
+    def all_failed(self) -> bool:
+        """Whether each request had a failed call, and nothing was moved."""
+        return 0 < self.requests == self.failed and not self.hits and not self.stored_bytes
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
             "requests": self.requests,
+            "failed_requests": self.failed,
             "seconds": round(self.seconds, 3),
             "bytes_per_s": round(self.bytes_per_s),
             "stored_bytes": self.stored_bytes,
@@ -161,6 +170,8 @@ class StressResult:
             return f"nothing was stored: {_errors(self.cold)}; kvstore status --detail names the cause"
         if self.warm.blocks and self.plan.hit_blocks and not self.warm.hits:
             return f"nothing was loaded: {_errors(self.warm)}; kvstore status --detail names the cause"
+        if self.warm.all_failed:
+            return f"every operation failed: {_errors(self.warm)}; kvstore status --detail names the cause"
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -182,7 +193,7 @@ class StressResult:
             "limit": {"kind": self.limit_kind, "bytes_per_s": round(self.limit_bytes_per_s)},
             "wrong_bytes": self.warm.wrong_bytes,
             "removed_blocks": self.removed_blocks,
-            **version(),
+            **program_version(),
         }
 
 

@@ -151,21 +151,25 @@ class _Reporter:
         self._pipe = pipe
         self._next_s = time.monotonic() + _REPORT_S
         self._latencies: dict[OperationKind, list[float]] = {}
+        self._failed = 0
 
     @contextmanager
     def operation(self, kind: OperationKind, late_s: float = 0.0) -> Iterator[None]:
         """Count an operation with the time of its calls after ``late_s``, and report if it is time."""
         calls = (self._tally.lookup_s, self._tally.load_s, self._tally.store_s)
         before = [len(times) for times in calls]
+        errors = self._tally.errors.total()
         yield
         spent_s = sum(sum(times[first:]) for times, first in zip(calls, before, strict=True))
         self._latencies.setdefault(kind, []).append(late_s + spent_s)
         self._tally.requests += 1
+        self._failed += self._tally.errors.total() > errors
         if time.monotonic() >= self._next_s:
             self.report()
 
     def report(self) -> None:
         """Report."""
-        self._pipe.send(("totals", (self._tally.take(), self._latencies)))
+        self._pipe.send(("totals", (self._tally.take(), self._latencies, self._failed)))
         self._latencies = {}
+        self._failed = 0
         self._next_s = time.monotonic() + _REPORT_S

@@ -30,7 +30,7 @@ def stats_of(cluster: LocalCluster, node: str) -> node_pb2.GetNodeStatsResponse:
 
 @dataclass
 class Store:
-    """Two nodes, with an engine on ``a`` and one of another tenant on ``b``."""
+    """Two nodes, with an engine on ``a`` and one of another tenant on ``b``, and a node ``off`` that ignores hints."""
 
     cluster: LocalCluster
     http: AdminHttp
@@ -50,6 +50,7 @@ class Store:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     nodes = [NodeSpec(name, dram_bytes=16 << 20, settings=(("hint_share", 0.5),)) for name in ("a", "b")]
+    nodes.append(NodeSpec("off", dram_bytes=16 << 20, settings=(("hint_share", 0.0), ("read_ahead", 0))))
     with LocalCluster(nodes, tmp_path_factory.mktemp("store")) as cluster:
         admin = cluster.start_admin()
         sockets = [cluster.node(name).local_socket for name in ("a", "b")]
@@ -79,11 +80,18 @@ def test_rest_hint_of_known_session_reaches_its_node(store: Store) -> None:
             }
         ],
         "b": [],
+        "off": [],
     }  # fmt: skip
     assert ended["nodes"] == [{"node_id": "a", "protected_blocks": 0, "dropped_blocks": BLOCKS}]
     unknown = store.http.post(PATH, {"session": "chat", "end": True}, 404)
     assert unknown["kind"] == "not_found"
     assert "node.hint_share = 0" in unknown["detail"]
+
+
+def test_rest_nodes_say_whether_hints_and_reads_ahead_are_off(store: Store) -> None:
+    said = {name: store.http.get(f"/v1/nodes/{name}")["process"] for name in ("a", "off")}
+    found = {name: (process["hints_off"], process["read_ahead_off"]) for name, process in said.items()}
+    assert found == {"a": (False, False), "off": (True, True)}
 
 
 def test_rest_hint_reaches_no_other_namespace(store: Store) -> None:

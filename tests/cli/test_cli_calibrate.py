@@ -40,7 +40,16 @@ class _Engine(BaseHTTPRequestHandler):
         answer = {"huge": b"[" * (2 * MOST_BYTES), "nested": b"[" * 100_000, "no_json": b"\xff\x00", "list": b"[1]"}.get(
             mode, answer
         )
-        self.send_response({"error": 500, "redirect": 307}.get(mode, 200))
+        if mode == "repeats":  # the key crosses the end of the shown text
+            answer = b"x" * 180 + b"wrong key: " + self.headers["Authorization"].encode()
+        if mode == "garbage":
+            self.wfile.write(b"no HTTP, but " + self.headers["Authorization"].encode() + b"\r\n")
+        if mode in ("gone", "garbage"):
+            self.close_connection = True
+            return
+        self.send_response({"error": 500, "repeats": 401, "redirect": 307}.get(mode, 200))
+        if mode == "good":
+            self.server.keys.append(self.headers["Authorization"])
         if mode == "redirect":
             self.send_header("Location", "/elsewhere")
         self.send_header("Content-Length", str(len(answer)))
@@ -67,6 +76,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Engine)
         self.prompts: list[int] = []
+        self.keys: list[str | None] = []
         self.ended = threading.Event()
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -108,6 +118,13 @@ def test_calibrate_hostile_engine_fails_in_one_line(mode: str) -> None:
     assert len(server.prompts) == 1
 
 
+def test_calibrate_ended_connection_is_no_timeout() -> None:
+    with engine("gone") as (_, url):
+        shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST])
+    assert shown.exit_code == 1
+    assert "the request to the engine at 127.0.0.1 failed: RemoteDisconnected" in " ".join(shown.output.split())
+
+
 def test_calibrate_lying_counts_are_ignored() -> None:
     with engine("lies") as (_, url):
         shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST, "-o", "json"])
@@ -119,6 +136,39 @@ def test_calibrate_slow_engine_ends_at_limit() -> None:
         shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST, "--limit", "0.5"])
     assert shown.exit_code == 1
     assert "did not answer within" in shown.output
+
+
+@pytest.mark.parametrize("key", ["secret\nkey", "secr\u00e9t", "secret\x01"])
+def test_calibrate_key_not_for_http_is_not_shown(key: str) -> None:
+    with engine("good") as (server, url):
+        shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST], env={"KVSTORE_ENGINE_API_KEY": key})
+    assert shown.exit_code == 1
+    assert "a character that HTTP does not allow; correct --api-key" in " ".join(shown.output.split())
+    assert "secr" not in shown.output
+    assert server.prompts == []
+
+
+@pytest.mark.parametrize("mode", ["repeats", "garbage"])
+def test_calibrate_key_repeated_by_engine_is_not_shown(mode: str) -> None:
+    with engine(mode) as (server, url):
+        shown = CliRunner().invoke(root, ["calibrate", "--engine", url, *FAST, "--api-key", 'se"cret'])
+    assert shown.exit_code == 1
+    assert "Bearer" in shown.output
+    assert "se" + '"' not in shown.output.replace("\\", "")
+    assert len(server.prompts) == 1
+
+
+def test_calibrate_key_with_line_end_is_sent_without_it() -> None:
+    with engine("good") as (server, url):
+        measure_engine(url, "m", [200], 1, most_tokens=1 << 20, limit_s=1e6, key="secret\n", clock=lambda: server.now)
+    assert server.keys == ["Bearer secret"] * 2
+
+
+def test_calibrate_drawing_past_limit_sends_nothing() -> None:
+    times = iter([0.0, 2.0])
+    with engine("good") as (server, url):
+        assert measure_engine(url, "m", [200], 1, most_tokens=1 << 20, limit_s=1.0, clock=lambda: next(times)) == []
+    assert server.prompts == []
 
 
 def test_calibrate_token_limit_bounds_prompts() -> None:

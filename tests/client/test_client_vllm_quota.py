@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.engines.vllm.quota.budget import most_tokens, pairs, prompt_tokens
+from kvclient.engines.vllm.quota.budget import most_tokens, prompt_tokens
+from kvstore.recompute.prefill_estimate import pairs
 
 SIZES = st.integers(1, 60_000)
 

@@ -392,12 +392,12 @@ def test_index_memory_beyond_the_host_is_a_warning() -> None:
     host = facts(SERVER, memory={"total_bytes": 64 * GIB, "available_bytes": 64 * GIB})
     finding = of(findings(host, wanted), "memory", "arena and index of a full node")
     assert finding.level is Level.WARNING
-    assert "1 GiB, and 6,352,896 blocks of 1 MiB, 1,000 bytes each" in finding.what
+    assert "1 GiB plus 1,000 bytes for each of 6,352,896 blocks of 1 MiB" in finding.what
     assert finding.mend == "--set node.dram=57GiB"
     large_blocks = Wanted(dram_bytes=60 * GIB, volumes=wanted.volumes, gds="off", block_bytes=16 << 20)
     enough = of(findings(host, large_blocks), "memory", "a full node takes")
     assert enough.level is Level.OK
-    assert "(1 GiB, and " in enough.what
+    assert "(1 GiB plus " in enough.what
 
 
 @pytest.mark.parametrize(

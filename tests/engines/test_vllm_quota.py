@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm_bed import SingleEngine, VllmDriver, text, tiny
 
-from kvclient.engines.vllm.quota.budget import pairs
+from kvstore.recompute.prefill_estimate import pairs
 
 PROMPTS = [text(1, 700), text(2, 620), text(3, 128), text(4, 31)]
 QUOTA_MS, PAIR_PS = 30.0, 1e6

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvstore.core.errors import CapacityExceeded
 from kvstore.core.limits import MAX_HINTED_SESSIONS_OF_TENANT
 from kvstore.core.types import BlockKey
-from kvstore.node.hints.ledger import ChainEnd, HintedNamespace, HintLedger, Limits, SessionHint, unshared_end
+from kvstore.node.hints.ledger import ChainEnd, HintedNamespace, HintLedger, Limits, SessionHint
 
 SIZE = 10
 PLENTY = Limits(1 << 40, 1 << 40)
@@ -134,13 +134,13 @@ def test_expected_turn_is_due_once() -> None:
 
 
 def test_end_of_chain_begins_behind_forks_and_protected() -> None:
-    one, two, three, four = keys(1, 2, 3, 4)
+    one, two, three, four = chain_keys = keys(1, 2, 3, 4)
     chain = {one: 1, two: 1, three: 1, four: 0}
-    assert unshared_end(chain, chain, {}) == [four, three, two, one]
-    assert unshared_end(chain, {**chain, two: 2}, {}) == [four, three]
-    assert unshared_end(chain, chain, {one: 1}) == [four, three, two]
-    assert unshared_end(chain, {**chain, four: 1}, {}) == [], "the session went on elsewhere"
-    assert unshared_end(chain, {one: 1, two: 0}, {}) == [two, one], "its end is gone"
+    assert ChainEnd().take(chain_keys, chain, {}) == [four, three, two, one]
+    assert ChainEnd().take(chain_keys, {**chain, two: 2}, {}) == [four, three]
+    assert ChainEnd().take(chain_keys, chain, {one: 1}) == [four, three, two]
+    assert ChainEnd().take(chain_keys, {**chain, four: 1}, {}) == [], "the session went on elsewhere"
+    assert ChainEnd().take(chain_keys, {one: 1, two: 0}, {}) == [two, one], "its end is gone"
 
 
 @given(
@@ -151,7 +151,7 @@ def test_end_of_chain_is_the_same_in_parts(children: dict[int, int], protected: 
     held = {chain[number]: count for number, count in children.items()}
     hinted = {chain[number]: 1 for number in protected}
     end = ChainEnd()
-    assert end.take(chain[cut:], held, hinted) + end.take(chain[:cut], held, hinted) == unshared_end(chain, held, hinted)
+    assert end.take(chain[cut:], held, hinted) + end.take(chain[:cut], held, hinted) == ChainEnd().take(chain, held, hinted)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -242,10 +242,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.take(released)  # type: ignore[arg-type]
         assert set(released.get(self.namespaces[tenant], ())) <= set(protected)
 
+    def expire(self, now_s: float) -> None:
+        for session in self.ledger.over(now_s):
+            self.take(self.ledger.release(session))  # type: ignore[arg-type]
+
     @rule(seconds=st.integers(1, 10))
     def wait(self, seconds: int) -> None:
         self.now_s += seconds
-        self.take(self.ledger.expire(self.now_s)[1])  # type: ignore[arg-type]
+        self.expire(self.now_s)
 
     @rule(tenant=st.integers(0, 1), blocks=st.integers(0, 6))
     def trim(self, tenant: int, blocks: int) -> None:
@@ -256,7 +260,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def end_all(self) -> None:
-        self.take(self.ledger.expire(self.now_s + 100)[1])  # type: ignore[arg-type]
+        self.expire(self.now_s + 100)
         assert not any(namespace.hinted for namespace in self.namespaces)
         assert not len(self.ledger)
         assert not self.ledger.sessions_by_tenant

@@ -42,6 +42,14 @@ def test_calibration_outlier_changes_nothing() -> None:
     assert (found.fixed_s, found.token_s, found.pair_s) == pytest.approx((0.01, 1e-5, 1e-9), rel=1e-6)
 
 
+def test_calibration_one_length_still_fits() -> None:
+    """Samples of one length cannot tell the time of a pass from that of its tokens."""
+    true = StepTimes(0.01, 1e-5, 1e-9)
+    found = fit([StepSample(300, context, true.seconds(300, context)) for context in (0, 1_000, 20_000, 60_000)])
+    assert found.error < 1e-6
+    assert min(found.fixed_s, found.token_s, found.pair_s) >= 0
+
+
 def test_calibration_few_sizes_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="different sizes"):
         fit([StepSample(100, 0, 1.0)] * 50)

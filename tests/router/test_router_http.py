@@ -228,6 +228,36 @@ async def test_sessions_return_to_their_engine(bed: Make) -> None:
         assert [(await router.complete(text)).headers["x-kvstore-engine"] for text in sessions] == homes
 
 
+async def test_hint_headers_reach_the_engine(bed: Make) -> None:
+    router = await bed("e0")
+    body = {"model": "m", "prompt": "a", "kv_transfer_params": {"other": 1}}
+    headers = {"x-kvstore-session": "chat", "x-kvstore-next-turn": "12.5", "x-kvstore-priority": "3"}
+    answer = await router.http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+    hint = {"session": "chat", "keep_for_s": 300.0, "next_turn_s": 12.5, "priority": 3, "end": False}
+    assert router["e0"].requests == [{**body, "kv_transfer_params": {"other": 1, "kvstore_hint": hint}}]
+    assert await router.counter("router_hints_total") == 1
+    await router.complete()
+    assert await router.counter("router_hints_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({"x-kvstore-session-end": "true"}, "a hint requires the header x-kvstore-session"),
+        ({"x-kvstore-session": "chat", "x-kvstore-priority": "10"}, "x-kvstore-priority must be an integer from 0 to 9"),
+        ({"x-kvstore-session": "x" * 65}, "session must be printable text"),
+    ],
+)
+async def test_hint_headers_invalid_rejected(bed: Make, headers: dict[str, str], words: str) -> None:
+    router = await bed("e0")
+    answer = await router.http.post("/v1/completions", json={"model": "m", "prompt": "a"}, headers=headers)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert not router["e0"].requests
+    assert await router.counter("router_hints_total") == 0
+
+
 async def test_requests_concurrent_are_spread_over_engines(bed: Make) -> None:
     router = await bed("e0", "e1", "e2", "e3")
     answers = await asyncio.gather(*(router.complete(f"p{number}", stream=number % 2 == 0) for number in range(200)))

@@ -9,12 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
+from kvstore.dualpath.compute_budget import PromptChunk, fill_batch
 from kvstore.dualpath.groups import EngineKind
+from kvstore.recompute.prefill_estimate import pairs
+from kvstore.roofline.calibration import StepTimes
 from kvstore.roofline.engine_model import EngineModel, PrefillChunk
 from kvstore.roofline.hardware import GPUS
 from kvstore.roofline.models import model_named
 from kvstore.simulate.capacity import capacity
 from kvstore.simulate.cluster import LADDER, POLICIES, VARIANTS, SimConfig, SimHost, Variant, uniform
+from kvstore.simulate.engines.prefill import AttentionTime
 from kvstore.simulate.result import SimResult
 from kvstore.simulate.run import simulate
 from kvstore.simulate.sessions import AgentSession, SessionTurn, arriving, at_once, sessions_of, thinned
@@ -70,6 +74,28 @@ def test_simulate_split_with_relays_divides_load_time() -> None:
     split = simulate(bed(1, 2, load_of(1200), "split"))
     assert split.load.mean == pytest.approx(alone / 3, rel=0.01)
     assert split.snic_bytes == pytest.approx([400 * (1 << 20)] * 3, rel=0.01)
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "ds-27b"])
+def test_simulate_quota_bounds_measured_attention(model: str) -> None:
+    """The FLOP of sparse attention are bounded by its top tokens. Measured times grow with the pairs."""
+    times = StepTimes(0.01, 1e-5, 1e-9)
+    engine = EngineModel(model_named(model), H100, measured=times)
+    waiting = [PromptChunk(cached, 3_000) for cached in (60_000, 0, 30_000, 60_000, 60_000)]
+    batch = fill_batch(waiting, AttentionTime(engine), 0.3)
+    used = sum(times.pair_s * pairs(chunk.cached, chunk.tokens) for chunk in batch)
+    last = times.pair_s * pairs(batch[-1].cached + batch[-1].tokens, 1)
+    assert used <= 0.3 < used + last
+    assert len(batch) < len(waiting)
+
+
+def test_simulate_attention_without_time_bounds_tokens() -> None:
+    """With a quota, attention in zero time would admit every waiting prompt to one pass."""
+    engine = EngineModel(model_named("llama-3-8b"), H100, measured=StepTimes(0.0, 1e-3, 0.0))
+    sessions = [AgentSession(0.0, (SessionTurn(64, 4096, 1),)) for _ in range(8)]
+    found = simulate(bed(1, 1, sessions, "split", compute=True, batch_tokens=4096).but(prefill=engine))
+    check(found)
+    assert sorted(found.ttfts)[1] < 3 * 4.096
 
 
 @settings(max_examples=25)

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,6 +96,13 @@ def test_stress_mix_at_a_rate_counts_each_operation(store: LocalCluster) -> None
     assert warm["stored_bytes"] == warm["operations"]["store"]["count"] * 4 * (64 << 10)
 
 
+def test_stress_pass_without_operations_has_no_limit(store: LocalCluster) -> None:
+    """The keys of a long prompt take longer than the pass."""
+    sizes = ("--block-size", "4KiB", "--request-blocks", "4096", "--size", "16MiB", "--clients", "1")
+    found = stress(store, *sizes, "--duration", "1ms")
+    assert (found["warm"]["requests"], found["limit"]["bytes_per_s"], found["ok"]) == (0, 0, True)
+
+
 def test_stress_rate_not_reached_is_said() -> None:
     assert pace(60.0, None) == "60.0/s"
     assert pace(198.0, 200.0) == "198.0/s of 200/s wanted"
@@ -106,6 +114,20 @@ def test_stress_wrong_mix_is_a_usage_error(mix: str) -> None:
     done = CliRunner().invoke(root, ["stress", f"--mix={mix}"])
     assert done.exit_code == 2
     assert "--mix" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--clients", "64", "--sessions", "8"], "is 512; a node takes at most 256 sessions"),
+        (["--clients", "32", "--sessions", "8", "--node", "none"], "is 256; a node takes at most 128 sessions over TCP"),
+        (["--clients", "8", "--sessions", "2"], "--size is less than one request per session: 16 sessions"),
+    ],
+)
+def test_stress_impossible_sizes_are_usage_errors(arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(root, ["stress", "--metadata", "127.0.0.1:1", *SMALL, *arguments])
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.replace("│", " ").split())
 
 
 def test_stress_unreachable_store_says_why() -> None:
@@ -205,6 +227,16 @@ def test_wrong_bytes_are_a_problem_of_the_run() -> None:
     assert result.problem is None
     warm.add(0, ReplayTotals(wrong_bytes=3), {})
     assert result.problem == "3 wrong bytes were loaded"
+
+
+def test_lookups_that_all_fail_are_a_problem() -> None:
+    warm = PassSummary("warm")
+    result = StressResult(plan(mix=OperationMix(lookup=1)), PassSummary("cold", stored_bytes=1), warm)
+    warm.add(0, ReplayTotals(requests=2, errors=Counter(Unavailable=2)), {}, failed=2)
+    assert result.problem is not None
+    assert result.problem.startswith("every operation failed: Unavailable: 2")
+    warm.add(0, ReplayTotals(requests=1), {})
+    assert result.problem is None
 
 
 def test_totals_are_taken_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -258,7 +259,7 @@ def test_repair_of_lost_claim_changes_nothing(tmp_path: Path) -> None:
     assert claim(tmp_path, 1, OTHER)
     adopter, _ = adopt(tmp_path)
     put(adopter, range(4), SHAPE)
-    with pytest.raises(VolumeAdopted, match="belongs to node adopter"):
+    with pytest.raises(VolumeAdopted, match=f"volume {re.escape(str(tmp_path))} belongs to node adopter"):
         check_volume(tmp_path, repair=True, token=1)
     adopter.close()
     again, held = opened(tmp_path, ADOPTER)

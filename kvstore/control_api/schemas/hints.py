@@ -62,4 +62,4 @@ class SessionHinted(ResponseModel):
     namespace_id: HexId = Field(description="namespace of the session")
     session: str = Field(description="name of the session", examples=["chat-7"])
     nodes: list[NodeHinted] = Field(description="effect by node, without nodes that do not know the session")
-    unreached: list[Unreached] = Field(description="nodes that did not apply the hint")
+    unreached: list[Unreached] = Field(description="nodes that failed or did not answer in time; they may have applied the hint")

@@ -146,7 +146,7 @@ class PlannerService:
         return answer
 
     def price(self, request: pb.PlanLoadRequest) -> pb.LoadPrice:
-        """Return how long a load would take if it were planned now. Changes nothing.
+        """Return how long a load would take if it were planned now. Plans nothing and charges no queue.
 
         Raises:
             InvalidArgument: the request is malformed.

@@ -147,7 +147,7 @@ class _Attached(Enum):
     DOUBLE = "double"
     """Another volume of this node holds the block."""
     UNUSED = "unused"
-    """DRAM holds other bytes under this key, or the files of this node's volume that holds the block are gone.
+    """DRAM holds other bytes under this key, or the block is on a volume of this node whose files are gone.
 
     The slot is left out until the next opening of the volume.
     """

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -242,14 +242,6 @@ class HintLedger:
             self._release(session, released)
         return _still_unprotected(released)
 
-    def expire(self, now_s: float) -> tuple[int, Released]:
-        """End the protection of sessions whose time to live is over. Returns how many, and the keys."""
-        released: Released = {}
-        over = self.over(now_s)
-        for session in over:
-            self._release(session, released)
-        return sum(not session.part for session in over), _still_unprotected(released)
-
     def trim_one(self, tenant: str, limits: Limits) -> Released | None:
         """Release one session or part of a tenant that exceeds its limit; None: it does not."""
         if not self._bytes[tenant] or self._room(tenant, limits) >= 0:
@@ -353,8 +345,3 @@ class ChainEnd:
                 end.append(key)
                 self._found = True
         return end
-
-
-def unshared_end(keys: Iterable[BlockKey], children: dict[BlockKey, int], protected: dict[BlockKey, int]) -> list[BlockKey]:
-    """Return what ``ChainEnd`` returns for a chain that is its only part."""
-    return ChainEnd().take(list(keys), children, protected)

@@ -89,6 +89,8 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             ],
             loads=_load_times(parts.counters),
             hints=_tenant_hints(parts.hints),
+            hints_off=parts.config.hint_share == 0,
+            read_ahead_off=parts.config.read_ahead_bytes == 0,
         )
 
     def _volumes(self) -> list[pb.VolumeDescription]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, LeaseLost, PermissionDenied
-from kvstore.core.limits import MAX_SESSIONS
+from kvstore.core.limits import MAX_SESSIONS, MAX_SESSIONS_OVER_TCP
 from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.state.grants import SlotGrant
@@ -93,7 +93,7 @@ class Sessions:
         self._prepare_ttl_s = prepare_ttl_s
         self._lock = threading.Lock()
         self._sessions: dict[SessionId, Session] = {}
-        self._over_tcp = TenantLimit("sessions over TCP", MAX_SESSIONS // 2, counters.add)
+        self._over_tcp = TenantLimit("sessions over TCP", MAX_SESSIONS_OVER_TCP, counters.add)
         self._next_lease = 1
 
     # ---------------------------------------------------------------- sessions
@@ -108,8 +108,8 @@ class Sessions:
         with self._lock:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise CapacityExceeded("too many sessions on this node", limit=MAX_SESSIONS)
-            if over_tcp and sum(one.over_tcp for one in self._sessions.values()) >= MAX_SESSIONS // 2:
-                raise CapacityExceeded("too many sessions over TCP on this node", limit=MAX_SESSIONS // 2)
+            if over_tcp and sum(one.over_tcp for one in self._sessions.values()) >= MAX_SESSIONS_OVER_TCP:
+                raise CapacityExceeded("too many sessions over TCP on this node", limit=MAX_SESSIONS_OVER_TCP)
             if over_tcp:
                 session.leave_tenant = self._over_tcp.acquire()
             self._sessions[session.session_id] = session

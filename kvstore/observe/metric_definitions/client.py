@@ -147,10 +147,11 @@ PLANS_FAILED: Final = group.counter(
     "client_plans_failed_total", "load plans that could not be obtained; the local host reads the blocks that are still missing"
 )
 PLAN_PREDICTED_SECONDS: Final = group.histogram(
-    "client_plan_predicted_seconds", "duration that the planner predicted for a planned load which its first plan brought whole"
+    "client_plan_predicted_seconds", "predicted duration of planned loads that their first plan completed"
 )
 PLAN_ERROR_SECONDS: Final = group.histogram(
-    "client_plan_error_seconds", "difference between predicted and measured duration of such a planned load"
+    "client_plan_error_seconds",
+    "difference between predicted and measured duration of planned loads that their first plan completed",
 )
 PROMPT_BLOCKS: Final = group.counter("client_prompt_blocks_total", "blocks received of awaited prompts")
 PROMPTS: Final = group.counter("client_prompts_total", "prompts that a decode engine awaited")

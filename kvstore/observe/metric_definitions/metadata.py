@@ -112,7 +112,9 @@ PAUSES: Final = group.counter("metadata_pauses_total", "pauses of the process or
 MAINTENANCE_FAILURES: Final = group.counter("metadata_maintenance_failures_total", "failed rounds of maintenance")
 SWEEPS: Final = group.counter("metadata_sweeps_total", "sweeps of records of ended volume epochs")
 PLANS: Final = group.counter("metadata_plans_total", "load plans that the server made")
-PRICES: Final = group.counter("metadata_prices_total", "prices of loads that the server computed, for engines that may compute")
+PRICES: Final = group.counter(
+    "metadata_prices_total", "predictions of load times that engines requested to decide between loading and computing"
+)
 PLANNED_BYTES: Final = group.counter_family(
     "metadata_planned_bytes_total",
     "bytes of first plans, by the node whose storage link reads them: prefill host, decode host or an idle third host",

@@ -171,7 +171,7 @@ HINTS_REJECTED: Final = group.counter(
     "node_hints_rejected_total", "hints rejected: invalid, of too many sessions, or too many calls at once"
 )
 HINTED_READS_AHEAD: Final = group.counter("node_hinted_reads_ahead_total", "reads into DRAM shortly before an expected turn")
-HINTED_READS_FAILED: Final = group.counter("node_hinted_reads_failed_total", "failed reads of these")
+HINTED_READS_FAILED: Final = group.counter("node_hinted_reads_failed_total", "failed reads into DRAM before an expected turn")
 WAITS_CANCELLED: Final = group.counter(
     "node_waits_cancelled_total", "waits for memory or blocks that ended because the caller disconnected"
 )

@@ -56,7 +56,8 @@ FENCING_TOKENS_RESTORED: Final = group.counter(
 )
 ADOPTED_BLOCKS_UNUSED: Final = group.counter(
     "adopted_blocks_unused_total",
-    "blocks of adopted volumes left out until the next opening, as this node holds their keys in another way",
+    "blocks of adopted volumes left out until the next opening, because this node's block with the same key conflicts or was"
+    " busy",
 )
 VOLUME_STALLS: Final = group.counter("volume_stalls_total", "stalls of a volume, own or mounted")
 VOLUME_STALL_REFUSED_BLOCKS: Final = group.counter(

@@ -43,6 +43,8 @@ def request_hint(headers: Mapping[str, str], fields: Mapping[str, Any]) -> Reque
         return RequestHint(
             session, DEFAULT_KEEP_S if keep_s is None else keep_s, _number(headers, _NEXT), int(priority), _BOOLEANS[end]
         )
+    if any(name in headers for name in (_KEEP, _NEXT, _PRIORITY, _END)):
+        raise InvalidArgument(f"a hint requires the header {SESSION}")
     params = fields.get("kv_transfer_params")
     if isinstance(params, Mapping) and HINT_FIELD in params:
         return RequestHint.read(params[HINT_FIELD])

@@ -80,7 +80,7 @@ RULES: Final = {
     # operation ids of plans and requests are known to one server only: another one would plan or assign again
     "/kvstore.v1.Metadata/PlanLoad": _PLAN,
     "/kvstore.v1.Metadata/ReplanLoad": _PLAN,
-    # prices are worth nothing late, and only the planner's server knows the queues
+    # a late price is useless, and only the planner's server knows the queues
     "/kvstore.v1.Metadata/PriceLoad": _PLAN,
     "/kvstore.v1.Metadata/AssignRequest": _ASSIGN,
     # the next report includes this one; another server would not know the plan, or take the engines for new ones

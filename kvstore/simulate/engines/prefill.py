@@ -24,19 +24,18 @@ class PrefillEngine:
 
 
 class AttentionTime:
-    """Attention time as the compute quota asks for it."""
+    """Attention time as the compute quota asks for it, measured or from the roofline: its unit of work is a second."""
 
     def __init__(self, engine: EngineModel) -> None:
-        self._model = engine.model
-        self._seconds = engine.attention_seconds(PrefillChunk(0, 1)) / self._model.attention_flops(0, 1)
+        self._engine = engine
 
     def work(self, cached: int, tokens: int) -> float:
-        """FLOP."""
-        return self._model.attention_flops(cached, tokens)
+        """Return the attention time of one chunk."""
+        return self._engine.attention_seconds(PrefillChunk(cached, tokens))
 
     def seconds(self, work: float) -> float:
-        """At the rate of the roofline."""
-        return work * self._seconds
+        """Return the work."""
+        return work
 
 
 class PrefillUnit:

@@ -3,7 +3,7 @@
     PYTHONPATH=tests/engines python -m kvstore.testing.connector.soak test_vllm_kit:TestVllm --seeds 0:200
 
 A wrong token or a hung run ends it with code 1 and names the seed. Otherwise it prints a line every twenty runs, and a summary,
-which ``--output`` also writes to a file.
+which ``--output`` also writes to a file. A summary is written only if no token was wrong and no run hung.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
+import importlib.metadata
 import json
+import os
+import platform
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kvstore.observe.program_version import program_version
 from kvstore.testing.connector.conversations import SOON, Conversations, WrongTokensError, run_seeded
 from kvstore.testing.connector.driver import HookDriver
 from kvstore.testing.connector.faulty_store import MIB, FaultyStore
@@ -68,14 +73,26 @@ def soak(driver: HookDriver, seeds: Sequence[int], options: dict[str, object], f
         print(f"{count:5} {name}")
     return {
         "runs": len(seeds),
-        "wrong_tokens": 0,
-        "hung": 0,
         "seconds": round(time.monotonic() - began_s),
         "prompts": asked,
         "aborted": aborted,
         "loaded_tokens": loaded,
         "counters": dict(sorted(counters.items())),
         "faults": dict(sorted(faults.items())),
+    }
+
+
+def _origin() -> dict[str, object]:
+    """Return what was run, when and where. The version of vLLM is null if it is not installed."""
+    try:
+        vllm = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        vllm = None
+    return {
+        "commit": program_version()["commit"],
+        "date": datetime.now(UTC).date().isoformat(),
+        "vllm": vllm,
+        "host": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
     }
 
 
@@ -100,7 +117,7 @@ def main() -> int:
     if summary is None:
         return 1
     if given.output is not None:
-        given.output.write_text(json.dumps({"suite": given.suite, **summary}, indent=1) + "\n")
+        given.output.write_text(json.dumps({"suite": given.suite, **_origin(), **summary}, indent=1) + "\n")
     return 0
 
 

@@ -232,7 +232,7 @@ def _check_whole(path: Path) -> None:
         raise CorruptBlock("the catalog cannot be opened", path=path, reason=error) from error
     try:
         size = os.fstat(fd).st_size
-        if size and not lmdb_meta.is_whole(lambda: size, lambda offset, length: os.pread(fd, length, offset)):
+        if size and not lmdb_meta.is_whole(lambda: os.fstat(fd).st_size, lambda offset, length: os.pread(fd, length, offset)):
             raise CorruptBlock("the catalog is damaged or truncated", path=path, bytes=size)
     except OSError as error:
         raise CorruptBlock("the catalog cannot be read", path=path, reason=error) from error

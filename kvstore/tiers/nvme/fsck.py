@@ -144,7 +144,7 @@ def _check_claim(path: Path, token: int) -> None:
     """Raise ``VolumeAdopted`` if a higher token is claimed: the files belong to another node now."""
     found = claim_in_force(path, NodeId(""))
     if found.token != token:
-        raise VolumeAdopted(path, VolumeId(path.name), found.node_id, found.token)
+        raise VolumeAdopted(path, None, found.node_id, found.token)
 
 
 def _silent(_done: int, _total: int) -> None:

@@ -56,13 +56,15 @@ class VolumeAdopted(Conflict):
     """Another node owns the volume.
 
     Args:
+        path: of the volume.
+        volume_id: of the volume; None: unknown.
         node_id: the owner.
         token: its token.
     """
 
-    def __init__(self, path: Path, volume_id: VolumeId, node_id: NodeId, token: int) -> None:
+    def __init__(self, path: Path, volume_id: VolumeId | None, node_id: NodeId, token: int) -> None:
         super().__init__(
-            f"volume {volume_id} belongs to node {node_id or 'unknown'} (token {token}), which has adopted it; "
+            f"volume {volume_id or path} belongs to node {node_id or 'unknown'} (token {token}), which has adopted it; "
             "stop that node to get the volume back; if it was killed, this node takes it back after node.adopt_after",
             path=path,
         )

@@ -571,7 +571,7 @@ class DescribeNodeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeNodeResponse(_message.Message):
-    __slots__ = ("version", "uptime_ms", "volumes", "sessions", "blocks", "write_back_waiting_blocks", "publish_waiting_events", "staging", "cap_bytes_per_s", "io_engines", "settings", "links", "loads", "hints")
+    __slots__ = ("version", "uptime_ms", "volumes", "sessions", "blocks", "write_back_waiting_blocks", "publish_waiting_events", "staging", "cap_bytes_per_s", "io_engines", "settings", "links", "loads", "hints", "hints_off", "read_ahead_off")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     VOLUMES_FIELD_NUMBER: _ClassVar[int]
@@ -586,6 +586,8 @@ class DescribeNodeResponse(_message.Message):
     LINKS_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_OFF_FIELD_NUMBER: _ClassVar[int]
+    READ_AHEAD_OFF_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_ms: int
     volumes: _containers.RepeatedCompositeFieldContainer[VolumeDescription]
@@ -600,7 +602,9 @@ class DescribeNodeResponse(_message.Message):
     links: _containers.RepeatedCompositeFieldContainer[LinkTraffic]
     loads: _containers.RepeatedCompositeFieldContainer[LoadTimes]
     hints: _containers.RepeatedCompositeFieldContainer[TenantHints]
-    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumeDescription, _Mapping]]] = ..., sessions: _Optional[int] = ..., blocks: _Optional[int] = ..., write_back_waiting_blocks: _Optional[int] = ..., publish_waiting_events: _Optional[int] = ..., staging: _Optional[_Iterable[_Union[StagingDescription, _Mapping]]] = ..., cap_bytes_per_s: _Optional[int] = ..., io_engines: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTraffic, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadTimes, _Mapping]]] = ..., hints: _Optional[_Iterable[_Union[TenantHints, _Mapping]]] = ...) -> None: ...
+    hints_off: bool
+    read_ahead_off: bool
+    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumeDescription, _Mapping]]] = ..., sessions: _Optional[int] = ..., blocks: _Optional[int] = ..., write_back_waiting_blocks: _Optional[int] = ..., publish_waiting_events: _Optional[int] = ..., staging: _Optional[_Iterable[_Union[StagingDescription, _Mapping]]] = ..., cap_bytes_per_s: _Optional[int] = ..., io_engines: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTraffic, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadTimes, _Mapping]]] = ..., hints: _Optional[_Iterable[_Union[TenantHints, _Mapping]]] = ..., hints_off: _Optional[bool] = ..., read_ahead_off: _Optional[bool] = ...) -> None: ...
 
 class TenantHints(_message.Message):
     __slots__ = ("tenant", "sessions", "protected_bytes", "keeps", "ends", "beyond_limit_blocks", "dropped_blocks")

@@ -52,7 +52,7 @@ const CHARTS = [
       bytesOf("planned_decode", "decode host", "out"),
       bytesOf("planned_relay", "third host", "third"),
     ],
-    empty: "No load was planned in the last hour. Loads are planned if only other hosts' storage holds some of their blocks, and this host has a node.",
+    empty: "No load was planned in the last hour. Loads are planned if only other hosts' storage holds some of their blocks, and the engine's host runs a node.",
     cluster: true,
   },
   {

@@ -59,7 +59,7 @@ function showDecisions() {
             ],
           })),
         )
-      : quiet("No load was planned yet. Loads are planned if only other hosts' storage holds some of their blocks, and this host has a node."),
+      : quiet("No load was planned yet. Loads are planned if only other hosts' storage holds some of their blocks, and the engine's host runs a node."),
     stale("decisions"),
   );
 }

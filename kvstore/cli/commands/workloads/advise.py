@@ -48,7 +48,8 @@ class ClusterDescription(BaseModel):
     "-f",
     "source",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="YAML file with the names of the options below; options override it.",
+    help="YAML file with any of model, nodes, gpu, decode_gpu, gpus, snic, cnic, dram, storage, profile, agents, seed and"
+    " policies (a list); options override it.",
 )
 @click.option("--model", help="Model; 'kvstore simulate --list-models' names them (default: ds-27b).")
 @click.option("--nodes", type=click.IntRange(2, 512), help="Prefill and decode nodes together (default: 4).")
@@ -63,7 +64,11 @@ class ClusterDescription(BaseModel):
 @click.option("--agents", type=click.IntRange(1, 100_000), help="Agents that run at once (default: 256).")
 @click.option("--seed", type=click.IntRange(0), help="Seed of the workload (default: 1).")
 @click.option(
-    "--limit", type=click.FloatRange(1, 3600), default=15.0, show_default=True, help="Ends the search after so many seconds."
+    "--limit",
+    type=click.FloatRange(1, 3600),
+    default=15.0,
+    show_default=True,
+    help="Stop the search after this many seconds; the first run always ends.",
 )
 @result.prints
 def advise(*, source: Path | None, limit: float, **options: object) -> CommandOutput:
@@ -117,7 +122,7 @@ def _described(source: Path | None, options: dict[str, object]) -> ClusterDescri
         try:
             read = yaml.safe_load(source.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise InvalidArgument(f"{source} is no YAML file: {error}") from error
+            raise InvalidArgument(f"{source} is not valid YAML: {error}") from error
         if read is not None and not isinstance(read, dict):
             raise InvalidArgument(f"{source} must have one setting per line, such as 'nodes: 4'")
         given = read or {}

@@ -45,18 +45,22 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> list[int
 @click.option("--engine", metavar="URL", help="Measure this OpenAI-compatible engine instead, such as http://host:8000.")
 @click.option("--engine-model", default="", help="Name of the model at the engine.")
 @click.option("--api-key", envvar="KVSTORE_ENGINE_API_KEY", help="API key of the engine (or KVSTORE_ENGINE_API_KEY).")
-@click.option("--lengths", callback=_lengths, default=_LENGTHS, show_default=True, help="Tokens of the prompts sent.")
+@click.option("--lengths", callback=_lengths, default=_LENGTHS, show_default=True, help="Lengths of the prompts sent, in tokens.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Prompts per length that count.")
-@click.option("--most-tokens", type=click.IntRange(1), default=200_000, show_default=True, help="Prompt tokens sent at most.")
-@click.option("--limit", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True, help="Seconds of the measurement.")
+@click.option(
+    "--most-tokens", type=click.IntRange(1), default=200_000, show_default=True, help="Maximum number of prompt tokens sent."
+)
+@click.option(
+    "--limit", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True, help="Time limit of the measurement in seconds."
+)
 @click.option(
     "--token-bytes", type=click.IntRange(1), default=131_072, show_default=True, help="KV bytes per token of the model."
 )
 @click.option(
     "--read", "read_rate", type=click.FloatRange(0, min_open=True), default=3.1, show_default=True, help="Storage link, GB/s."
 )
-@click.option("--prompt", type=click.IntRange(1), default=32_768, show_default=True, help="Tokens of a usual prompt.")
-@click.option("--cached", type=click.IntRange(0), help="Of these, tokens that hit (default: 125/128 of the prompt).")
+@click.option("--prompt", type=click.IntRange(1), default=32_768, show_default=True, help="Tokens of a typical prompt.")
+@click.option("--cached", type=click.IntRange(0), help="Cached tokens of a typical prompt (default: 125/128 of it).")
 @result.prints
 def calibrate(
     samples: Path | None,

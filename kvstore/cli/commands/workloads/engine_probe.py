@@ -55,22 +55,25 @@ def measure_engine(
         clock: seconds.
 
     Raises:
-        InvalidArgument: the URL is not valid.
+        InvalidArgument: the URL is not valid, or the key has characters that a header must not have.
         Unavailable: the engine does not answer, or answers with an error.
     """
     end = clock() + limit_s
+    key = _header_value(key)
     draw = random.Random(seed)  # noqa: S311  # prompts, not secrets
     samples: list[StepSample] = []
     sent = spent = 0
     for number in range(rounds + 1):
         for length in lengths:
-            if spent + length > most_tokens or clock() >= end:
+            if spent + length > most_tokens:
                 return samples
             prompt = [draw.randint(_LOWEST_ID, _HIGHEST_ID) for _ in range(length)]
-            left = min(_REQUEST_S, end - clock())
+            began = clock()
+            if began >= end:
+                return samples
+            limit = min(_REQUEST_S, end - began)
             try:
-                began = clock()
-                answer = _post(url, {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}, key, left)
+                answer = _post(url, {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}, key, limit)
                 seconds = clock() - began
             except Unavailable:
                 if clock() >= end and samples:
@@ -83,6 +86,21 @@ def measure_engine(
             if measured is not None:
                 measured(sent)
     return samples
+
+
+def _header_value(key: str | None) -> str | None:
+    """Return an API key as a header may have it. An error must not show the key, as that of the HTTP client does."""
+    key = key.strip() if key else None
+    if key and not (key.isascii() and key.isprintable()):
+        raise InvalidArgument("the API key has a character that HTTP does not allow; correct --api-key or KVSTORE_ENGINE_API_KEY")
+    return key or None
+
+
+def _without_key(said: str, key: str | None) -> str:
+    """Hide the API key in text of an engine: some engines repeat a key that they reject."""
+    for form in (key, json.dumps(key)[1:-1]) if key else ():
+        said = said.replace(form, "[API key]")
+    return said
 
 
 def _sample(answer: object, length: int, seconds: float) -> StepSample:
@@ -102,6 +120,7 @@ def _sample(answer: object, length: int, seconds: float) -> StepSample:
 
 def _post(url: str, body: object, key: str | None, limit_s: float) -> object:
     """Send one request; redirects are errors. A watchdog ends a connection that answers too slowly, byte by byte."""
+    deadline = time.monotonic() + limit_s
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -120,7 +139,7 @@ def _post(url: str, body: object, key: str | None, limit_s: float) -> object:
     too_late = threading.Event()
     try:
         connection.connect()
-        watchdog = threading.Timer(limit_s, _cut, (connection.sock, too_late))
+        watchdog = threading.Timer(max(0.0, deadline - time.monotonic()), _cut, (connection.sock, too_late))
         watchdog.daemon = True
         watchdog.start()
         connection.request("POST", path, json.dumps(body).encode(), headers)
@@ -128,21 +147,23 @@ def _post(url: str, body: object, key: str | None, limit_s: float) -> object:
             data = response.read(MOST_BYTES + 1)
             status = response.status
         if too_late.is_set():
-            raise TimeoutError("the answer was cut off")  # as a timeout of the socket
+            raise TimeoutError  # the answer was cut off: as a timeout of the socket
     except ConnectionRefusedError as error:
         raise Unavailable(
             f"connection refused: no engine listens at {host}:{connection.port}; start it, or correct --engine"
         ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise Unavailable(
-            f"the engine at {host} did not answer within {limit_s:.1f} s: {type(error).__name__}: {error}"
-        ) from error
+        if too_late.is_set() or isinstance(error, TimeoutError):
+            raise Unavailable(f"the engine at {host} did not answer within {limit_s:.1f} s") from error
+        said = _without_key(str(error), key)
+        raise Unavailable(f"the request to the engine at {host} failed: {type(error).__name__}: {said}") from error
     finally:
         if watchdog is not None:
             watchdog.cancel()
         connection.close()
     if status != http.HTTPStatus.OK:
-        raise Unavailable(f"the engine at {host} answered with status {status}: {data[:200].decode(errors='replace')!r}")
+        said = _without_key(data.decode(errors="replace"), key)
+        raise Unavailable(f"the engine at {host} answered with status {status}: {said[:200]!r}")
     if len(data) > MOST_BYTES:
         raise Unavailable(f"the engine at {host} answered with more than {MOST_BYTES} bytes")
     try:

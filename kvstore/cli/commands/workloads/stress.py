@@ -17,6 +17,7 @@ from kvstore.cli.support.signals import orderly_exit
 from kvstore.cli.support.store_client import EXIT_IN_PART, ask, store_change
 from kvstore.config.model import Config
 from kvstore.core.errors import InvalidArgument, KVStoreError
+from kvstore.core.limits import MAX_SESSIONS, MAX_SESSIONS_OVER_TCP
 
 if TYPE_CHECKING:
     from kvstore.stress.plan import OperationMix, StressPlan
@@ -68,7 +69,8 @@ _REACHED: Final = 0.95
     "--rate",
     type=click.FloatRange(0, min_open=True),
     metavar="N",
-    help="Operations per second of the warm pass, begun on time; latencies count from it (default: one after the other).",
+    help="Start this many operations per second in the warm pass; a latency counts from the planned start (default: each starts"
+    " when the last one ends).",
 )
 @click.option(
     "--sessions", type=click.IntRange(1, _MOST_SESSIONS), default=1, show_default=True, help="Sessions per client process."
@@ -99,7 +101,7 @@ def stress(
 ) -> CommandOutput:
     """Measure a running store under load: a cold pass stores, a warm pass loads, and every loaded byte is checked.
 
-    --mix makes the warm pass one of lookups, loads and stores. Its stores add blocks as long as it lasts. Run the command once
+    --mix sets the shares of lookups, loads and stores in the warm pass. Its stores keep adding blocks. Run the command once
     for each block size of interest.
 
     The clients are processes of this host and use the store as engines do. Their blocks are in a namespace of their own
@@ -116,12 +118,13 @@ def stress(
       kvstore stress --node none --hits 0.5 -o json
       kvstore stress --mix 5:4:1 --rate 200 --sessions 8 --duration 30s
 
-    The run fails if a byte was wrong or nothing could be stored or loaded. It is partly done if its blocks could not be removed.
+    The run fails if a byte was wrong, nothing could be stored or loaded, or every operation failed. It is partly done if its
+    blocks could not be removed.
     """
     from kvstore.stress.plan import StressPlan
     from kvstore.stress.run import run_stress
 
-    request_bytes = block_size * request_blocks
+    _check_sessions(clients * sessions, local=node != "none")
     plan = StressPlan(
         metadata=config.client.metadata,
         node=None if node == "none" else node,
@@ -135,7 +138,7 @@ def stress(
         layers=_layers(block_size),
         request_blocks=request_blocks,
         sessions=sessions,
-        requests=max(1, total // (request_bytes * clients * sessions)),
+        requests=_requests(total, block_size * request_blocks, clients * sessions),
         hit_share=hits,
         duration_s=duration,
         mix=mix,
@@ -150,6 +153,24 @@ def stress(
     result.removed_blocks = removed
     exit_code = 1 if result.problem is not None else EXIT_IN_PART if removed is None else 0
     return CommandOutput(result.to_json(), lambda: _print(result), exit_code, result.problem)
+
+
+def _check_sessions(sessions: int, *, local: bool) -> None:
+    """Reject more sessions than one node takes: without a local node, all of them are over TCP."""
+    most = MAX_SESSIONS if local else MAX_SESSIONS_OVER_TCP
+    if sessions > most:
+        kind = "sessions" if local else "sessions over TCP"
+        raise click.UsageError(f"--clients times --sessions is {sessions}; a node takes at most {most} {kind}")
+
+
+def _requests(total: int, request_bytes: int, sessions: int) -> int:
+    """Return the requests of each session in the cold pass, which stores at most ``total`` bytes."""
+    if total < request_bytes * sessions:
+        raise click.UsageError(
+            f"--size is less than one request per session: {sessions} sessions with requests of {output.size(request_bytes)}"
+            f" require {output.size(request_bytes * sessions)}; raise --size, or lower --request-blocks, --clients or --sessions"
+        )
+    return total // (request_bytes * sessions)
 
 
 def _layers(block_bytes: int) -> int:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-
-def pairs(cached: int, tokens: int) -> float:
-    """Return the number of pairs of a new token with itself or an earlier one. The work of attention grows with it."""
-    return float(tokens) * cached + tokens * (tokens + 1) / 2
+from kvstore.recompute.prefill_estimate import pairs
 
 
 def most_tokens(cached: int, left: float) -> int:
