@@ -4,7 +4,7 @@ Bytes get into such a buffer in three ways:
 
 1. The device copies from the mapped arena, in order, while the caller continues: ``read_arena``, and later ``drain``.
 2. The device copies from and to a pool in its own memory while the caller waits: ``read_pool``, ``write_pool``.
-3. All other sources (sockets, pools elsewhere) write to ``segments``, which is host memory, and then call ``landed``.
+3. All other sources (sockets, pools elsewhere) write to ``segments``, which is host memory, and then call ``host_copy_ready``.
 
 Before ``drain`` has returned, the arena must not be unmapped, leases must not be released, and blocks must not count as hits.
 """
