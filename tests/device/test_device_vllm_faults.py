@@ -22,6 +22,7 @@ from kvclient.device import copier as copier_module
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.copy_strategies import StagedCopy
+from kvclient.device.pins.pinned_range import PinnedRange
 from kvclient.device.streams import CpuDevice
 from kvclient.engines.vllm.memory.device_pages import device_pages, make_pages
 from kvclient.engines.vllm.memory.pages import GroupPages
@@ -186,6 +187,27 @@ def test_worker_start_waits_for_pinned_arena(late: bool, cluster: LocalCluster) 
         assert engine.side.counters.totals().get("device_pinned_late", 0) == late
     finally:
         go_on.set()
+        engine.close()
+
+
+def test_pins_pause_only_after_the_start(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test copies at the start wait for pins too, and the engine serves nothing yet."""
+    paused: list[int] = []
+    serve = PinnedRange.serve
+
+    def note(pins: PinnedRange) -> None:
+        paused.append(pins.nbytes)
+        serve(pins)
+
+    monkeypatch.setattr(PinnedRange, "serve", note)
+    device = ComputingDevice(1)
+    device.pinning = FakePinning()
+    engine = Engine(cluster, f"f{next(numbers)}", device)
+    try:
+        assert paused == []
+        engine.side.wait_pinned()
+        assert len(paused) == 1
+    finally:
         engine.close()
 
 

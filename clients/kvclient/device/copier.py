@@ -606,17 +606,15 @@ class DeviceCopier:
         return [pins.report() for pins in self._all_pins()]
 
     def wait_pinned(self, timeout_s: float) -> bool:
-        """Wait until nothing more can be pinned at the moment. False: not in time.
-
-        Afterwards the engine is assumed to serve requests, so pinning goes on with pauses.
-        """
+        """Wait until nothing more can be pinned at the moment. False: not in time."""
         until_s = time.monotonic() + timeout_s
-        ranges = self._all_pins()
-        done = all(pins.wait(max(0.0, until_s - time.monotonic())) for pins in ranges)
+        return all(pins.wait(max(0.0, until_s - time.monotonic())) for pins in self._all_pins())
+
+    def serve(self) -> None:
+        """From now on, pause after each pinned chunk: the engine serves requests, and pins delay every CUDA call of the host."""
         self._serving = True
-        for pins in ranges:
+        for pins in self._all_pins():
             pins.serve()
-        return done
 
     def stats(self) -> dict[str, int]:
         """Totals by name, and pinned bytes."""

@@ -206,7 +206,9 @@ class DevicePages:
         self._ring.close()
 
     def wait_pinned(self, timeout_s: float) -> bool:
-        return self._copier.wait_pinned(timeout_s)
+        done = self._copier.wait_pinned(timeout_s)
+        self._copier.serve()
+        return done
 
     def suspend(self, timeout_s: float) -> None:
         self._copier.suspend(timeout_s)
