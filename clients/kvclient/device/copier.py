@@ -319,13 +319,15 @@ class DeviceCopier:
 
         Raises:
             InvalidArgument: as ``blocks``.
-            Internal: the device failed.
+            Internal: the device failed, or rejected an event after such a copy. A late copy cannot be excluded then.
         """
         ids = self.cache.check_pages(page_ids)
         with self._lock:
             stuck = list(self._stuck)
             if self._suspended:
                 return  # the pages are lost anyway
+        if any(isinstance(event, _UnknownEnd) for event in stuck):
+            raise Internal("the end of copies into these pages is unknown: restart the engine", device=self.cache.device)
         for event in stuck:
             if not _done(event):
                 self.device.wait_event(event)

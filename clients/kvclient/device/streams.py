@@ -140,8 +140,8 @@ class _CudaStream:
             work()
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, _CudaEvent)
         with self._working():
+            assert isinstance(event, _CudaEvent)  # not so if the device rejected the event
             self._stream.wait_event(event.event)
 
     def record(self) -> _CudaEvent:
