@@ -30,7 +30,7 @@ from kvclient.device.copy_strategies import (
 )
 from kvclient.device.fp8 import Fp8Codec
 from kvclient.device.layouts import LAYOUT_VERSION, PagedCache, check_spec
-from kvclient.device.page_scatter import PageScatter, TorchScatter
+from kvclient.device.page_scatter import PageScatter, TorchScatter, try_out
 from kvclient.device.pins.pinned_range import CHUNK_BYTES, PinnedRange, PinReport, cpus_near
 from kvclient.device.pins.shared_pins import process_pins
 from kvclient.device.pool_copy import PoolCopy, PoolCopyRequest
@@ -143,7 +143,7 @@ class DeviceCopier:
             from kvclient.device.triton_scatter import TritonScatter
 
             rows = TritonScatter(self.cache)
-            self.device.run(partial(_try_out, rows, self.cache))
+            self.device.run(partial(try_out, TritonScatter, self.cache))
         except Exception as error:  # noqa: BLE001  # no Triton, no compiler or an unknown device: errors of many types
             self.counters.add(device_metrics.DEVICE_WITHOUT_TRITON)
             _log.warning("Triton failed: using torch indexing, which needs more launches (error=%s)", error)
@@ -628,12 +628,6 @@ class DeviceCopier:
             "device_pin_cost_bytes": sum(report.device_bytes or 0 for report in reports),
             "device_pin_milliseconds": math.ceil(1000 * max((report.seconds for report in reports), default=0.0)),
         }
-
-
-def _try_out(rows: PageScatter, cache: PagedCache) -> None:
-    """Launch one kernel that reads a block's pages: compiler and launch errors appear here."""
-    ids = torch.arange(cache.pages_per_block, device=cache.device)
-    rows.to_rows(0, ids, torch.empty((1, 1, cache.row_bytes), dtype=torch.uint8, device=cache.device))
 
 
 class _CopyDirection:
