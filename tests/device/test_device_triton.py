@@ -135,12 +135,11 @@ for to_pages, table, alignment in ((True, False, 16), (False, True, 16), (True, 
     wide = ptx.count("ld.global.v2.b64") + ptx.count("ld.global.v4.b32")
     print("move", alignment, wide, ptx.count(".local"))
 
-names = ["rows_at", "offsets", "row_bytes", "layers_at", "page_ids", "first_layer", "layers", "table", "out"]
-pointers = ("offsets", "layers_at", "page_ids", "table", "out")
-signature = {name: "*i64" if name in pointers else "i32" for name in names} | {"rows_at": "i64"}
-for length, paged, wide in ((65536, True, True), (4098, False, False), (200, False, True)):
+names = ["layers_at", "page_ids", "first_layer", "layers", "table", "out"]
+signature = {name: "i32" if name in ("first_layer", "layers") else "*i64" for name in names}
+for length, parts, wide in ((65536, 2, True), (4098, 1, False), (65536, 1, True)):
     constants = {
-        "LENGTH": length, "PAGED": paged, "PART_BYTES": length // 2, "PARTS": 2, "PAGES_PER_BLOCK": 1, "WIDE": wide,
+        "LENGTH": length, "PART_BYTES": length // parts, "PARTS": parts, "PAGES_PER_BLOCK": 1, "WIDE": wide,
     }
     types = signature | {name: "constexpr" for name in constants}
     source = ASTSource(hash_rows, types, {(hash_rows.arg_names.index(n),): v for n, v in constants.items()})
