@@ -135,15 +135,15 @@ def test_wrong_copies_are_found_at_start(monkeypatch: pytest.MonkeyPatch) -> Non
     device = DeferredDevice(3)
     with monkeypatch.context() as wrong:
         wrong.setattr(StagedCopy, "_scatter", lambda *_: None)
-        with pytest.raises(Internal, match="other bytes"):
+        with pytest.raises(Internal, match="wrong bytes"):
             device_pages([layers], 6, device, strategy="staged", staging_bytes=64)
     with monkeypatch.context() as wrong:  # only on the path of unpinned memory
         wrong.setattr(DeviceBlocks, "host_copy_ready", lambda *_: None)
-        with pytest.raises(Internal, match="other bytes"):
+        with pytest.raises(Internal, match="wrong bytes"):
             device_pages([layers], 6, device, strategy="batched", staging_bytes=64)
     with monkeypatch.context() as wrong:
         wrong.setattr(DeviceBlocks, "gather", lambda blocks: np.zeros((blocks.count, blocks.shape.block_bytes), np.uint8))
-        with pytest.raises(Internal, match="other bytes"):
+        with pytest.raises(Internal, match="wrong bytes"):
             device_pages([layers], 6, device, strategy="batched", staging_bytes=64)
     device.fail_after = 0
     with pytest.raises(Internal, match="failed"):
