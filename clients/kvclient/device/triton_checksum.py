@@ -323,7 +323,7 @@ class PageHasher:
 
 
 class PendingChecksums:
-    """Checksums that the device computes; see ``kvclient.memory.device_buffer.Checksums``.
+    """Checksums that the device computes; see ``kvclient.memory.device_buffer.DeviceChecksums``.
 
     Args:
         found: holds the checksums on the host once the event is done; keeps the memory of the device until then.

@@ -31,7 +31,7 @@ import torch
 
 from kvclient.gds.ring_slots import RingSlots
 from kvclient.gds.volume_reader import DiskRead, GdsMode, GdsReader, ReadsPending, ReadTarget
-from kvclient.memory.device_buffer import Checksums, DeviceBuffer, DeviceHung, PoolMemory
+from kvclient.memory.device_buffer import DeviceBuffer, DeviceChecksums, DeviceHung, PoolMemory
 from kvclient.memory.engine_pool import DiskLocations, StoredVolume
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.cancel_scope import CancelScope
@@ -311,7 +311,7 @@ class RingReader:
             if held:
                 ring.slots.give_back(batch.slots)
 
-    def _leading(self, expected: npt.NDArray[np.uint64], begin: Callable[[], Checksums | None]) -> int:
+    def _leading(self, expected: npt.NDArray[np.uint64], begin: Callable[[], DeviceChecksums | None]) -> int:
         """Count the leading blocks whose checksums on the device are the expected ones."""
         pending = begin() if len(expected) else None
         if pending is None:

@@ -44,7 +44,7 @@ class PoolMemory:
     tensor: object
 
 
-class Checksums(Protocol):
+class DeviceChecksums(Protocol):
     """Checksums that a device computes."""
 
     def result(self) -> npt.NDArray[np.uint64]:
@@ -93,7 +93,7 @@ class DeviceBuffer(ABC):
     def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
         """Start to copy all blocks into an arena. Raises the errors of ``read_arena``."""
 
-    def begin_checksums(self, first: int, count: int, first_layer: int, layer_count: int) -> Checksums | None:  # noqa: ARG002
+    def begin_checksums(self, first: int, count: int, first_layer: int, layer_count: int) -> DeviceChecksums | None:  # noqa: ARG002
         """Start to compute checksums of blocks ``[first, first + count)`` on the device, after all copies that have begun.
 
         Returns:
