@@ -32,6 +32,6 @@ def test_landing_by_kvikio_is_verified_on_device_only(tmp_path: Path, monkeypatc
     assert engine.fetch(range(BLOCKS)) == BLOCKS
     assert engine.count("gds_device_reads_total") == 8 + BLOCKS
     assert engine.count("device_reads_bounced_total") == 0
-    assert any("forced: by kvikio" in line for line in engine.ring.describe())
+    assert any("forced: by kvikio" in line for line in engine.ring.reader.describe())
     engine.close()
     volume.slab.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +31,17 @@ from hypothesis import strategies as st
 
 from kvclient.device import triton_checksum
 from kvclient.device.copier import DeviceCopier
-from kvclient.device.triton_checksum import PageHasher, TritonChecksums
+from kvclient.device.layouts import PagedCache
+from kvclient.device.triton_checksum import LEAST_BYTES, PageHasher, TritonChecksums
 from kvclient.memory.arena import ArenaMapping, ClientArena
 from kvclient.memory.shared_mapping import map_file
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import Internal
+from kvstore.observe.limited_log import LimitedLog
 
 GOLDEN = Path(__file__).parents[1] / "core/golden/checksums.json"
-EDGES = [0, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 64, 96, 97, 128, 129, 144, 160, 239, 240, 241, 255, 256, 257]
+SHORT = [1, 3, 8, 16, 128, 240]
+EDGES = [241, 255, 256, 257]
 LONG = [512, 1023, 1024, 1025, 1088, 1089, 2047, 2048, 2049, 4096, 65536, 65537, 1 << 20]
 
 
@@ -70,7 +76,10 @@ def test_checksum_is_summed_by_the_kernel_itself() -> None:
 
 @pytest.mark.usefixtures("_fast_sums")
 def test_checksums_match_golden_vectors() -> None:
-    for vector in json.loads(GOLDEN.read_text(encoding="utf-8"))["vectors"]:
+    vectors = json.loads(GOLDEN.read_text(encoding="utf-8"))["vectors"]
+    long = [vector for vector in vectors if vector["layer_block_bytes"] >= LEAST_BYTES]
+    assert long
+    for vector in long:
         layers, length = vector["layers"], vector["layer_block_bytes"]
         numbers = np.arange(layers * length)
         content = ((numbers * 31 + numbers // 256) % 256).astype(np.uint8)
@@ -83,7 +92,7 @@ def test_checksums_match_golden_vectors() -> None:
     layout=st.sampled_from(LAYOUTS),
     pages_per_block=st.sampled_from([1, 2]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
-    dims=st.tuples(st.sampled_from([1, 4, 16]), st.integers(1, 2), st.sampled_from([1, 8, 20])),
+    dims=st.tuples(st.sampled_from([16, 31]), st.integers(1, 2), st.sampled_from([16, 20, 33])),
     seed=st.integers(0, 10**6),
 )
 def test_checksums_of_pages_match_those_of_blocks(
@@ -107,10 +116,10 @@ def test_checksums_of_pages_match_those_of_blocks(
 class Bed:
     """Pages on a late device that computes checksums, and a client's mapping of an arena."""
 
-    def __init__(self, seed: int, **choices: object) -> None:
+    def __init__(self, seed: int, cache: PagedCache | None = None, **choices: object) -> None:
         self.device = DeferredDevice(seed)
         self.device.memory = torch.device("cuda", 0)
-        self.cache = make_cache("flash_nhd", layers=3, tokens=4, heads=2, dim=20, seed=seed)
+        self.cache = cache or make_cache("flash_nhd", layers=3, tokens=4, heads=2, dim=20, seed=seed)
         self.copier = DeviceCopier(self.cache, device=self.device, pin=False, **choices)  # type: ignore[arg-type]
         size = self.copier.shape.block_bytes
         self.fd = os.memfd_create("test-checksum")
@@ -219,6 +228,80 @@ def test_checksums_fall_back_to_the_host(why: str, on_host: list[object], monkey
     bed.close()
 
 
+@pytest.mark.parametrize("length", SHORT)
+def test_checksums_of_short_layer_blocks_are_by_the_host(length: int, on_host: list[object]) -> None:
+    bed = Bed(1, make_cache("mla", tokens=1, dim=length, dtype=torch.uint8))
+    assert not bed.copier.hashes
+    expected = digests(block_bytes(bed.cache, [4, 1, 7]), 3)
+    assert bed.arena.copy_in(bed.copier.blocks([4, 1, 7]), bed.offsets).tolist() == expected
+    assert len(on_host) == 1
+    assert "device_checksums_by_host_total" not in bed.copier.stats()
+    bed.close()
+
+
+def test_checksums_in_other_memory_are_tried_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The landing ring hashes contiguous memory. Its kernel is compared with the host before any copy, like that of pages."""
+    monkeypatch.setattr(TritonChecksums, "of_memory", lambda *_, **__: torch.zeros((1, 1), dtype=torch.int64))
+    bed = Bed(1)
+    assert not bed.copier.hashes
+    assert bed.copier.stats()["device_checksums_by_host_total"] == 1
+    bed.close()
+
+
+@pytest.mark.usefixtures("_fast_sums")
+def test_suspend_waits_for_checksums() -> None:
+    bed = Bed(1)
+    pending = bed.copier.blocks([4, 1]).begin_checksums(0, 2, 0, 3)
+    assert pending is not None
+    bed.copier.suspend(10)
+    assert not any(stream.work for stream in bed.device.streams), "a kernel reads pages that are unmapped"
+    bed.copier.resume()
+    assert pending.result().tolist() == digests(block_bytes(bed.cache, [4, 1]), 3)
+    bed.close()
+
+
+@pytest.mark.usefixtures("_fast_sums")
+def test_suspend_waits_for_a_thread_that_begins_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    bed = Bed(1)
+    entered, go_on = threading.Event(), threading.Event()
+    begin = PageHasher.begin
+
+    def hold(*given: Any) -> Any:
+        entered.set()
+        assert go_on.wait(30)
+        return begin(*given)
+
+    monkeypatch.setattr(PageHasher, "begin", hold)
+    with ThreadPoolExecutor(1) as threads:
+        pending = threads.submit(bed.copier.blocks([4, 1]).begin_checksums, 0, 2, 0, 3)
+        try:
+            assert entered.wait(30)
+            with pytest.raises(Internal, match="must stay mapped"):
+                bed.copier.suspend(0.05)
+        finally:
+            go_on.set()
+        assert pending.result() is not None
+    bed.copier.suspend(10)
+    assert not any(stream.work for stream in bed.device.streams)
+    bed.close()
+
+
+def test_failed_checksums_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reject(*_: object) -> None:
+        raise Internal("the CUDA device rejects work")
+
+    bed = Bed(1)
+    monkeypatch.setattr(PageHasher, "begin", reject)
+    monkeypatch.setattr("kvclient.device.copier._limited", LimitedLog(logging.getLogger("kvclient.device.copier")))
+    for _ in range(3):
+        assert bed.copier.blocks([4]).begin_checksums(0, 1, 0, 3) is None
+    lines = [record.getMessage() for record in caplog.records if "checksums failed" in record.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].startswith("device checksums failed: cpu (error=the CUDA device rejects work)")
+    assert bed.copier.stats()["device_checksums_by_host_total"] == 3
+    bed.close()
+
+
 @pytest.mark.usefixtures("_fast_sums")
 def test_checksums_of_a_hung_device_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvclient.device.copier.DRAIN_S", 0.05)
@@ -228,6 +311,7 @@ def test_checksums_of_a_hung_device_are_bounded(monkeypatch: pytest.MonkeyPatch)
     bed.device.paused = True
     with pytest.raises(Internal, match="did not end"):
         pending.result()
+    assert not bed.copier.hashes
     assert bed.copier.blocks([4]).begin_checksums(0, 1, 0, 3) is None, "the device is lost"
     bed.device.paused = False
     bed.close()

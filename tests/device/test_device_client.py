@@ -208,6 +208,7 @@ def test_failed_device_is_a_miss_and_returns_leases(connect: Connect, after: int
     keys, expected = fill(connect, 70 + after)
     engine = Engine(170 + after, strategy="batched")
     client = connect(engine)
+    assert engine.copier.wait_pinned(10), "unpinned memory is copied in fewer copies"
     lookup = client.lookup(keys)
     blocks = engine.copier.blocks(engine.pages(BLOCKS))
     engine.device.fail_after = after

@@ -266,6 +266,27 @@ def test_staging_buffer_of_failed_copies_is_not_reused_early(store: bool, monkey
                 assert moved or (block < 6 and np.array_equal(got[here], was[here])), "bytes of another copy"
 
 
+def test_pages_of_copies_without_known_end_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device accepted copies and rejected the event after them: zeros cannot be ordered after these copies."""
+    device = DeferredDevice(1)
+    copier = DeviceCopier(make_cache("flash_nhd"), device=device)
+    arena = Arena(copier, 2, 1)
+
+    def reject(_: DeferredStream) -> None:
+        raise Internal("the CUDA device rejects work")
+
+    blocks = copier.blocks([3, 4])
+    with monkeypatch.context() as patch:
+        patch.setattr(DeferredStream, "record", reject)
+        with pytest.raises(Internal, match="rejects work"):
+            begin(blocks, arena, np.array([0, 1]) * arena.size, store=False)
+    with pytest.raises(Internal, match="unknown"):
+        blocks.drain()
+    with pytest.raises(Internal, match="restart the engine"):
+        copier.clear([3, 4])
+    device.run_all()
+
+
 @pytest.mark.parametrize("taken", [0, 2])
 def test_unsupported_batched_copies_fall_back_to_staged(taken: int, caplog: pytest.LogCaptureFixture) -> None:
     cache = make_cache("flash_nhd")

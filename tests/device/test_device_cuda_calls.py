@@ -157,6 +157,20 @@ def test_copies_to_one_gpu_create_no_context_on_another(library: Libcuda, monkey
     assert library.mode == GLOBAL
 
 
+def test_wait_for_a_rejected_event_is_an_error_of_the_device(library: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copiers give out another kind of event if the device rejected one."""
+
+    class NeverKnown:
+        def done(self) -> bool:
+            return False
+
+    Torch(monkeypatch)
+    stream = _CudaStream(torch.device("cuda", 0), CudaDriver(0))
+    assert library.streams == 100
+    with pytest.raises(Internal, match="rejects work"):
+        stream.wait(NeverKnown())
+
+
 def every_call(device: CudaDevice) -> list[Callable[[], object]]:
     """All calls of a device and its streams that the copies' threads make."""
     stream, one = device.stream(), np.ones(1, np.int64)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,20 +23,21 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
 
 from deferred import ComputingDevice
-from landing_bed import BLOCKS, PAGES, Engine, Volume, hash_quickly
+from landing_bed import BLOCKS, PAGES, SPEC, Engine, Volume, hash_quickly
 from late_engine import Engine as LateEngine
 
 from kvclient import InvalidArgument, Tier
+from kvclient.gds.landing_ring import LandingRing
 from kvclient.gds.ring_slots import RingSlots
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.buffers import DenseBlocks
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.lab.stub_cuda import build_stub, with_stub
 from kvstore.rpc.client import call, connect
 from kvstore.tiers.io_engines.tensor_memory import TensorMemory
 from kvstore.tiers.nvme.mounted import MountedSlab
 from samples import sample
 from support.client_parts import session_of
+from support.stub_cases import run_stub_cases
 from support.wait import wait_until
 
 HERE = Path(__file__).parent
@@ -201,7 +199,7 @@ def test_landing_flip_in_pages_is_found_by_verify(engine_of: Callable[..., Engin
 
 @pytest.mark.usefixtures("quick")
 def test_landing_late_read_keeps_its_slots(engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slots of a read that is late are not read into again before it ends; the node reads meanwhile."""
+    """The slots of a read that is late are not read into again before it ends. Until then the node reads."""
     release, read = threading.Event(), MountedSlab.read_device
 
     def late(self: MountedSlab, *wanted: Any, **choices: Any) -> Any:
@@ -233,7 +231,7 @@ def test_landing_vanished_volume_is_left_to_the_node(engine_of: Callable[..., En
     assert not engine.reader.reads_disks(engine.volume.stored)
     assert engine.ring.slots.free == 4
     assert engine.count("mount_errors_total") == 1
-    assert any("gone" in line for line in engine.ring.describe())
+    assert any("gone" in line for line in engine.ring.reader.describe())
 
 
 @pytest.mark.usefixtures("quick")
@@ -249,13 +247,36 @@ def test_landing_hung_device_loses_ring_and_slots(engine_of: Callable[..., Engin
 
 
 @pytest.mark.usefixtures("quick")
-def test_landing_sleeping_engine_copies_nothing(engine_of: Callable[..., Engine]) -> None:
+def test_landing_sleeping_engine_reads_nothing(engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads(*_: object, **__: object) -> None:
+        raise AssertionError("read in vain")
+
     engine = engine_of()
     engine.copier.suspend(10)
-    assert engine.fetch(range(BLOCKS)) == 0
+    assert not engine.copier.hashes
+    assert not engine.reader.reads_disks(engine.volume.stored)
+    with monkeypatch.context() as patch:
+        patch.setattr(MountedSlab, "read_device", reads)
+        assert engine.fetch(range(BLOCKS)) == 0
+    assert engine.count("mount_errors_total") == 0
     assert engine.ring.slots.free == 4
     engine.copier.resume()
+    assert engine.reader.reads_disks(engine.volume.stored)
     assert engine.fetch(range(BLOCKS)) == BLOCKS
+
+
+@pytest.mark.usefixtures("quick")
+def test_landing_client_of_sleeping_engine_reads_later(volume: Volume, engine_of: Callable[..., Engine]) -> None:
+    """Volumes are probed while the engine sleeps: with ``gds=required``, ``connect`` must find what cannot be read."""
+    copier = engine_of(ready=False).copier
+    with LandingRing(copier, gds="forced", ring_bytes=1) as ring:
+        copier.suspend(10)
+        reader = ring.attach(SPEC)
+        reader.prepare_disks(volume.stored)
+        wait_until(lambda: any("forced" in line for line in ring.reader.describe()))
+        assert not reader.reads_disks(volume.stored)
+        copier.resume()
+        assert reader.reads_disks(volume.stored)
 
 
 # ---- whether there is a ring ----
@@ -282,10 +303,9 @@ def test_landing_without_memory_is_refused_once(engine_of: Callable[..., Engine]
 )
 def test_landing_is_not_used_without_need(volume: Volume, gds: str, choices: dict[str, Any], refused: int) -> None:
     """Host memory, the setting, a device without checksums."""
-    from landing_bed import SPEC, cache_of
+    from landing_bed import cache_of
 
     from kvclient.device.copier import DeviceCopier
-    from kvclient.gds import LandingRing
 
     copier = DeviceCopier(cache_of(1), **choices)
     with LandingRing(copier, gds=gds) as ring:  # type: ignore[arg-type]
@@ -322,23 +342,7 @@ def test_landing_kernels_bring_stored_bytes(engine_of: Callable[..., Engine]) ->
 
 def test_landing_reads_by_kvikio_without_gpu(tmp_path: Path) -> None:
     """kvikio's device path in compatibility mode, with a stub driver: bytes land in the ring and are not fetched back."""
-    if importlib.util.find_spec("kvikio") is None:
-        pytest.skip("KVIKIO WAS NOT TESTED: it is not installed (make install)")
-    stub = build_stub(tmp_path, with_device=True)
-    if stub is None:
-        pytest.skip("KVIKIO WAS NOT TESTED: there is no C compiler for the stand-in of libcuda.so.1")
-    cases = HERE / "landing_stub_cases.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'cases'}", str(cases)],
-        env=with_stub(stub) | {"PYTEST_ADDOPTS": ""},
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_stub_cases(HERE / "landing_stub_cases.py", tmp_path)
 
 
 # ---- the vLLM hook's worker, with a real node ----

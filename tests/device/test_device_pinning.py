@@ -27,7 +27,7 @@ from kvclient.device.pins import host_turns, pinned_range
 from kvclient.device.pins.pinned_range import PinnedRange, cpus_near
 from kvclient.memory.device_buffer import ArenaPin
 from kvclient.memory.shared_mapping import MappingUse, map_file
-from kvstore.core.errors import Unavailable
+from kvstore.core.errors import Internal, Unavailable
 from kvstore.native import address_of
 from kvstore.observe.counters import Counters
 from support.wait import wait_until
@@ -324,6 +324,34 @@ def test_pins_of_processes_are_made_in_turns(ends: bool, monkeypatch: pytest.Mon
     assert pins.close()
     other.join(10)
     memory.close()
+
+
+def test_pin_followed_by_a_driver_error_is_released(memory: mmap.mmap) -> None:
+    driver = FakePinning()
+    free = driver.free_bytes
+
+    def fails() -> int | None:
+        if driver.pinned:
+            raise Internal("the CUDA driver cannot enter the device's context")
+        return free()
+
+    driver.free_bytes = fails  # type: ignore[method-assign]
+    pins = pin(memory, driver)
+    assert pins.wait(10)
+    assert len(driver.pinned) == 1
+    assert pins.close()
+    assert driver.pinned == {}
+
+
+def test_refused_populate_is_counted_and_arena_pinned(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels before 5.14: the driver finds the pages itself."""
+    monkeypatch.setattr(pinned_range, "populate", lambda *_: False)
+    driver, counters = FakePinning(), Counters()
+    pins = pin(memory, driver, counters)
+    assert pins.wait(10)
+    assert (pins.report().bytes_pinned, pins.report().refused) == (100 * PAGE, "")
+    assert counters.snapshot() == {"device_populate_refused_total": 1}
+    assert pins.close()
 
 
 def test_pins_of_a_serving_engine_are_completed(memory: mmap.mmap) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from caches import make_cache
-from deferred import ComputingDevice, DeferredDevice, FakePinning, bytes_of
+from deferred import ComputingDevice, DeferredDevice, DeferredStream, FakePinning, bytes_of
 from hypothesis import given
 from hypothesis import strategies as st
 from late_engine import Engine
@@ -185,6 +187,32 @@ def test_suspend_waits_for_a_rejected_strategy() -> None:
     copier.resume()
     blocks.drain()
     assert guard.close()
+
+
+def test_suspend_with_a_hung_driver_call_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread is inside the driver, so its copies are not enqueued yet: the memory must stay mapped."""
+    device = DeferredDevice(2)
+    copier = DeviceCopier(make_cache("mla"), device=device)
+    entered, go_on = threading.Event(), threading.Event()
+    run = DeferredStream.run
+
+    def hold(stream: DeferredStream, work: Callable[[], None]) -> None:
+        entered.set()
+        assert go_on.wait(30)
+        run(stream, work)
+
+    monkeypatch.setattr(DeferredStream, "run", hold)
+    with ThreadPoolExecutor(1) as threads:
+        rows = threads.submit(copier.blocks([0, 1]).gather)
+        try:
+            assert entered.wait(30)
+            with pytest.raises(Internal, match="must stay mapped"):
+                copier.suspend(0.05)
+        finally:
+            go_on.set()
+        assert len(rows.result()) == 2
+    copier.suspend(10)
+    assert not any(stream.work for stream in device.streams)
 
 
 def test_sleep_mode_that_cannot_be_guarded_is_refused() -> None:

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +18,14 @@ if torch.cuda.is_available():
     pytest.skip("the kernel is compiled on this machine: test_device_gpu tests it", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is first imported
 
-from caches import LAYOUTS, block_bytes, make_cache
+from caches import LAYOUTS, block_bytes, make_cache, snapshot
 from deferred import DeferredDevice, bytes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
-from kvclient.device.page_scatter import TorchScatter
+from kvclient.device.page_scatter import TorchScatter, try_out
 from kvclient.device.triton_scatter import PIECE_WORDS, TritonScatter
 
 
@@ -134,12 +135,11 @@ for to_pages, table, alignment in ((True, False, 16), (False, True, 16), (True, 
     wide = ptx.count("ld.global.v2.b64") + ptx.count("ld.global.v4.b32")
     print("move", alignment, wide, ptx.count(".local"))
 
-names = ["rows_at", "offsets", "row_bytes", "layers_at", "page_ids", "first_layer", "layers", "table", "out"]
-pointers = ("offsets", "layers_at", "page_ids", "table", "out")
-signature = {name: "*i64" if name in pointers else "i32" for name in names} | {"rows_at": "i64"}
-for length, paged, wide in ((65536, True, True), (4098, False, False), (200, False, True)):
+names = ["layers_at", "page_ids", "first_layer", "layers", "table", "out"]
+signature = {name: "i32" if name in ("first_layer", "layers") else "*i64" for name in names}
+for length, parts, wide in ((65536, 2, True), (4098, 1, False), (65536, 1, True)):
     constants = {
-        "LENGTH": length, "PAGED": paged, "PART_BYTES": length // 2, "PARTS": 2, "PAGES_PER_BLOCK": 1, "WIDE": wide,
+        "LENGTH": length, "PART_BYTES": length // parts, "PARTS": parts, "PAGES_PER_BLOCK": 1, "WIDE": wide,
     }
     types = signature | {name: "constexpr" for name in constants}
     source = ASTSource(hash_rows, types, {(hash_rows.arg_names.index(n),): v for n, v in constants.items()})
@@ -221,3 +221,32 @@ def test_triton_launch_failure_falls_back_to_torch(works: bool, monkeypatch: pyt
         if len(errors) < 2:
             break
         errors.pop(0)
+
+
+@pytest.mark.parametrize("to_pages", [True, False])
+@pytest.mark.parametrize("fault", ["fails", "wrong"])
+def test_triton_table_kernel_is_tried_at_start(fault: str, to_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The landing ring and the pool use kernels with a table of offsets, in both directions."""
+    by_table = TritonScatter.by_table
+
+    def broken(self: TritonScatter, *given: Any, **choices: Any) -> None:
+        if choices["to_pages"] != to_pages:
+            by_table(self, *given, **choices)
+        elif fault == "fails":
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(TritonScatter, "by_table", broken)
+    device = DeferredDevice(2)
+    device.memory = torch.device("cuda", 0)
+    copier = DeviceCopier(make_cache("flash_nhd"), strategy="staged", device=device)
+    assert copier.stats()["device_without_triton_total"] == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pages_per_block", [1, 3])
+def test_triton_try_out_changes_no_page(layout: str, pages_per_block: int) -> None:
+    cache = make_cache(layout, layers=2, dtype=torch.uint8, dim=5, pages_per_block=pages_per_block)
+    before = snapshot(cache)
+    try_out(TritonScatter, cache)
+    try_out(TorchScatter, cache)
+    assert all(torch.equal(layer.tensor, was) for layer, was in zip(cache.layers, before, strict=True))

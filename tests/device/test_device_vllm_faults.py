@@ -22,6 +22,7 @@ from kvclient.device import copier as copier_module
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.copy_strategies import StagedCopy
+from kvclient.device.pins.pinned_range import PinnedRange
 from kvclient.device.streams import CpuDevice
 from kvclient.engines.vllm.memory.device_pages import device_pages, make_pages
 from kvclient.engines.vllm.memory.pages import GroupPages
@@ -134,15 +135,15 @@ def test_wrong_copies_are_found_at_start(monkeypatch: pytest.MonkeyPatch) -> Non
     device = DeferredDevice(3)
     with monkeypatch.context() as wrong:
         wrong.setattr(StagedCopy, "_scatter", lambda *_: None)
-        with pytest.raises(Internal, match="other bytes"):
+        with pytest.raises(Internal, match="wrong bytes"):
             device_pages([layers], 6, device, strategy="staged", staging_bytes=64)
     with monkeypatch.context() as wrong:  # only on the path of unpinned memory
         wrong.setattr(DeviceBlocks, "host_copy_ready", lambda *_: None)
-        with pytest.raises(Internal, match="other bytes"):
+        with pytest.raises(Internal, match="wrong bytes"):
             device_pages([layers], 6, device, strategy="batched", staging_bytes=64)
     with monkeypatch.context() as wrong:
         wrong.setattr(DeviceBlocks, "gather", lambda blocks: np.zeros((blocks.count, blocks.shape.block_bytes), np.uint8))
-        with pytest.raises(Internal, match="other bytes"):
+        with pytest.raises(Internal, match="wrong bytes"):
             device_pages([layers], 6, device, strategy="batched", staging_bytes=64)
     device.fail_after = 0
     with pytest.raises(Internal, match="failed"):
@@ -186,6 +187,27 @@ def test_worker_start_waits_for_pinned_arena(late: bool, cluster: LocalCluster) 
         assert engine.side.counters.totals().get("device_pinned_late", 0) == late
     finally:
         go_on.set()
+        engine.close()
+
+
+def test_pins_pause_only_after_the_start(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test copies at the start wait for pins too, and the engine serves nothing yet."""
+    paused: list[int] = []
+    serve = PinnedRange.serve
+
+    def note(pins: PinnedRange) -> None:
+        paused.append(pins.nbytes)
+        serve(pins)
+
+    monkeypatch.setattr(PinnedRange, "serve", note)
+    device = ComputingDevice(1)
+    device.pinning = FakePinning()
+    engine = Engine(cluster, f"f{next(numbers)}", device)
+    try:
+        assert paused == []
+        engine.side.wait_pinned()
+        assert len(paused) == 1
+    finally:
         engine.close()
 
 

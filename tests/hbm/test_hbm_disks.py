@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,11 +28,11 @@ from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core import checksum
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import Unsupported
+from kvstore.core.errors import Unavailable, Unsupported
 from kvstore.core.types import BlockKey, Outcome, VolumeId
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.lab.stub_cuda import build_stub, with_stub
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import call, connect
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
@@ -42,6 +40,7 @@ from kvstore.tiers.nvme.mounted import MountedSlab
 from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.tiers.nvme.superblock import DATA_START
 from support.client_parts import context_of, session_of
+from support.stub_cases import run_stub_cases
 from support.wait import wait_until
 
 HERE = Path(__file__).parent
@@ -319,6 +318,35 @@ def test_gds_invalid_options_are_rejected(choices: dict[str, Any]) -> None:
         HbmPool("cpu", capacity_bytes=MIB, **choices)
 
 
+def test_gds_volumes_beyond_the_limit_are_left_to_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvclient.gds.volume_reader.MOST_VOLUMES", 1)
+    with disk_of(tmp_path) as disk:
+        more = [*disk.volumes, StoredVolume(VolumeId("n/nvme1"), tmp_path)]
+        for _ in range(3):
+            assert not disk.near.reads_disks(more)
+        assert disk.near.reads_disks(disk.volumes)
+        assert disk.pool.stats()["gds_not_usable_total"] == 1
+    assert len([record for record in caplog.records if "too many volumes for direct reads" in record.getMessage()]) == 1
+
+
+def test_gds_reads_without_a_thread_are_left_to_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise Unavailable("no thread for the work")
+
+    with disk_of(tmp_path) as disk:
+        monkeypatch.setattr("kvclient.gds.volume_reader.submit", refuse)
+        monkeypatch.setattr("kvclient.gds.volume_reader._limited", LimitedLog(logging.getLogger("kvclient.gds.volume_reader")))
+        for _ in range(3):
+            assert disk.fetch(allocate(12)) == 0
+        assert disk.pool.stats()["hbm_disk_failed_blocks_total"] == 36
+        assert disk.pool.usage().blocks == 0
+    assert len([record for record in caplog.records if "no thread for direct reads" in record.getMessage()]) == 1
+
+
 def gpu_target(counters: Counters) -> ReadTarget:
     """Memory on a GPU, as far as the decision to read goes."""
     return ReadTarget(
@@ -352,7 +380,7 @@ def test_gds_without_driver_reads_nothing(tmp_path: Path) -> None:
 def test_gds_pool_on_gpu_reads_disks(tmp_path: Path) -> None:
     with HbmPool("cuda", capacity_bytes=40 * SMALL.block_bytes) as pool:
         disk = Disk(tmp_path, pool, 12, 1, 2 * PROBE_BYTES)
-        wait_until(lambda: "looked at" not in pool.io_engines()[1], timeout_s=60.0)
+        wait_until(lambda: "probe is running" not in pool.io_engines()[1], timeout_s=60.0)
         real = "GPUDirect Storage is real" in pool.io_engines()[1]
         wait_until(lambda: disk.near.reads_disks(disk.volumes) == real)
         out = allocate(12)
@@ -376,23 +404,7 @@ def _has_driver() -> bool:
 
 def test_gds_kvikio_without_gpu(tmp_path: Path) -> None:
     """kvikio's device path in compatibility mode, with a stub driver: used in mode ``forced``, otherwise the probe detects it."""
-    if importlib.util.find_spec("kvikio") is None:
-        pytest.skip("KVIKIO WAS NOT TESTED: it is not installed (make install)")
-    stub = build_stub(tmp_path, with_device=True)
-    if stub is None:
-        pytest.skip("KVIKIO WAS NOT TESTED: there is no C compiler for the stand-in of libcuda.so.1")
-    cases = HERE / "disks_stub_cases.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'cases'}", str(cases)],
-        env=with_stub(stub) | {"PYTEST_ADDOPTS": ""},
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_stub_cases(HERE / "disks_stub_cases.py", tmp_path)
 
 
 # ---- with a real node ----

@@ -14,7 +14,7 @@ import torch
 from kvclient import BlockShape, CacheSpec, InvalidArgument
 from kvclient.device.driver import Addresses
 from kvclient.device.streams import Event
-from kvclient.memory.device_buffer import Checksums, DeviceBuffer, DeviceHung, Offsets, PoolMemory
+from kvclient.memory.device_buffer import DeviceBuffer, DeviceChecksums, DeviceHung, Offsets, PoolMemory
 from kvstore.core.errors import Internal
 from kvstore.native import address_of
 
@@ -79,7 +79,7 @@ class CopyEngine(Protocol):
     def wait_on_stream(self, event: Event) -> None:
         """Let the caller's current stream wait for an event."""
 
-    def begin_checksums(self, pages: PageRange, after: Sequence[Event]) -> Checksums | None:
+    def begin_checksums(self, pages: PageRange, after: Sequence[Event]) -> DeviceChecksums | None:
         """Start to hash pages on the device after some events; None: hash on the host."""
 
     def keep(self, memory: npt.NDArray[np.uint8] | None) -> None:
@@ -179,10 +179,10 @@ class DeviceBlocks(DeviceBuffer):
         base = address_of(arena)
         return base, at + base
 
-    def begin_checksums(self, first: int, count: int, first_layer: int, layer_count: int) -> Checksums | None:
+    def begin_checksums(self, first: int, count: int, first_layer: int, layer_count: int) -> DeviceChecksums | None:
         return self.checksums_at(np.arange(first, first + count), first_layer, layer_count)
 
-    def checksums_at(self, positions: Positions, first_layer: int, layer_count: int) -> Checksums | None:
+    def checksums_at(self, positions: Positions, first_layer: int, layer_count: int) -> DeviceChecksums | None:
         """Like ``begin_checksums``, for blocks at any positions of the buffer."""
         with self._lock:
             events = list(self._events)
@@ -382,7 +382,7 @@ class BlockSource(_View):
     def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
         self._blocks.write_pool(memory, offsets)
 
-    def begin_checksums(self, first: int, count: int, first_layer: int, layer_count: int) -> Checksums | None:
+    def begin_checksums(self, first: int, count: int, first_layer: int, layer_count: int) -> DeviceChecksums | None:
         return self._blocks.begin_checksums(first, count, first_layer, layer_count)
 
     def host_copy_ready(self, *_: object) -> None:
@@ -421,7 +421,7 @@ class _Picked(_View):
     def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
         self._blocks.write_pool_at(memory, offsets, self._which)
 
-    def begin_checksums(self, first: int, count: int, first_layer: int, layer_count: int) -> Checksums | None:
+    def begin_checksums(self, first: int, count: int, first_layer: int, layer_count: int) -> DeviceChecksums | None:
         return self._blocks.checksums_at(self._which[first : first + count], first_layer, layer_count)
 
     def host_copy_ready(self, positions: Positions, first_layer: int, layer_count: int) -> None:

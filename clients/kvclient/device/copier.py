@@ -30,20 +30,22 @@ from kvclient.device.copy_strategies import (
 )
 from kvclient.device.fp8 import Fp8Codec
 from kvclient.device.layouts import LAYOUT_VERSION, PagedCache, check_spec
-from kvclient.device.page_scatter import PageScatter, TorchScatter
+from kvclient.device.page_scatter import PageScatter, TorchScatter, try_out
 from kvclient.device.pins.pinned_range import CHUNK_BYTES, PinnedRange, PinReport, cpus_near
 from kvclient.device.pins.shared_pins import process_pins
 from kvclient.device.pool_copy import PoolCopy, PoolCopyRequest
-from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event
+from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event, UnknownEnd, done_or_failed
 from kvstore.core.errors import Internal, KVStoreError, Unsupported
 from kvstore.native import address_of
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import device as device_metrics
 
 if TYPE_CHECKING:
     from kvclient.device.triton_checksum import PageHasher, PendingChecksums
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
 
 StrategyName = Literal["auto", "staged", "batched", "direct"]
 STRATEGIES = ("auto", "staged", "batched", "direct")
@@ -66,7 +68,8 @@ class DeviceCopier:
         staging_bytes: size of each of four staging buffers, allocated at first use.
         pin: pin arenas for the device as they are mapped.
         pin_chunk_bytes: bytes pinned by one driver call.
-        checksums: compute checksums on the device, if Triton works there and ``fp8`` is off. False: on the host.
+        checksums: compute checksums on the device, if Triton works there, ``fp8`` is off and layer blocks are longer than 240
+            bytes. False: on the host.
         device: the device; None: derived from the cache.
 
     Raises:
@@ -115,6 +118,8 @@ class DeviceCopier:
         self._kept: list[npt.NDArray[np.uint8]] = []
         mover = self._mover()
         self._hasher = self._make_hasher() if checksums and not isinstance(mover, TorchScatter) else None
+        self._hash_lock = threading.Lock()
+        """Held while work of the hasher is enqueued."""
         self._lanes = [
             _CopyDirection(
                 self._make(self.strategy, mover, staging_bytes),
@@ -123,7 +128,13 @@ class DeviceCopier:
             )
             for _ in range(2)
         ]
-        _log.info("opened device copies: %s (strategy=%s, layout=%s)", cache.device, self.strategy, self.layout)
+        _log.info(
+            "opened device copies: %s (strategy=%s, layout=%s, checksums=%s)",
+            cache.device,
+            self.strategy,
+            self.layout,
+            "host" if self._hasher is None else "device",
+        )
 
     def _choose(self, strategy: StrategyName) -> str:
         if strategy == "auto":
@@ -143,7 +154,7 @@ class DeviceCopier:
             from kvclient.device.triton_scatter import TritonScatter
 
             rows = TritonScatter(self.cache)
-            self.device.run(partial(_try_out, rows, self.cache))
+            self.device.run(partial(try_out, TritonScatter, self.cache))
         except Exception as error:  # noqa: BLE001  # no Triton, no compiler or an unknown device: errors of many types
             self.counters.add(device_metrics.DEVICE_WITHOUT_TRITON)
             _log.warning("Triton failed: using torch indexing, which needs more launches (error=%s)", error)
@@ -153,13 +164,13 @@ class DeviceCopier:
     def _make_hasher(self) -> PageHasher | None:
         if self.codec is not None:
             return None
-        from kvclient.device.triton_checksum import PageHasher
-
         try:
-            return PageHasher(self.device, self.cache)
+            from kvclient.device.triton_checksum import LEAST_BYTES, PageHasher
+
+            return PageHasher(self.device, self.cache) if self.cache.row_bytes >= LEAST_BYTES else None
         except Exception as error:  # noqa: BLE001  # a compiler or an unknown device: errors of many types
             self.counters.add(device_metrics.DEVICE_CHECKSUMS_BY_HOST)
-            _log.warning("failed to hash on the device: %s, the host does it (error=%s)", self.cache.device, error)
+            _log.warning("device checksums not used: %s (error=%s); the host computes them", self.cache.device, error)
             return None
 
     def begin_checksums(self, pages: PageRange, after: Sequence[Event]) -> PendingChecksums | None:
@@ -185,8 +196,8 @@ class DeviceCopier:
 
     @property
     def hashes(self) -> bool:
-        """Whether the device computes checksums."""
-        return self._hasher is not None
+        """Whether the device computes checksums. Not while copies are suspended, and not after the device was lost."""
+        return self._hasher is not None and not self._suspended and not any(lane.lost for lane in self._lanes)
 
     def begin_memory_checksums(self, memory: torch.Tensor, offsets: npt.NDArray[np.int64]) -> PendingChecksums | None:
         """Start to hash whole blocks in other memory of the device; see ``begin_checksums``.
@@ -199,14 +210,15 @@ class DeviceCopier:
         return self._hash(lambda hasher: hasher.begin_memory(memory, offsets, layers, lambda event: self.wait([event])))
 
     def _hash(self, begin: Callable[[PageHasher], PendingChecksums]) -> PendingChecksums | None:
-        if self._hasher is None or self._suspended or any(lane.lost for lane in self._lanes):
-            return None
-        try:
-            return begin(self._hasher)
-        except Internal as error:
-            self.counters.add(device_metrics.DEVICE_CHECKSUMS_BY_HOST)
-            _log.warning("failed to hash on the device: %s, the host does it (error=%s)", self.cache.device, error)
-            return None
+        with self._hash_lock:
+            if self._hasher is None or not self.hashes:
+                return None
+            try:
+                return begin(self._hasher)
+            except Internal as error:
+                self.counters.add(device_metrics.DEVICE_CHECKSUMS_BY_HOST)
+                _limited.warning("device checksums failed: %s (error=%s); the host or node does it", self.cache.device, error)
+                return None
 
     def _make(self, name: str, mover: PageScatter, staging_bytes: int) -> CopyStrategy:
         if name == "batched":
@@ -319,15 +331,17 @@ class DeviceCopier:
 
         Raises:
             InvalidArgument: as ``blocks``.
-            Internal: the device failed.
+            Internal: the device failed, or rejected an event after such a copy. A late copy cannot be excluded then.
         """
         ids = self.cache.check_pages(page_ids)
         with self._lock:
             stuck = list(self._stuck)
             if self._suspended:
                 return  # the pages are lost anyway
+        if any(isinstance(event, UnknownEnd) for event in stuck):
+            raise Internal("the end of copies into these pages is unknown: restart the engine", device=self.cache.device)
         for event in stuck:
-            if not _done(event):
+            if not done_or_failed(event):
                 self.device.wait_event(event)
 
         def zero() -> None:
@@ -470,13 +484,13 @@ class DeviceCopier:
                 raise Internal("the device failed", device=self.cache.device, error=error) from error
             return self._record(way)
 
-    def _record(self, way: CopyStrategy | PoolCopy) -> list[Event]:
-        """Return the events after all copies of a strategy. If the device refuses, their end is never known."""
+    def _record(self, way: CopyStrategy | PoolCopy | PageHasher) -> list[Event]:
+        """Return the events after all work of a strategy. If the device refuses, its end is never known."""
         try:
             return way.record()
         except Exception as error:  # noqa: BLE001  # torch and drivers raise errors of many types
             self.counters.add(device_metrics.DEVICE_ERRORS)
-            return [_UnknownEnd(error)]
+            return [UnknownEnd(error)]
 
     def wait(self, events: Sequence[Event]) -> None:
         """Wait until copies are done. Bounded: the time limit begins when the engine's kernels before the copies have ended.
@@ -491,7 +505,7 @@ class DeviceCopier:
             try:
                 while not event.done() and time.monotonic() < until_s:
                     time.sleep(_NAP_S)  # torch lacks a bounded wait for an event
-                    computed = [mark for mark in computed if not _done(mark)]
+                    computed = [mark for mark in computed if not done_or_failed(mark)]
                     if computed:
                         until_s = min(time.monotonic() + DRAIN_S, began_s + COMPUTE_S)
                 ended = event.done()
@@ -504,7 +518,9 @@ class DeviceCopier:
 
     # ---- sleep ----
     def suspend(self, timeout_s: float) -> None:
-        """Let no copy begin, and wait until none is under way: the memory of the KV cache may then be unmapped. Idempotent.
+        """Let no copy or checksum begin, and wait until none is under way. Idempotent.
+
+        The memory of the KV cache may then be unmapped.
 
         Args:
             timeout_s: bound of the wait.
@@ -518,19 +534,33 @@ class DeviceCopier:
             events = list(self._stuck)
         try:
             for lane in self._lanes:
-                with lane.lock:  # a copy that began before has enqueued all of its work
-                    events += [event for way in lane.ways for event in self._record(way)]
+                events += self._record_all(lane.lock, lane.ways, until_s)
+            events += self._record_all(self._hash_lock, [self._hasher] if self._hasher is not None else [], until_s)
             self._wait_all(events, until_s)
         except BaseException:
             with self._lock:
                 self._suspended = before
             raise
 
+    def _record_all(
+        self, lock: threading.Lock, ways: Sequence[CopyStrategy | PoolCopy | PageHasher], until_s: float
+    ) -> list[Event]:
+        """Return the events after all work that was begun under a lock, once nothing is being enqueued."""
+        if not lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            raise self._still_mapped()
+        try:
+            return [event for way in ways for event in self._record(way)]
+        finally:
+            lock.release()
+
     def _wait_all(self, events: Sequence[Event], until_s: float) -> None:
         while not all(event.done() for event in events):
             if time.monotonic() > until_s:
-                raise Internal("copies did not end in time: the KV cache must stay mapped", device=self.cache.device)
+                raise self._still_mapped()
             time.sleep(_NAP_S)
+
+    def _still_mapped(self) -> Internal:
+        return Internal("copies did not end in time: the KV cache must stay mapped", device=self.cache.device)
 
     def resume(self) -> None:
         """Let copies begin again: the memory of the KV cache is mapped at the same addresses. Idempotent."""
@@ -583,7 +613,7 @@ class DeviceCopier:
         """Release the pins of one session before it ends. False: the arena must stay mapped."""
         with self._lock:
             stuck = list(self._stuck)
-        if any(isinstance(event, _UnknownEnd) or not _done(event) for event in stuck):
+        if any(isinstance(event, UnknownEnd) or not done_or_failed(event) for event in stuck):
             return False
         if pins is None:
             return True
@@ -606,17 +636,15 @@ class DeviceCopier:
         return [pins.report() for pins in self._all_pins()]
 
     def wait_pinned(self, timeout_s: float) -> bool:
-        """Wait until nothing more can be pinned at the moment. False: not in time.
-
-        Afterwards the engine is assumed to serve requests, so pinning goes on with pauses.
-        """
+        """Wait until nothing more can be pinned at the moment. False: not in time."""
         until_s = time.monotonic() + timeout_s
-        ranges = self._all_pins()
-        done = all(pins.wait(max(0.0, until_s - time.monotonic())) for pins in ranges)
+        return all(pins.wait(max(0.0, until_s - time.monotonic())) for pins in self._all_pins())
+
+    def serve(self) -> None:
+        """From now on, pause after each pinned chunk: the engine serves requests, and pins delay every CUDA call of the host."""
         self._serving = True
-        for pins in ranges:
+        for pins in self._all_pins():
             pins.serve()
-        return done
 
     def stats(self) -> dict[str, int]:
         """Totals by name, and pinned bytes."""
@@ -628,12 +656,6 @@ class DeviceCopier:
             "device_pin_cost_bytes": sum(report.device_bytes or 0 for report in reports),
             "device_pin_milliseconds": math.ceil(1000 * max((report.seconds for report in reports), default=0.0)),
         }
-
-
-def _try_out(rows: PageScatter, cache: PagedCache) -> None:
-    """Launch one kernel that reads a block's pages: compiler and launch errors appear here."""
-    ids = torch.arange(cache.pages_per_block, device=cache.device)
-    rows.to_rows(0, ids, torch.empty((1, 1, cache.row_bytes), dtype=torch.uint8, device=cache.device))
 
 
 class _CopyDirection:
@@ -658,17 +680,7 @@ class _CopyDirection:
     def wait_for(self, mark: Event) -> None:
         """Record the event that new copies wait for."""
         if not any(mark is known for known in self.marks):
-            self.marks = [*(known for known in self.marks if not _done(known)), mark]
-
-
-class _UnknownEnd:
-    """Event after copies of which no event could be recorded. They may run at any time, until the process ends."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        raise Internal("the device failed: the end of its copies is unknown", error=self._error) from self._error
+            self.marks = [*(known for known in self.marks if not done_or_failed(known)), mark]
 
 
 class _ArenaPin:
@@ -684,10 +696,3 @@ class _ArenaPin:
         if not self._closed:
             self._closed = self._copier.unmapped(self._address, self._pins)
         return self._closed
-
-
-def _done(event: Event) -> bool:
-    try:
-        return event.done()
-    except Internal:  # the device failed: it writes no more
-        return True

@@ -99,7 +99,7 @@ class CopyRequest:
         layers: number of layers.
         shift: bytes from the start of a block to ``first_layer``.
         after: the pages may be accessed after this event.
-        pinned: whether the device can read all of these blocks without the help of this process.
+        pinned: whether all of these blocks are in pinned memory, or the device needs no pins.
     """
 
     host: HostMemory
@@ -152,7 +152,7 @@ class _StagingBuffer:
         self.free: Event | None = None
         """After the last use."""
         self.lost = False
-        """No event could be recorded after the last use, so the buffer may be in use for ever."""
+        """No event could be recorded after the last use, so the end of that use is unknown."""
 
 
 class StagedCopy:

@@ -230,6 +230,14 @@ class PagedCache:
         """Name of the dtype in specs: ``float32``, ``bfloat16``."""
         return str(self.dtype).removeprefix("torch.")
 
+    def layer_table(self) -> torch.Tensor:
+        """Return the places of the layers for kernels: int64 ``[layers, 3]`` on the device, in bytes.
+
+        Each row has the address, the page stride and the part stride.
+        """
+        places = [(layer.address, layer.page_stride, layer.part_stride) for layer in self.layers]
+        return torch.tensor(places, dtype=torch.int64, device=self.device)
+
     def check_pages(self, page_ids: Sequence[int]) -> torch.Tensor:
         """Check the page ids of blocks and return them as an int64 tensor on the host.
 

@@ -6,12 +6,13 @@ A *row* is one contiguous layer of one block; a layer block is a row as the stor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 
 from kvclient.device.layouts import WORDS, PagedCache
+from kvstore.core.errors import Internal
 
 
 class PageScatter(Protocol):
@@ -123,3 +124,46 @@ def common_word(word: int, rows: torch.Tensor) -> int:
     while (rows.data_ptr() | stride | rows.shape[1] | int(rows.storage_offset())) % word:
         word //= 2
     return word
+
+
+def try_out(scatter: Callable[[PagedCache], PageScatter], cache: PagedCache) -> None:
+    """Move one block in every way, to and from spare memory, and compare the bytes. Changes no page of the cache.
+
+    Compiler and launch errors appear here, not during the first copies.
+
+    Args:
+        scatter: creates the implementation for a cache.
+        cache: the pages.
+
+    Raises:
+        Internal: wrong bytes.
+    """
+    page, each, device = cache.page, cache.pages_per_block, cache.device
+    shape = (each, page.part_bytes) if cache.kind == "pages" else (page.parts, each, page.part_bytes)
+    spare = torch.zeros(shape, dtype=torch.uint8, device=device)
+    pages = PagedCache([spare], cache.kind, pages_per_block=each)
+    ids, first = torch.arange(each, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    content = (torch.arange(cache.row_bytes, device=device) % 251).to(torch.uint8).view(1, 1, -1)
+    mover, reference, row = scatter(pages), TorchScatter(pages), torch.empty_like(content)
+
+    def move(rows: torch.Tensor, *, table: bool, to_pages: bool) -> None:
+        if table:
+            mover.move_slots(0, 1, rows.view(-1), first, cache.alignment, ids, to_pages=to_pages)
+        elif to_pages:
+            mover.to_pages(0, rows, ids)
+        else:
+            mover.to_rows(0, ids, rows)
+
+    for table in (False, True):
+        move(content, table=table, to_pages=True)
+        reference.to_rows(0, ids, row)
+        good = torch.equal(row, content)
+        move(row.zero_(), table=table, to_pages=False)
+        if not good or not torch.equal(row, content):
+            raise Internal("the kernel moves wrong bytes", device=device)
+        spare.zero_()
+    # the cache itself: its strides and alignment
+    scatter(cache).to_rows(0, ids, row)
+    TorchScatter(cache).to_rows(0, ids, content)
+    if not torch.equal(row, content):
+        raise Internal("the kernel moves wrong bytes", device=device)

@@ -29,6 +29,29 @@ class Event(Protocol):
         """
 
 
+class UnknownEnd:
+    """Event after work of which no event could be recorded. It may run at any time, until the process ends.
+
+    Args:
+        error: the device's error.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        """Raise ``Internal``."""
+        raise Internal("the device failed: the end of its copies is unknown", error=self._error) from self._error
+
+
+def done_or_failed(event: Event) -> bool:
+    """Whether all work before an event has ended, or the device failed and writes no more. ``UnknownEnd``: counts as failed."""
+    try:
+        return event.done()
+    except Internal:
+        return True
+
+
 class DeviceStream(Protocol):
     """A queue of work that the device does in order."""
 
@@ -140,8 +163,8 @@ class _CudaStream:
             work()
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, _CudaEvent)
         with self._working():
+            assert isinstance(event, _CudaEvent)  # not so if the device rejected the event
             self._stream.wait_event(event.event)
 
     def record(self) -> _CudaEvent:

@@ -92,8 +92,7 @@ class TritonScatter:
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
-        places = [(layer.address, layer.page_stride, layer.part_stride) for layer in cache.layers]
-        self._layers = torch.tensor(places, dtype=torch.int64, device=cache.device)
+        self._layers = cache.layer_table()
 
     def to_pages(self, first_layer: int, rows: torch.Tensor, page_ids: torch.Tensor) -> None:
         self._move_rows(first_layer, rows, page_ids, to_pages=True)

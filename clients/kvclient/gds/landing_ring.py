@@ -23,29 +23,30 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvclient.device.streams import Event
 from kvclient.gds.ring_slots import RingSlots
 from kvclient.gds.volume_reader import DiskRead, GdsMode, GdsReader, ReadsPending, ReadTarget
-from kvclient.memory.device_buffer import Checksums, DeviceBuffer, DeviceHung, PoolMemory
+from kvclient.memory.device_buffer import DeviceBuffer, DeviceChecksums, DeviceHung, PoolMemory
 from kvclient.memory.engine_pool import DiskLocations, StoredVolume
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockKey, BlockShape
+from kvstore.core.types import BlockKey
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
-from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.nvme.slot_header import slot_bytes
+
+if TYPE_CHECKING:
+    from kvclient.device.copier import DeviceCopier
 
 _log = logging.getLogger(__name__)
 _limited = LimitedLog(_log)
@@ -53,7 +54,7 @@ _limited = LimitedLog(_log)
 RING_BYTES = 64 << 20
 IN_FLIGHT = 8
 ALIGNMENT = 4096
-"""Of slots in the ring: reads to other addresses need a bounce buffer of the driver."""
+"""Alignment of slots in the ring, in bytes. The driver needs a bounce buffer to read to other addresses."""
 WAIT_SHARE = 0.25
 WAIT_S = 1.0
 """Share of a load's remaining time, and longest time, to wait for a free slot. Then the node reads."""
@@ -62,45 +63,13 @@ _kept: list[torch.Tensor] = []
 """Rings that a hung device or a late read may still access."""
 
 
-class RingCopies(Protocol):
-    """Copies of the KV cache that a ring serves: ``kvclient.device.DeviceCopier``."""
-
-    @property
-    def shape(self) -> BlockShape:
-        """Layers and sizes of a block."""
-
-    @property
-    def counters(self) -> Counters:
-        """Counters of the copies."""
-
-    @property
-    def memory_device(self) -> torch.device:
-        """Device of the pages."""
-
-    @property
-    def hashes(self) -> bool:
-        """Whether the device computes checksums."""
-
-    def check(self, spec: CacheSpec) -> None:
-        """Raise ``InvalidArgument`` if a namespace does not match the cache."""
-
-    def mark(self) -> Event:
-        """Return an event after all work on the caller's current stream."""
-
-    def wait(self, events: Sequence[Event]) -> None:
-        """Wait, for a bounded time, until events are done."""
-
-    def begin_memory_checksums(self, memory: torch.Tensor, offsets: npt.NDArray[np.int64]) -> Checksums | None:
-        """Start to hash blocks in memory of the device; None: it does not."""
-
-
 class LandingRing:
     """Device memory that blocks are read into before they are copied into pages. Thread-safe; a context manager.
 
     ``KVClient.connect(…, device=copier, gds=ring)``. Close its clients first.
 
     Args:
-        copier: copies of the cache (``DeviceCopier``).
+        copier: copies of the cache. They must not be suspended when the ring is created.
         gds: whether volumes are read directly; see ``GdsMode``. The engine needs permission to read the folders of the volumes.
         ring_bytes: device memory of the ring. At least one block is allocated.
         in_flight: blocks read in parallel from each volume.
@@ -110,7 +79,7 @@ class LandingRing:
     """
 
     def __init__(
-        self, copier: RingCopies, *, gds: GdsMode = "auto", ring_bytes: int = RING_BYTES, in_flight: int = IN_FLIGHT
+        self, copier: DeviceCopier, *, gds: GdsMode = "auto", ring_bytes: int = RING_BYTES, in_flight: int = IN_FLIGHT
     ) -> None:
         if isinstance(ring_bytes, bool) or not isinstance(ring_bytes, int) or ring_bytes < 1:
             raise InvalidArgument("ring_bytes must be a positive integer of bytes", ring_bytes=ring_bytes)
@@ -121,7 +90,7 @@ class LandingRing:
         self.clock = MonotonicClock()
         self._lock = threading.Lock()
         self._memory: torch.Tensor | None = None
-        self._usable = True
+        self._refused = False
         self._closed = False
         self.reader = GdsReader(self._target(), gds, in_flight)
         if not copier.hashes and gds == "required":
@@ -152,14 +121,19 @@ class LandingRing:
         return RingReader(self, NamespaceRegistry().of_spec(spec))
 
     @property
+    def open(self) -> bool:
+        """Whether the ring was neither refused nor closed."""
+        return not self._refused and not self._closed
+
+    @property
     def usable(self) -> bool:
-        """Whether loads may use the ring."""
-        return self._usable and not self._closed
+        """Whether loads may use the ring now. Not while the engine sleeps, because blocks could not be verified."""
+        return self.open and self.copier.hashes
 
     def refuse(self, reason: object) -> None:
         """Use the ring no more: the node reads all blocks."""
         with self._lock:
-            first, self._usable = self._usable, False
+            first, self._refused = not self._refused, True
         if first:
             self.counters.add(device_metrics.DEVICE_GDS_REFUSED)
             _log.warning("landing ring not used: %s (reason=%s); the node reads", self.copier.memory_device, reason)
@@ -194,12 +168,11 @@ class LandingRing:
                 _kept.append(self._memory)
         self.refuse(error)
 
-    def describe(self) -> list[str]:
-        """Describe, for people, the volumes that are read directly."""
-        return self.reader.describe()
-
     def close(self) -> None:
-        """Stop reading. Does not wait: memory of a late read is kept for the life of the process."""
+        """Stop reading. Does not wait for reads; waits if the ring is being allocated.
+
+        Memory of a late read is kept for the life of the process.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -242,7 +215,7 @@ class RingReader:
 
     def prepare_disks(self, volumes: Sequence[StoredVolume]) -> None:
         """See ``DiskReader``."""
-        if self._ring.usable:
+        if self._ring.open:
             self._ring.reader.prepare(volumes)
 
     def reads_disks(self, volumes: Sequence[StoredVolume]) -> bool:
@@ -338,7 +311,7 @@ class RingReader:
             if held:
                 ring.slots.give_back(batch.slots)
 
-    def _leading(self, expected: npt.NDArray[np.uint64], begin: Callable[[], Checksums | None]) -> int:
+    def _leading(self, expected: npt.NDArray[np.uint64], begin: Callable[[], DeviceChecksums | None]) -> int:
         """Count the leading blocks whose checksums on the device are the expected ones."""
         pending = begin() if len(expected) else None
         if pending is None:

@@ -32,7 +32,9 @@ from kvstore.core.types import BlockKey, Outcome
 from kvstore.node.loads.mounts import Answers, Mount
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import device as device_metrics
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.process.threads.submission import submit
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.kvikio_library import Kvikio, load_kvikio
@@ -40,6 +42,7 @@ from kvstore.tiers.io_engines.probe import choose_gds, glance_at_gds
 from kvstore.tiers.io_engines.tensor_memory import TensorMemory
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
 
 GdsMode = Literal["auto", "required", "off", "forced"]
 """Whether volumes are read directly into device memory. ``auto``: if GPUDirect Storage works; ``required``: else clients cannot
@@ -125,7 +128,7 @@ class GdsReader:
         if mode == "required" and target.device.type != "cuda":
             raise InvalidArgument("gds=required requires memory of a CUDA device", device=target.device)
         if isinstance(in_flight, bool) or not isinstance(in_flight, int) or not 1 <= in_flight <= MOST_IN_FLIGHT:
-            raise InvalidArgument("gds_in_flight out of range", gds_in_flight=in_flight, most=MOST_IN_FLIGHT)
+            raise InvalidArgument("gds: reads in flight per volume out of range", got=in_flight, least=1, most=MOST_IN_FLIGHT)
         self._target = target
         self._mode = mode
         self._in_flight = in_flight
@@ -137,6 +140,8 @@ class GdsReader:
         self._registering = threading.Lock()
         self._kvikio: Kvikio | None = None
         self._registered: TensorMemory | None = None
+        self._full = False
+        """Whether volumes were left to the node because too many are known."""
         self._closed = False
 
     # ---- probes ----
@@ -165,10 +170,22 @@ class GdsReader:
             return []
         with self._lock:
             new = [volume for volume in dict.fromkeys(volumes) if volume not in self._disks]
-            if self._closed or len(self._disks) + len(new) > MOST_VOLUMES:
+            if self._closed:
                 return []
-            self._disks.update((volume, _VolumeReader()) for volume in new)
-        return new
+            known = len(self._disks) + len(new)
+            if known <= MOST_VOLUMES:
+                self._disks.update((volume, _VolumeReader()) for volume in new)
+                return new
+            first, self._full = not self._full, True
+        if first:
+            self._target.counters.add(volumes_metrics.GDS_NOT_USABLE, len(new))
+            _log.warning(
+                "too many volumes for direct reads: %s (volumes=%d, most=%d); the node reads new ones",
+                self._target.name,
+                known,
+                MOST_VOLUMES,
+            )
+        return []
 
     def _probe_all(self, volumes: Sequence[StoredVolume]) -> None:
         for volume in volumes:
@@ -325,8 +342,9 @@ class GdsReader:
             for group in groups:
                 try:
                     futures.append(submit(self._threads(), read_one, *group))
-                except Unavailable:  # the pool is being closed, or no thread can be started
+                except Unavailable as error:  # the pool is being closed, or no thread can be started
                     pending.ended()
+                    _limited.warning("no thread for direct reads: %s (error=%s); the node reads", self._target.name, error)
             for future in futures:
                 future.result()
         finally:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvclient.memory.buffers import LayersOf
 from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer, Offsets
-from kvclient.memory.shared_mapping import MappingUse, is_charged_to_first_user, is_resident, map_file
+from kvclient.memory.shared_mapping import MappingUse, is_charged_to_first_user, is_resident, map_file, populate
 from kvstore.core.buffers import BlockBuffer, Layout, Positions, ScatteredBlocks, positions
 from kvstore.core.checksum import ChecksumArray, LayerHasher, block_checksums
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, KVStoreError, PermissionDenied, Unavailable
@@ -33,8 +33,6 @@ MAP_AHEAD_MOST_BYTES = 16 << 30
 MAP_AHEAD_S = 600.0
 """How long to wait for a node that allocates its arena."""
 _MAP_AHEAD_PAUSE_S = 0.05
-MADV_POPULATE_WRITE = 23
-"""Since Linux 5.14; the mmap module does not define it."""
 
 Mask = npt.NDArray[np.bool_]
 
@@ -227,7 +225,6 @@ class ClientArena:
         return cls(mapping, map_ahead=map_ahead and pinner is None, pinner=pinner)  # a pinner enters the pages itself
 
     def _map_ahead(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter lock, unlike mmap.madvise
         base = address_of(self._mapping.view)
         charged = is_charged_to_first_user(self._mapping.descriptor)
         until_s = time.monotonic() + MAP_AHEAD_S
@@ -241,7 +238,7 @@ class ClientArena:
                     return
             if self._closing.is_set():
                 return
-            if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), MADV_POPULATE_WRITE):
+            if not populate(base + start, length):
                 _log.info("arena not mapped ahead: %s", os.strerror(ctypes.get_errno()))  # kernels before 5.14
                 return
 
@@ -268,7 +265,7 @@ class ClientArena:
             first: its first block.
             first_layer: first layer to copy.
             layer_count: number of layers to copy.
-            threads: at most so many copy.
+            threads: maximum number of threads that copy.
             expected: checksums ``[blocks, layer_count]``; None: not compared.
 
         Returns:

@@ -4,7 +4,7 @@ Bytes get into such a buffer in three ways:
 
 1. The device copies from the mapped arena, in order, while the caller continues: ``read_arena``, and later ``drain``.
 2. The device copies from and to a pool in its own memory while the caller waits: ``read_pool``, ``write_pool``.
-3. All other sources (sockets, pools elsewhere) write to ``segments``, which is host memory, and then call ``landed``.
+3. All other sources (sockets, pools elsewhere) write to ``segments``, which is host memory, and then call ``host_copy_ready``.
 
 Before ``drain`` has returned, the arena must not be unmapped, leases must not be released, and blocks must not count as hits.
 """
@@ -44,7 +44,7 @@ class PoolMemory:
     tensor: object
 
 
-class Checksums(Protocol):
+class DeviceChecksums(Protocol):
     """Checksums that a device computes."""
 
     def result(self) -> npt.NDArray[np.uint64]:
@@ -93,7 +93,7 @@ class DeviceBuffer(ABC):
     def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
         """Start to copy all blocks into an arena. Raises the errors of ``read_arena``."""
 
-    def begin_checksums(self, first: int, count: int, first_layer: int, layer_count: int) -> Checksums | None:  # noqa: ARG002
+    def begin_checksums(self, first: int, count: int, first_layer: int, layer_count: int) -> DeviceChecksums | None:  # noqa: ARG002
         """Start to compute checksums of blocks ``[first, first + count)`` on the device, after all copies that have begun.
 
         Returns:

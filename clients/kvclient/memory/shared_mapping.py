@@ -1,6 +1,6 @@
 """One mapping of each arena per process, however many sessions use it.
 
-Each KV cache group, namespace and weights epoch of an engine has a session of its own, and each session receives a descriptor of
+Each KV cache group, namespace and weights epoch of an engine has its own session, and each session receives a descriptor of
 the same memory. A second mapping would cost page tables, and on a device all pins again.
 
 This module also knows which pages of an arena exist. The process that first touches a page of shared memory is charged for it: an
@@ -21,6 +21,8 @@ from kvstore.core.errors import Conflict, Unavailable
 
 _libc = ctypes.CDLL(None, use_errno=True)
 """ctypes releases the interpreter lock during a call, the mmap module does not."""
+_MADV_POPULATE_WRITE = 23
+"""Since Linux 5.14; the mmap module does not define it."""
 
 
 class SharedMapping:
@@ -41,7 +43,7 @@ class SharedMapping:
 
 
 class MappingUse:
-    """One session's use of a mapping, with a view of its own.
+    """One session's use of a mapping, with its own view.
 
     Args:
         shared: the mapping.
@@ -120,7 +122,7 @@ class MappingTable:
         shared.memory.close()
 
     def forget(self) -> None:
-        """After a fork, in the child: its sessions map anew, and no other thread holds the lock."""
+        """Empty the table in a forked child, whose sessions map their arenas again. No other thread holds the lock there."""
         self._lock = threading.Lock()
         self._mappings = {}
 
@@ -144,6 +146,18 @@ def is_resident(address: int, nbytes: int) -> bool:
     found = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
     failed = _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(found.ctypes.data))
     return not failed and bool((found & 1).all())
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Enter the pages of a mapped range into this process's page table. Never changes content. False: see ``errno``.
+
+    Kernels before 5.14 refuse.
+
+    Args:
+        address: start, a multiple of the page size.
+        nbytes: length.
+    """
+    return not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
 
 
 def is_charged_to_first_user(descriptor: int) -> bool:

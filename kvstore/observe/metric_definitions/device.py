@@ -70,7 +70,8 @@ DEVICE_BATCH_REFUSED: Final = group.counter(
     "device_batch_refused_total", "devices without batched copies; their copies go through a staging buffer"
 )
 DEVICE_CHECKSUMS_BY_HOST: Final = group.counter(
-    "device_checksums_by_host_total", "failures to compute checksums on the device; the host computed them"
+    "device_checksums_by_host_total",
+    "failures to compute checksums on the device; they were computed on the host, or the node read the blocks",
 )
 DEVICE_ERRORS: Final = group.counter("device_errors_total", "copies that the device rejected")
 DEVICE_GDS_BLOCKS: Final = group.counter(
@@ -102,6 +103,9 @@ DEVICE_POOL_LOADED_BYTES: Final = group.counter(
 )
 DEVICE_POOL_STORED_BYTES: Final = group.counter(
     "device_pool_stored_bytes_total", "bytes of started copies from pages into the engine's pool"
+)
+DEVICE_POPULATE_REFUSED: Final = group.counter(
+    "device_populate_refused_total", "arenas that the kernel did not populate; the driver finds their pages while it pins them"
 )
 DEVICE_STORED_BYTES: Final = group.counter("device_stored_bytes_total", "bytes of started copies from a device's pages")
 DEVICE_UNPIN_FAILED: Final = group.counter(

@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from kvclient.device.driver import HostPinning, PinRefused
 from kvclient.device.pins.host_turns import HostTurns
-from kvclient.memory.shared_mapping import is_charged_to_first_user, is_resident
+from kvclient.memory.shared_mapping import is_charged_to_first_user, is_resident, populate
 from kvstore.core.errors import Internal
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
@@ -57,7 +57,6 @@ _CAPTURE_PAUSE_S = 0.02
 """Between two attempts."""
 _CLOSE_S = 30.0
 """Longer than pinning one chunk takes."""
-_MADV_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +132,13 @@ class PinnedRange:
         self._pinning = False
         self._serving = False
         self._refused = ""
+        self._populate_refused = False
         self._closing = False
         self._pid = os.getpid()
         self._began_s = time.monotonic()
         self._ended_s: float | None = None
         self._device_bytes: int | None = 0
         self._workers = max(1, min(POPULATE_THREADS if threads is None else threads, len(cpus) if cpus else os.cpu_count() or 1))
-        self._libc = ctypes.CDLL(None, use_errno=True)
         pieces = self._cut()
         self._threads = [
             threading.Thread(target=self._work, args=(work,), name=f"kvclient-{name}", daemon=True)
@@ -265,14 +264,22 @@ class PinnedRange:
         return done
 
     def _populate_piece(self, chunk: int, start: int, stop: int) -> None:
-        # kernels before 5.14 refuse this: then the driver finds the pages itself, which is slower
-        self._libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(stop - start), _MADV_POPULATE_WRITE)
+        if not populate(self.address + start, stop - start):
+            self._note_refusal(os.strerror(ctypes.get_errno()))
         with self._changed:
             self._left[chunk] -= 1
             if not self._left[chunk]:
                 self._unpopulated -= 1
                 self._ready.append(chunk)
                 self._changed.notify_all()
+
+    def _note_refusal(self, error: str) -> None:
+        """Count a kernel that populates nothing: the driver finds the pages itself, which is slower."""
+        with self._changed:
+            first, self._populate_refused = not self._populate_refused, True
+        if first:
+            self._counters.add(device_metrics.DEVICE_POPULATE_REFUSED)
+            _log.info("arena not populated: the driver finds its pages, slower (error=%s)", error)
 
     def _pin_chunks(self) -> None:
         if self._after is not None:
@@ -311,11 +318,11 @@ class PinnedRange:
             nonlocal before, after
             before = self.driver.free_bytes()
             self.driver.pin(self.address + start, nbytes)
+            self._pinned[chunk] = True  # even if a later call fails, ``close`` unpins it
             after = self.driver.free_bytes()
 
         self._retry_during_capture(pin, unless=lambda: self._closing)
         with self._changed:
-            self._pinned[chunk] = True
             if before is None or after is None or self._device_bytes is None:
                 self._device_bytes = None
             else:

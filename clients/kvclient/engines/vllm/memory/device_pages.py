@@ -49,6 +49,9 @@ _COUNTED = (
     "device_gds_failed_blocks",
     "device_gds_refused",
     "device_without_triton",
+    "hbm_disk_bugs",
+    "hbm_disk_late_blocks",
+    "hbm_not_registered_with_gds",
 )
 """The copier's counters that the connector reports too."""
 _TRIED_PAGES = 3
@@ -138,8 +141,7 @@ class DevicePages:
 
     Args:
         tensors: one per layer, in layer order: ``[blocks, …]``, or ``[blocks * n, …]`` if kernels use smaller pages than the
-            engine's
-            block manager.
+            engine's block manager.
         num_blocks: number of blocks of the block manager.
         device: the device of the tensors.
         strategy: how blocks are copied.
@@ -172,7 +174,7 @@ class DevicePages:
                 reason=error,
                 shape=tuple(tensors[0].shape),
                 strides=tensors[0].stride(),
-                supported=f"[blocks, heads, tokens, content] as {LAYOUTS} have it, a tensor a layer, all layers of a group alike",
+                supported=f"[blocks, heads, tokens, content] as {LAYOUTS} have it, one tensor per layer, layers of a group alike",
             ) from error
         self._copier = DeviceCopier(cache, strategy=strategy, staging_bytes=staging_bytes, checksums=checksums, device=device)
         from kvclient.gds.landing_ring import LandingRing  # parts of the node, which engines on a CPU do not load
@@ -206,7 +208,9 @@ class DevicePages:
         self._ring.close()
 
     def wait_pinned(self, timeout_s: float) -> bool:
-        return self._copier.wait_pinned(timeout_s)
+        done = self._copier.wait_pinned(timeout_s)
+        self._copier.serve()
+        return done
 
     def suspend(self, timeout_s: float) -> None:
         self._copier.suspend(timeout_s)
@@ -281,12 +285,12 @@ class DevicePages:
                 _kept.append(arena)  # the device may still access it
         if not good:
             raise Internal(
-                "copies to and from this device bring other bytes: another strategy may not",
+                "copies to and from this device return wrong bytes: try another strategy",
                 device=cache.device,
                 strategy=copier.strategy,
             )
         self._tried = {name: count for name, count in self.counts().items() if name.endswith("_bytes")}
-        _log.info("copies between host memory and %s were tried out: %s", cache.device, copier.strategy)
+        _log.info("tested copies: %s (strategy=%s)", cache.device, copier.strategy)
 
 
 def _whole_pages(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:

@@ -72,7 +72,10 @@ class Pages(Protocol):
         """End direct reads, after the clients are closed."""
 
     def wait_pinned(self, timeout_s: float) -> bool:
-        """Wait until the memory mapped for these copies is pinned, or will not be pinned. False: timeout."""
+        """Wait until the memory mapped for these copies is pinned, or will not be pinned. False: timeout.
+
+        Call it at the end of the engine's start. Later pins are made with pauses.
+        """
 
     def suspend(self, timeout_s: float) -> None:
         """Let no copy begin, and wait until none is under way: the engine unmaps the memory. Idempotent.
