@@ -13,7 +13,16 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 ENGINE_TEST_ARGS ?=
 GPU_PYTHON ?= $(BIN)/python
-GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.stamp-hardware)
+# From scripts/fetch_gpu_wheels.py: what GPU_PYTHON lacks, for a machine without internet. Installed beside GPU_PYTHON, not into it.
+GPU_WHEELS ?= gpu-wheels
+GPU_SITE := .gpu-site
+GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.stamp-hardware,kvstore/native/_kernel.so $(if $(wildcard $(GPU_WHEELS)),$(GPU_SITE)/.stamp))
+GPU_RUN := PYTHONPATH=$(CURDIR)/$(GPU_SITE):$(CURDIR):$(CURDIR)/clients:$(CURDIR)/proto$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON)
+# Plugins of the machine's own pytest stay out: no set of them is assumed.
+GPU_PYTEST := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_RUN) -m pytest -p pytest_timeout -c tests/gpu.ini --rootdir=. -m gpu
+GPU_TESTS = $(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests | grep -v tests/engines/ | sort)
+NEED_PACKAGES := 'import importlib.util as u, sys; missing = [name for name in ("grpc_status", "hypothesis", "lmdb", "pydantic", "pytest_timeout", "xxhash") if u.find_spec(name) is None]; \
+  missing and sys.exit(f"this Python lacks {missing}: run scripts/fetch_gpu_wheels.py on a machine with internet, and copy its folder gpu-wheels here")'
 NEED_CUDA := 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device can be reached here, or this torch is built without CUDA (GPU_PYTHON=... names another Python)")'
 # For the tests of the kernel in its interpreter. Not in constraints.txt: torch for CUDA brings the one that it was built with.
 TRITON := triton==3.9.0
@@ -114,15 +123,26 @@ test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy $(VENV)/.stamp-valkey 
 test-engines: install-engines  ## the tests of the hooks, with real vLLM, transformers and SGLang on the CPU
 	$(call tested,$(VENV_ENGINES)/bin/python -m pytest tests/engines $(ENGINE_TEST_ARGS),-n 3 $(SPREAD))
 
-test-gpu: $(GPU_SETUP)  ## the tests that need a CUDA device; GPU_PYTHON=... names a Python whose torch has CUDA
-	@$(GPU_PYTHON) -c $(NEED_CUDA)
-	@PYTHONPATH=.:clients:proto $(GPU_PYTHON) -m pytest --ignore=tests/engines -m gpu $(TEST_ARGS)
-	@PYTHONPATH=.:clients:proto $(GPU_PYTHON) -m pytest tests/engines/test_vllm_gpu.py -m gpu || [ $$? = 5 ]  # 5: no vLLM there
+$(GPU_SITE)/.stamp: requirements-gpu.txt constraints.txt $(wildcard $(GPU_WHEELS)/*.whl)
+	@rm -rf $(GPU_SITE)
+	@$(GPU_PYTHON) -m pip install --quiet --no-deps --no-index --find-links $(GPU_WHEELS) --target $(GPU_SITE) --requirement requirements-gpu.txt
+	@touch $@
 
+kvstore/native/_kernel.so: kvstore/native/kernel.c kvstore/native/lanes.h
+	@$(GPU_PYTHON) scripts/build_kernel.py || echo "copies and checksums of the host are made in Python, slower" >&2
+
+test-gpu: $(GPU_SETUP)  ## the tests that need a CUDA device; GPU_PYTHON=... names a Python whose torch has CUDA
+	@$(GPU_RUN) -c $(NEED_PACKAGES)
+	@$(GPU_RUN) -c $(NEED_CUDA)
+	@$(GPU_PYTEST) $(GPU_TESTS) $(TEST_ARGS)
+	@$(GPU_PYTEST) tests/engines/test_vllm_gpu.py || [ $$? = 5 ]  # 5: no vLLM there
+
+# A script that fails does not stop the others: time on a machine with a GPU is short.
 bench-gpu: $(GPU_SETUP)  ## the figures that need a CUDA device; GPU_PYTHON and BENCH_ARGS likewise
-	@$(GPU_PYTHON) -c $(NEED_CUDA)
-	@PYTHONPATH=.:clients:proto $(GPU_PYTHON) benchmarks/gpu_copies.py $(BENCH_ARGS)
-	@$(if $(findstring --only,$(BENCH_ARGS)),:,PYTHONPATH=.:clients:proto $(GPU_PYTHON) benchmarks/gds_read.py --device cuda:0 $(BENCH_ARGS))
+	@$(GPU_RUN) -c $(NEED_PACKAGES)
+	@$(GPU_RUN) -c $(NEED_CUDA)
+	@code=0; for script in gpu_copies.py $(if $(findstring --only,$(BENCH_ARGS)),,"hbm_pool.py --device cuda:0" "gds_read.py --device cuda:0"); do \
+	  $(GPU_RUN) benchmarks/$$script $(BENCH_ARGS) || code=1; done; exit $$code
 
 wheel: install  ## wheel and sdist, into dist/
 	@rm -rf dist
@@ -156,5 +176,5 @@ bench: $(VENV)/.stamp-hardware $(VENV_BENCH)/.stamp  ## the benchmark table, in 
 	@$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
 clean:  ## removes what the targets made
-	rm -rf $(VENV) $(VENV_BENCH) $(VENV_ENGINES) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_BENCH) $(VENV_ENGINES) $(GPU_SITE) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,215 +1,74 @@
 """Measure copies between a pinned arena and a paged KV cache on a GPU, against the bus and memory limits. Requires CUDA.
 
-Each figure has a limit from the same run: one ``cudaMemcpyAsync`` of the same bytes from the same memory, one copy within device
-memory, the matrix products alone, or a serial registration. Bytes are checked before anything is timed.
+Each figure has a limit from the same run: one ``cudaMemcpyAsync`` of the same bytes, one copy within device memory, the matrix
+products or steps alone, or a serial registration. Bytes are checked before anything is timed.
 
     python benchmarks/gpu_copies.py [--quick]
+
+With ``--smoke --device cpu``, the parts that can do so run on the CPU. This only proves that the benchmark works.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import functools
 import math
-import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 import harness
 from harness import Figure, Reference, Target
-from kvclient.device.copier import STRATEGIES, DeviceCopier
+from kvclient.device.copier import DeviceCopier
 from kvclient.device.driver import CudaDriver
-from kvclient.device.layouts import PagedCache
 from kvclient.device.pins.pinned_range import PinnedRange, cpus_near
 from kvclient.memory.device_buffer import PoolMemory
 from kvstore.native import address_of
 from kvstore.observe.counters import Counters
+from rig.gpu_bed import LLAMA, QWEN, TINY, WAYS, Case, bed, free, host_memory, notes, timed
+from rig.gpu_serving import serve
 
 HEAD_START_S = 0.2
 """How long the device computes before the measured products: longer than enqueueing a load and these products."""
-WAYS = tuple(way for way in STRATEGIES if way != "auto")
-PARTS = ("copies", "overlap", "pool", "first-layer", "pinning")
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Shape of a model's KV cache, and its computing cost per token."""
-
-    name: str
-    layers: int
-    heads: int
-    dim: int
-    parameters: float
-
-
-LLAMA = Model("llama-3-8b", 32, 8, 128, 8.03e9)
-QWEN = Model("qwen2.5-32b", 64, 8, 128, 32.8e9)
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Measure the seconds of work on the device, synchronized before and after."""
-
-    def whole() -> None:
-        work()
-        torch.cuda.synchronize()
-
-    torch.cuda.synchronize()
-    return harness.seconds(whole)
-
-
-@contextmanager
-def mapped(nbytes: int) -> Iterator[memoryview]:
-    """Map memory of the same kind as a node's arena."""
-    fd = os.memfd_create("bench-gpu")
-    os.ftruncate(fd, nbytes)
-    memory = mmap.mmap(fd, nbytes)
-    os.close(fd)
-    view = memoryview(memory)
-    try:
-        yield view
-    finally:
-        view.release()
-        memory.close()
-
-
-def _fill(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """Generate random bits from a seed."""
-    generator = torch.Generator(tensor.device).manual_seed(seed)
-    tensor.view(torch.int16).random_(-(2**15), 2**15, generator=generator)
-    return tensor
-
-
-class Bed:
-    """A cache of one model, an arena with scattered blocks, and a buffer for the plain copy."""
-
-    def __init__(self, model: Model, block_tokens: int, blocks: int, view: memoryview, way: str, seed: int) -> None:
-        self.blocks = blocks
-        shape = (2, blocks + 8, block_tokens, model.heads, model.dim)
-        self.layers = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(model.layers)]
-        self.copier = DeviceCopier(PagedCache(self.layers, "split"), strategy=way, pin_chunk_bytes=1 << 50)  # type: ignore[arg-type]
-        self.guard = self.copier.mapped(view)
-        assert self.copier.wait_pinned(300)
-        report = self.copier.pin_reports()[0]
-        if report.refused:
-            sys.exit(f"the arena cannot be pinned: {report.refused}")
-        self.view = view
-        random = np.random.default_rng(seed)
-        self.offsets = random.permutation(blocks).astype(np.uint64) * np.uint64(self.copier.shape.block_bytes)
-        self.pages = random.permutation(blocks + 8)[:blocks].tolist()
-        self.nbytes = blocks * self.copier.shape.block_bytes
-        driver = self.copier.device.pinning
-        assert isinstance(driver, CudaDriver)
-        self.driver = driver
-        self._check()
-
-    def _check(self) -> None:
-        """Check before timing that random bytes survive a store and a load in all layers, and that other pages stay unchanged."""
-        for number, layer in enumerate(self.layers):
-            _fill(layer, number)
-        self.store()
-        for layer in self.layers:
-            layer.zero_()
-        self.load()
-        others = sorted(set(range(self.layers[0].shape[1])) - set(self.pages))
-        for number, layer in enumerate(self.layers):  # generated again one at a time: memory may not hold all of it twice
-            expected = _fill(torch.empty_like(layer), number)
-            expected[:, others] = 0
-            assert torch.equal(layer.view(torch.int16), expected.view(torch.int16)), f"layer {number}"
-
-    def load(self) -> None:
-        """Load all layers of all blocks and wait for the end."""
-        blocks = self.copier.blocks(self.pages)
-        blocks.read_arena(self.view, self.offsets, 0, 0, len(self.layers))
-        blocks.drain()
-
-    def store(self) -> None:
-        """Store all layers of all blocks and wait for the end."""
-        blocks = self.copier.blocks(self.pages)
-        blocks.write_arena(self.view, self.offsets)
-        blocks.drain()
-
-    def plain(self, *, to_device: bool) -> Callable[[], None]:
-        """Copy the same number of bytes at once."""
-        space = torch.empty(self.nbytes, dtype=torch.uint8, device="cuda")
-        host, device = address_of(self.view), space.data_ptr()
-        target, source = (device, host) if to_device else (host, device)
-        stream = torch.cuda.Stream()
-
-        def copy() -> None:
-            assert len(space) == self.nbytes
-            self.driver.copy_rows(target, self.nbytes, source, self.nbytes, self.nbytes, 1, stream.cuda_stream)
-
-        return copy
-
-    def close(self) -> None:
-        """Unpin the arena."""
-        assert self.guard.close()
-
-
-@contextmanager
-def bed(model: Model, block_tokens: int, blocks: int, way: str, seed: int) -> Iterator[Bed | None]:
-    """Create a bed, or None if the driver or the installation does not support this copy method."""
-    nbytes = blocks * model.layers * 2 * block_tokens * model.heads * model.dim * 2
-    with mapped(nbytes) as view:
-        try:
-            made = Bed(model, block_tokens, blocks, view, way, seed)
-        except harness_errors() as error:
-            print(f"{way}: not measured: {error}", file=sys.stderr)
-            yield None
-            return
-        try:
-            yield made
-        finally:
-            made.close()
-            del made
-            gc.collect()
-            torch.cuda.empty_cache()
-
-
-def harness_errors() -> type[Exception]:
-    """Exceptions of an unsupported copy method."""
-    from kvclient import InvalidArgument
-
-    return InvalidArgument
-
-
-def notes() -> str:
-    """Describe the device and its software."""
-    driver = CudaDriver(torch.cuda.current_device())
-    name = torch.cuda.get_device_name()
-    return f"{name}; driver speaks CUDA {driver.version}; torch {torch.__version__}; random bytes, scattered slots and pages"
+CASES = (
+    *(Case(LLAMA, layout) for layout in ("split", "page", "block-major")),
+    *(Case(LLAMA, "page", ranks=ranks) for ranks in (2, 4, 8)),
+    Case(LLAMA, "page", tokens=64),
+    Case(QWEN, "page"),
+)
+"""Pieces of 32 KiB, 64 KiB and 2 MiB, shards with 32, 16 and 8 KiB, and two larger ones."""
 
 
 def copies(options: harness.Options) -> None:
     """Measure loads and stores against one plain copy."""
-    blocks = options.pick(full=1000, quick=200, smoke=20)
-    for model in (LLAMA, QWEN):
-        for block_tokens in (16, 64):
-            for way in WAYS:
-                with bed(model, block_tokens, blocks, way, options.seed) as made:
-                    if made is None:
-                        continue
-                    for direction, work in (("load", made.load), ("store", made.store)):
-                        plain = made.plain(to_device=direction == "load")
-                        size = made.nbytes / 1e9
-                        samples = harness.interleave(
-                            {"ours": lambda: size / timed(work), "plain": lambda: size / timed(plain)},  # noqa: B023
-                            options.repetitions,
-                        )
-                        parameters = {"model": model.name, "block_tokens": block_tokens, "blocks": blocks, "way": way}
-                        options.keep(
-                            Figure(f"gpu_{direction}", f"DRAM {direction}s a paged KV cache", parameters, "GB/s"),
-                            samples["ours"],
-                            limit=Reference("one pinned cudaMemcpyAsync", samples["plain"]),
-                            target=Target("limit", 0.9),
-                            notes=notes(),
-                        )
+    for case in CASES:
+        for way in WAYS:
+            _copies(options, replace(case, model=TINY) if options.mode == "smoke" else case, way)
+
+
+def _copies(options: harness.Options, case: Case, way: str) -> None:
+    blocks, device = options.pick(full=1000, quick=200, smoke=20), options.extra.device
+    with bed(case, blocks, way, options.seed, device) as made:
+        if made is None:
+            return
+        for direction, work in (("load", made.load), ("store", made.store)):
+            plain = made.plain(to_device=direction == "load")
+            size = made.nbytes / 1e9
+            samples = harness.interleave(
+                {"ours": lambda: size / timed(device, work), "plain": lambda: size / timed(device, plain)},  # noqa: B023
+                options.repetitions,
+            )
+            parameters = {**case.parameters, "blocks": blocks, "way": way, "device": device.type}
+            options.keep(
+                Figure(f"gpu_{direction}", f"DRAM {direction}s a paged KV cache", parameters, "GB/s"),
+                samples["ours"],
+                limit=Reference("one pinned copy", samples["plain"]),
+                target=Target("limit", 0.9),
+                notes=notes(device),
+            )
 
 
 def overlap(options: harness.Options) -> None:
@@ -217,7 +76,7 @@ def overlap(options: harness.Options) -> None:
     side, rounds = options.pick(full=8192, quick=8192, smoke=1024), options.pick(full=60, quick=20, smoke=2)
     blocks = options.pick(full=1000, quick=400, smoke=20)
     for way in WAYS:
-        with bed(LLAMA, 16, blocks, way, options.seed) as made:
+        with bed(Case(LLAMA, "page"), blocks, way, options.seed, options.extra.device) as made:
             if made is None:
                 continue
             left = torch.randn(side, side, dtype=torch.bfloat16, device="cuda")
@@ -228,7 +87,7 @@ def overlap(options: harness.Options) -> None:
                     torch.mm(left, right, out=out)  # noqa: B023
 
             products()
-            head_start = math.ceil(HEAD_START_S * rounds / timed(products))
+            head_start = math.ceil(HEAD_START_S * rounds / timed(options.extra.device, products))
 
             # loads use a separate stream: on the products' stream they would wait for the products
             aside = torch.cuda.Stream()
@@ -245,7 +104,7 @@ def overlap(options: harness.Options) -> None:
                 while loading and not end.query():
                     with torch.cuda.stream(aside):  # noqa: B023
                         target = made.copier.blocks(made.pages)
-                        target.read_arena(made.view, made.offsets, 0, 0, len(made.layers))
+                        target.read_arena(made.view, made.offsets, 0, 0, len(made.cache.layers))
                     if under_way is None:
                         assert not begin.query(), "the products started before a load did; increase the head start"
                     else:
@@ -265,16 +124,17 @@ def overlap(options: harness.Options) -> None:
                 samples["beside"],
                 limit=Reference("the same products alone", samples["alone"]),
                 target=Target("limit", 1.03),
-                notes=notes(),
+                notes=notes(options.extra.device),
             )
 
 
 def pool(options: harness.Options) -> None:
     """Measure copies from a pool's device memory into pages, including the check of page ids and the wait for the end."""
     blocks = options.pick(full=1000, quick=400, smoke=20)
+    timed_here = functools.partial(timed, options.extra.device)
     for block_tokens in (16, 64):
-        shape = (2, blocks + 8, block_tokens, LLAMA.heads, LLAMA.dim)
-        cache = PagedCache([torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(LLAMA.layers)], "split")
+        free(options.extra.device)
+        cache = Case(LLAMA, "split", tokens=block_tokens).cache(blocks + 8, options.extra.device)
         size = blocks * LLAMA.layers * cache.row_bytes
         source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
@@ -299,7 +159,10 @@ def pool(options: harness.Options) -> None:
             assert not got[:, others].any(), f"a page outside the load changed in layer {number}"
 
         samples = harness.interleave(
-            {"ours": lambda: size / 1e9 / timed(scatter), "plain": lambda: size / 1e9 / timed(lambda: target.copy_(source))},  # noqa: B023
+            {
+                "ours": lambda: size / 1e9 / timed_here(scatter),  # noqa: B023
+                "plain": lambda: size / 1e9 / timed_here(lambda: target.copy_(source)),  # noqa: B023
+            },
             options.repetitions,
         )
         options.keep(
@@ -307,9 +170,8 @@ def pool(options: harness.Options) -> None:
             samples["ours"],
             limit=Reference("one copy within device memory", samples["plain"]),
             target=Target("limit", 0.8),
-            notes=notes(),
+            notes=notes(options.extra.device),
         )
-        torch.cuda.empty_cache()
 
 
 def first_layer(options: harness.Options) -> None:
@@ -320,10 +182,10 @@ def first_layer(options: harness.Options) -> None:
     """
     tokens, side = options.pick(full=65_536, quick=16_384, smoke=512), options.pick(full=8192, quick=8192, smoke=1024)
     left = torch.randn(side, side, dtype=torch.bfloat16, device="cuda")
-    rate = 2 * side**3 * 10 / min(timed(lambda: [left @ left for _ in range(10)]) for _ in range(3))
+    rate = 2 * side**3 * 10 / min(timed(options.extra.device, lambda: [left @ left for _ in range(10)]) for _ in range(3))
     compute_s = 2 * LLAMA.parameters * tokens / rate
     for way in WAYS:
-        with bed(LLAMA, 16, tokens // 16, way, options.seed) as made:
+        with bed(Case(LLAMA, "page"), tokens // 16, way, options.seed, options.extra.device) as made:
             if made is None:
                 continue
 
@@ -332,7 +194,7 @@ def first_layer(options: harness.Options) -> None:
                 first = torch.cuda.Event()
 
                 def begin() -> None:
-                    blocks.read_arena(made.view, made.offsets, 0, 0, len(made.layers))
+                    blocks.read_arena(made.view, made.offsets, 0, 0, len(made.cache.layers))
                     blocks.wait_on_stream(0)
                     first.record()
                     first.synchronize()
@@ -341,13 +203,15 @@ def first_layer(options: harness.Options) -> None:
                 blocks.drain()
                 return compute_s / seconds
 
-            samples = harness.interleave({"ours": until_first, "all": lambda: compute_s / timed(made.load)}, options.repetitions)
+            samples = harness.interleave(
+                {"ours": until_first, "all": lambda: compute_s / timed(options.extra.device, made.load)}, options.repetitions
+            )
             options.keep(
                 Figure("gpu_first_layer", "computing 64k tokens / loading layer 0", {"way": way, "tokens": tokens}, "times"),
                 samples["ours"],
                 peer=Reference("the same for all layers", samples["all"]),
                 target=Target("value", 10),
-                notes=f"{notes()}; products at {rate / 1e12:.0f} TFLOP/s",
+                notes=f"{notes(options.extra.device)}; products at {rate / 1e12:.0f} TFLOP/s",
             )
 
 
@@ -358,7 +222,7 @@ def pinning(options: harness.Options) -> None:
     driver = CudaDriver(torch.cuda.current_device())
 
     def ours() -> float:
-        with mapped(size) as view:
+        with host_memory(size) as view:
             near = cpus_near(driver.bus_id)
             pins = PinnedRange(address_of(view), size, driver, Counters(), cpus=near)
             assert pins.wait(600)
@@ -368,7 +232,7 @@ def pinning(options: harness.Options) -> None:
             return report.seconds
 
     def serial() -> float:
-        with mapped(size) as view:
+        with host_memory(size) as view:
             address = address_of(view)
             seconds = harness.seconds(lambda: driver.pin(address, size))
             driver.unpin(address)
@@ -380,23 +244,40 @@ def pinning(options: harness.Options) -> None:
         Figure("gpu_pin_start", "start of a pinned arena, faster than a serial register", {"bytes": size}, "times"),
         faster,
         target=Target("value", 3),
-        notes=f"{notes()}; seconds: ours {min(samples['ours']):.2f}, serial {min(samples['serial']):.2f}",
+        notes=f"{notes(options.extra.device)}; seconds: ours {min(samples['ours']):.2f}, serial {min(samples['serial']):.2f}",
     )
 
 
-RUNS = {"copies": copies, "overlap": overlap, "pool": pool, "first-layer": first_layer, "pinning": pinning}
+RUNS = {
+    "copies": copies,
+    "client": serve,
+    "overlap": overlap,
+    "pool": pool,
+    "first-layer": first_layer,
+    "pinning": pinning,
+}
+ON_CPU = ("copies", "client")
 
 
 def main() -> None:
     """Measure the selected parts."""
 
     def arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--only", choices=PARTS, action="append", help="part to measure; may be repeated (default: all)")
+        parser.add_argument("--only", choices=RUNS, action="append", help="part to measure; may be repeated (default: all)")
+        parser.add_argument("--device", type=torch.device, default="cuda:0", help="cuda:N (default cuda:0), or cpu with --smoke")
 
     options = harness.options("gpu_copies", __doc__, arguments=arguments)
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device can be reached here (or this torch is built without CUDA): nothing is measured")
-    for part in options.extra.only or PARTS:
+    device = options.extra.device
+    if device.type == "cpu" and options.mode != "smoke":
+        sys.exit("--device cpu requires --smoke: the CPU yields no figure of a GPU")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            sys.exit("no CUDA device can be reached here (or this torch is built without CUDA): nothing is measured")
+        torch.cuda.set_device(device)
+    for part in options.extra.only or RUNS:
+        if device.type == "cpu" and part not in ON_CPU:
+            print(f"{part}: needs a GPU")
+            continue
         RUNS[part](options)
 
 

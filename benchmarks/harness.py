@@ -22,6 +22,7 @@ A script looks like this::
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime as dt
 import functools
@@ -143,6 +144,7 @@ class Record:
     seed: int
     notes: str
     commit: str
+    """Empty: not known."""
     dirty: bool
     command: str
     date: str
@@ -296,8 +298,21 @@ def stolen_share(before: tuple[int, int] | None, now: tuple[int, int] | None) ->
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=False)
+    """Return the output of git; empty if git is not installed, fails, or the sources were copied without their history."""
+    try:
+        done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the libraries that can change a figure, as far as they are installed."""
+    found = {}
+    for name in _LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _command() -> str:
@@ -389,7 +404,7 @@ class Options:
             command=_command(),
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             host=host(),
-            versions={name: metadata.version(name) for name in _LIBRARIES},
+            versions=_versions(),
             stolen=stolen_share(self.ticks, processor_ticks()),
             cpu=dataclasses.asdict(cpu) if cpu else None,
         )

@@ -157,7 +157,7 @@ def circumstances(records: list[Record]) -> str:
         direct = "O_DIRECT" if storage["direct"] else "buffered"
         lines += [f"* storage: {storage['filesystem']} on {storage['device']}, {direct}, cache {storage['cache']}"]
     for commit, dirty, date in sorted({(record.commit[:12], record.dirty, record.date[:10]) for record in records}):
-        lines.append(f"* commit {commit}{' with uncommitted changes' if dirty else ''}, {date}")
+        lines.append(f"* commit {commit or 'unknown'}{' with uncommitted changes' if dirty else ''}, {date}")
     if any(record.mode == "quick" for record in records):
         lines.append("* some rows come from a `--quick` run: smaller sizes, three rounds")
     if any(record.stolen is not None and record.stolen >= MIN_REPORTED_STEAL for record in records):

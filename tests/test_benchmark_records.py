@@ -96,6 +96,16 @@ def test_record_json_round_trip_keeps_host(tmp_path: Path) -> None:
     assert json.loads(read.to_json()) == json.loads(kept.to_json())
 
 
+def test_record_is_kept_without_git_and_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a GPU and little else."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(harness, "_LIBRARIES", ("numpy", "no-such-library"))
+    options(tmp_path).keep(FIGURE, [1.0])
+    [read] = report.read_records(tmp_path)
+    assert (read.commit, read.dirty, list(read.versions)) == ("", False, ["numpy"])
+    assert "commit unknown" in report.circumstances([read])
+
+
 def test_table_newest_full_record_is_shown(tmp_path: Path) -> None:
     for mode, value in (("full", 1.0), ("full", 2.0), ("quick", 3.0)):
         options(tmp_path, mode).keep(FIGURE, [value])  # type: ignore[arg-type]
