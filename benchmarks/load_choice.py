@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import statistics
 import tempfile
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,19 +115,23 @@ class Engine:
         segments = [Segment("dram", near), Segment("far", found_blocks - near)]
         verdict = self.decisions.decide([one for one in segments if one.blocks], 0, tokens)
         blocks = found_blocks if verdict is None else verdict.blocks
-        self._report(near, blocks, tokens)
+        limit_s = math.inf if verdict is None or verdict.limit_s is None else verdict.limit_s
+        arrived = bisect_right(range(1, blocks + 1), limit_s, key=lambda cut: world.load_s(near, cut))
+        self._report(near, blocks, arrived, tokens)
         if verdict is None:
             return None
         best = min(world.total_s(near, cut, tokens) for cut in range(found_blocks + 1))
-        chosen, all_, none = (world.total_s(near, cut, tokens) for cut in (blocks, found_blocks, 0))
+        all_, none = (world.total_s(near, cut, tokens) for cut in (found_blocks, 0))
+        cached = arrived * BLOCK_TOKENS
+        chosen = min(limit_s, world.load_s(near, blocks)) + world.compute_s(cached, tokens - cached)
         return chosen / best - 1, all_ / best - 1, none / best - 1, verdict.choice is Choice.PROBE
 
-    def _report(self, near: int, blocks: int, tokens: int) -> None:
-        if blocks:
+    def _report(self, near: int, blocks: int, arrived: int, tokens: int) -> None:
+        if blocks and arrived == blocks:
             sizes = {"dram": min(near, blocks) * BLOCK_BYTES, "far": max(0, blocks - near) * BLOCK_BYTES}
             loaded_s = self.noisy(self.world.load_s(near, blocks))
             self.decisions.load_ended({source: size for source, size in sizes.items() if size}, loaded_s)
-        cached = blocks * BLOCK_TOKENS
+        cached = arrived * BLOCK_TOKENS
         while cached < tokens:
             step = min(STEP_TOKENS, tokens - cached)
             self.decisions.step_ended([(cached, step)], self.noisy(self.world.compute_s(cached, step)))

@@ -1,42 +1,34 @@
 """Verdicts of one engine: samples of its loads and steps in, verdicts on its requests out.
 
-A source that is not loaded from is not measured. So each verdict against loading earns a small share of its price, and once that
-pays for it, a few blocks are loaded as a probe: a link that has become fast again is found, and the probes together cost at most
-that share.
-
-One load that hung may have made the estimate of its source many times too high. So the first probe of a source is charged the
-price of its verdict at most: it comes after about ``1 / PROBE_SHARE`` verdicts, even if it should take much longer. That bound
-and the blocks of a probe double with each probe, until the source has recovered. So a source that is really slow costs a few
-probes more than the share.
+A source that is not loaded from is not measured, and one load that hung may have made its estimate many times too high. So each
+verdict against loading earns a small share of its price, and once that pays for a probe, a part of the prefix is loaded. The load
+ends after the time it was paid for, whether its blocks have arrived or not: a source that is really slow costs only that share.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from statistics import median
 from types import MappingProxyType
 from typing import NamedTuple
 
 from kvstore.recompute.link_price import LinkPrice, PriceCorrection
-from kvstore.recompute.load_estimate import MOST_SOURCES, LoadEstimates
+from kvstore.recompute.load_estimate import LoadEstimates
 from kvstore.recompute.prefill_estimate import PrefillEstimate
 from kvstore.recompute.verdict import Choice, FoundPrefix, LoadVerdict, Overlap, Piece, judge
 
 PROBE_SHARE = 0.02
 """Share of the time of verdicts against loading that may be spent on probes."""
+PROBE_TIME = 0.2
+"""Share of the time of its verdict that a probe may take: one verdict in ten is a probe."""
+PROBE_BLOCKS = 0.1
+"""Share of the refused blocks that a probe loads. A source that is worth loading from brings them in half of the probe's time."""
 
 DELAYS = 9
 """Loads whose delays give the estimate of the next one."""
-
-_MOST_DOUBLINGS = 32
-
-_RECOVERED = 0.5
-"""A source has recovered if its price is less than this part of the price at its last probe."""
-_NOT_PROBED = (0, 0.0, 0)
 
 _LEAST_SHARE = 0.3
 """Share of the time of a load that its priced source explains at least."""
@@ -78,8 +70,6 @@ class LoadDecisions:
         self._deadline_s = deadline_s
         self._probe_s = 0.0
         """Time that probes may take."""
-        self._probed: dict[Hashable, tuple[int, float, int]] = {}
-        """By source: blocks found there at the last probe, their price then, and the number of probes since it has recovered."""
         self._delays_s: deque[float] = deque(maxlen=DELAYS)
         self.loads = LoadEstimates()
         self.prices = PriceCorrection()
@@ -140,7 +130,6 @@ class LoadDecisions:
             return None
         # a source without estimate is tried as if it were fast, and measured by that
         pieces = [piece or Piece(segment.blocks, self.delay_s, 0.0) for piece, segment in zip(found, segments, strict=True)]
-        self._forget_recovered(segments, pieces)
         prompt = FoundPrefix(pieces, self._block_tokens, cached, tokens)
         verdict = judge(
             prompt,
@@ -149,42 +138,19 @@ class LoadDecisions:
             least_blocks=self._least_blocks,
             deadline_s=self._deadline_s,
         )
-        if verdict.blocks == prompt.blocks:
-            return verdict
+        return verdict if verdict.blocks == prompt.blocks else self._probed(prompt, verdict)
+
+    def _probed(self, prompt: FoundPrefix, verdict: LoadVerdict) -> LoadVerdict:
+        """Return a verdict that refuses blocks, or a probe of them instead."""
         self._probe_s += PROBE_SHARE * verdict.seconds
-        ends = list(accumulate(piece.blocks for piece in pieces))
-        probed = bisect_right(ends, verdict.blocks)
-        source, piece = segments[probed].source, pieces[probed]
-        _, _, probes = self._probed.get(source, _NOT_PROBED)
-        blocks = self._probe_blocks(prompt, verdict, probes)
-        load_s = prompt.load_seconds(blocks)
-        if min(load_s - verdict.load_s, verdict.seconds * 2.0**probes) > self._probe_s:
+        limit_s = PROBE_TIME * verdict.seconds
+        if self._probe_s < limit_s + self.delay_s:
             return verdict
         self._probe_s = 0.0
-        price_s = piece.fixed_s + piece.blocks * piece.block_s
-        self._probed[source] = piece.blocks, price_s, min(probes + 1, _MOST_DOUBLINGS)
-        if len(self._probed) > MOST_SOURCES:
-            del self._probed[next(iter(self._probed))]
-        return replace(verdict, choice=Choice.PROBE, blocks=blocks, load_s=load_s)
-
-    def _probe_blocks(self, prompt: FoundPrefix, verdict: LoadVerdict, probes: int) -> int:
-        """Return how many blocks a probe loads: twice as many as the one before, which may have been too few to show the rate.
-
-        Beyond the first block, a probe should take no longer than the request without it.
-        """
-        first = min(prompt.blocks, max(verdict.blocks + 1, self._least_blocks))
-        most = min(prompt.blocks, max(first, verdict.blocks + 2**probes))
-        more = range(first + 1, most + 1)
-        return first + bisect_left(more, True, key=lambda k: prompt.load_seconds(k) - verdict.load_s > verdict.seconds)
-
-    def _forget_recovered(self, segments: Sequence[Segment], pieces: Sequence[Piece]) -> None:
-        """Forget the probes of sources that have become faster since."""
-        if not self._probed:
-            return
-        for segment, piece in zip(segments, pieces, strict=True):
-            blocks, price_s, _ = self._probed.get(segment.source, _NOT_PROBED)
-            if piece.fixed_s + blocks * piece.block_s < price_s * _RECOVERED:
-                del self._probed[segment.source]
+        more = math.ceil(PROBE_BLOCKS * (prompt.blocks - verdict.blocks))
+        blocks = min(prompt.blocks, max(verdict.blocks + more, self._least_blocks))
+        load_s = prompt.load_seconds(blocks)
+        return replace(verdict, choice=Choice.PROBE, blocks=blocks, load_s=load_s, limit_s=verdict.load_s + limit_s)
 
     def _piece(self, segment: Segment, price: LinkPrice | None) -> Piece | None:
         """Return the time to load a segment; None: nothing is known about its source."""

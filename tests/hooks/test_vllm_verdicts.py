@@ -13,7 +13,7 @@ from kvclient import KeyChain, Lookup, NodeRef, Run, Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.engines.vllm.plan import LoadSample, StepPlan, WorkerOutput
+from kvclient.engines.vllm.plan import LoadJob, LoadSample, StepPlan, WorkerOutput
 from kvclient.engines.vllm.scheduler import verdicts as verdicts_module
 from kvclient.engines.vllm.scheduler.load_prices import PriceQuery, QuotedPrice
 from kvclient.engines.vllm.scheduler.prefix_lookup import PrefixMatch
@@ -21,7 +21,7 @@ from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnect
 from kvclient.engines.vllm.scheduler.verdicts import PRICE_VALID_S, Verdicts
 from kvclient.load.prediction import STORAGE_LINKS
 from kvstore.core.types import NodeId, VolumeId
-from kvstore.recompute.decisions import LoadDecisions
+from kvstore.recompute.decisions import PROBE_TIME, LoadDecisions
 from kvstore.recompute.link_price import LinkPrice
 
 BLOCK_BYTES = 1000
@@ -204,6 +204,46 @@ def test_verdict_failed_load_that_hung_counts(clock: Clock) -> None:
     assert load(made, "b") == 8 * BLOCK
     ended(made, "b", 10.0)
     assert load(made, "c") == 0
+
+
+def probe(made: SchedulerConnector) -> tuple[str, LoadJob, bool]:
+    """The first probe of a source that is not loaded from, and whether its request waits out of the batch."""
+    for number in range(20):
+        one = request(PROMPT, f"p{number}")
+        made.on_new_request(one)
+        found, later = made.get_num_new_matched_tokens(one, 0)
+        if found:
+            made.update_state_after_alloc(one, [list(range(1, 20))], found)
+            (job,) = made.build_step_plan({}, {}, lambda _: None).loads
+            return one.request_id, job, later
+    raise AssertionError("no request was a probe")
+
+
+@pytest.mark.parametrize("mode", ["async", "layerwise"])
+def test_verdict_probe_ends_soon_out_of_the_batch(clock: Clock, mode: str) -> None:
+    made = side(Shelf(8), load_mode=mode)
+    steps(made, clock, 1e-3)
+    made.on_new_request(first := request(PROMPT, "a"))
+    assert made.get_num_new_matched_tokens(first, 0) == (8 * BLOCK, mode == "async")
+    ended(made, "a", 10.0, DRAM=8 * BLOCK_BYTES)
+    _, job, later = probe(made)
+    assert (later, job.layerwise) == (True, False)
+    assert job.limit_s == pytest.approx(PROBE_TIME * PROMPT * 1e-3, rel=0.1)
+    assert made.counters.totals()["verdicts_probe"] == 1
+
+
+@pytest.mark.parametrize("arrived", [0, 2])
+def test_verdict_probe_that_ended_early_changes_nothing(clock: Clock, arrived: int) -> None:
+    made, shelf = beyond(clock)
+    shelf.price = QuotedPrice(LinkPrice(1e-4, 1e-3, 8), clock.now_s)
+    assert load(made, "a") == 8 * BLOCK
+    ended(made, "a", 10.0)
+    for number in range(3):
+        name, job, _ = probe(made)
+        assert job.limit_s is not None
+        ended(made, name, job.limit_s, **({"DRAM": arrived} if arrived else {}))
+        made.request_finished(request(PROMPT, name))
+        assert load(made, f"b{number}") == 0
 
 
 def beyond(clock: Clock, **options: Any) -> tuple[SchedulerConnector, Shelf]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.recompute.decisions import PROBE_SHARE, LoadDecisions, Segment
+from kvstore.recompute.decisions import PROBE_SHARE, PROBE_TIME, LoadDecisions, Segment
 from kvstore.recompute.prefill_estimate import pairs
 from kvstore.recompute.verdict import DEADLINE_SHARE, LEAST_GAIN_S, MARGIN, Choice, FoundPrefix, Overlap, Piece, judge
 
@@ -108,26 +108,39 @@ def test_decisions_try_a_source_that_is_not_known() -> None:
     assert (verdict.choice, verdict.blocks) == (Choice.CUT, 8)
 
 
-def test_decisions_probes_cost_little_and_find_recovery() -> None:
-    decisions = measured(0.1)
-    spent = saved = 0.0
-    probes = 0
-    for _ in range(2000):
-        verdict = decisions.decide([Segment("n", 16)], 0, 16 * BLOCK + 10)
+@given(st.floats(-2, 3), st.lists(st.integers(1, 64), min_size=1, max_size=8), st.floats(0, 1))
+def test_decisions_probes_cost_their_share_at_most(load: float, sizes: list[int], delay_s: float) -> None:
+    """However slow the source is, and however long the engine takes to notice the end of a probe."""
+    decisions = measured(10**load)
+    decisions.load_noticed(delay_s)
+    spent_s = verdicts_s = 0.0
+    for request in range(300):
+        blocks = sizes[request % len(sizes)]
+        verdict = decisions.decide([Segment("n", blocks)], 0, blocks * BLOCK + 10)
         assert verdict is not None
-        assert verdict.choice in {Choice.COMPUTE, Choice.PROBE}
-        saved += verdict.compute_s
+        if verdict.choice is Choice.LOAD:
+            assert verdict.limit_s is None
+            continue
+        verdicts_s += verdict.seconds
         if verdict.choice is Choice.PROBE:
-            probes += 1
-            assert verdict.load_s <= verdict.compute_s + 0.1
-            spent += verdict.load_s
-            decisions.load_ended({"n": verdict.blocks * 1000}, verdict.load_s)
-    assert probes
-    assert spent <= PROBE_SHARE * saved
-    decisions.load_ended({"n": 1000}, 1e-6)  # the probe after the link became fast
-    verdict = decisions.decide([Segment("n", 16)], 0, 16 * BLOCK + 10)
-    assert verdict is not None
-    assert verdict.choice is Choice.LOAD
+            assert 0 < verdict.blocks <= blocks
+            assert verdict.limit_s is not None
+            spent_s += verdict.limit_s - (verdict.seconds - verdict.compute_s) + delay_s
+            decisions.load_failed({"n": verdict.blocks * 1000}, verdict.limit_s)
+    assert spent_s <= PROBE_SHARE * verdicts_s + 1e-6
+
+
+def test_decisions_probe_finds_recovery() -> None:
+    decisions = measured(0.1)
+    tokens, choices = 16 * BLOCK + 10, []
+    for _ in range(round(2 / PROBE_SHARE)):
+        verdict = decisions.decide([Segment("n", 16)], 0, tokens)
+        assert verdict is not None
+        choices.append(verdict.choice)
+        if verdict.choice is Choice.PROBE:
+            decisions.load_ended({"n": verdict.blocks * 1000}, verdict.blocks * 1e-6)
+    assert choices.index(Choice.PROBE) == pytest.approx(PROBE_TIME / PROBE_SHARE, abs=1)
+    assert set(choices[choices.index(Choice.PROBE) + 1 :]) == {Choice.LOAD}
 
 
 def test_decisions_hung_load_counts_and_a_refused_one_not() -> None:

@@ -276,7 +276,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         finder = BackgroundLookup(self._options.hook, shards, self.scheduler_side.counters, running=running)
         self.scheduler_side.connect(finder, self._epochs.number, name)
         if self._options.load_choice != "always" and len(shards) == 1 and not running:
-            self.scheduler_side.use_verdicts(self._make_verdicts(shards[0][0], finder.blocks.block_tokens))
+            if self._kv_transfer_config.kv_load_failure_policy == "recompute":
+                self.scheduler_side.use_verdicts(self._make_verdicts(shards[0][0], finder.blocks.block_tokens))
+            else:  # a probe that ends early would end its request
+                _log.warning("found blocks are always loaded: load_choice requires kv_load_failure_policy recompute")
         if self._observer is not None:
             self._observer.connect([spec for group in shards for spec in group], finder.chain.spec)
 

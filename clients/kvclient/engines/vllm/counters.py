@@ -15,7 +15,7 @@ COUNTERS = {
     "verdicts_load": "Requests whose found blocks were all to be loaded, since that was predicted to be fastest.",
     "verdicts_cut": "Requests of which only the first found blocks were to be loaded, since computing the rest should be faster.",
     "verdicts_compute": "Requests whose found blocks were to be computed, since that was predicted to be faster.",
-    "verdicts_probe": "Requests of which a few blocks were to be loaded only to measure a slow source again.",
+    "verdicts_probe": "Requests of which a few blocks were to be loaded, within a short time, to measure a slow source again.",
     "verdicts_unmeasured": "Requests whose found blocks were to be loaded, since too little was measured for a prediction.",
     "verdicts_priced": "Verdicts for which the planner said how busy the storage links are.",
     "prices_missed": "Prices that the planner did not give in time: durations of earlier loads were used.",

@@ -38,12 +38,14 @@ class LoadJob:
         groups: one part per group with missing blocks.
         layerwise: the request is in this step's batch, and each layer waits.
         paths: the hosts whose storage links are used to read it; None: as the options say.
+        limit_s: time after which it ends, whether its blocks have arrived or not; None: as the options say.
     """
 
     request_id: str
     groups: list[GroupLoad]
     layerwise: bool
     paths: Paths | None = None
+    limit_s: float | None = None
 
 
 @dataclass(slots=True)

@@ -286,7 +286,7 @@ class SchedulerConnector:
             return 0, False
         state.first_offered = computed_tokens // self._block_tokens
         tokens = self._tokens_to_load(state, computed_tokens, tokens)
-        return tokens, bool(tokens) and not self._layerwise
+        return tokens, bool(tokens) and not self._loads_by_layer(request.request_id)
 
     def _tokens_to_load(self, state: RequestState, computed_tokens: int, found_tokens: int) -> int:
         """Return how many of the found tokens are loaded. One verdict per request: vLLM asks again if it has no pages yet."""
@@ -300,6 +300,10 @@ class SchedulerConnector:
             )
             state.verdict = computed_tokens, blocks * self._block_tokens
         return state.verdict[1]
+
+    def _loads_by_layer(self, request_id: str) -> bool:
+        """Whether the load of a request is waited for in its step. A probe is not: a step that lacks blocks is computed again."""
+        return self._layerwise and (self._verdicts is None or self._verdicts.probe_limit_s(request_id) is None)
 
     def _shares_a_load(self, state: RequestState, computed_tokens: int) -> bool:
         """Whether tokens that the engine regards as computed are still being loaded, layer by layer, in this step.
@@ -331,8 +335,10 @@ class SchedulerConnector:
         if state is None or external_tokens == 0:
             return
         self._ahead.left(request.request_id, loads=True)
+        limit_s = None
         if self._verdicts is not None:
             self._verdicts.load_planned(request.request_id)
+            limit_s = self._verdicts.probe_limit_s(request.request_id)
         start, found = state.first_offered, state.found
         stop = start + external_tokens // self._block_tokens
         parts = []
@@ -347,7 +353,7 @@ class SchedulerConnector:
                 parts.append(GroupLoad(group, ids[skipped:], first, lookups, behind))
         state.loading = {part.group: part.block_ids for part in parts}
         paths = request_paths(request, self._options.hook)
-        self._loads.append(LoadJob(request.request_id, parts, self._layerwise, paths))
+        self._loads.append(LoadJob(request.request_id, parts, self._loads_by_layer(request.request_id), paths, limit_s))
         self.counters.add("loads")
         self.counters.add("load_tokens", external_tokens)
 

@@ -42,12 +42,14 @@ class _ExpectedLoad:
         sizes: bytes by source, as the index names them.
         load_s: how long it should take; None: not known.
         price_s: the planner's price of its part over storage links; None: not known.
+        limit_s: time after which it ends, since it is a probe; None: it is not.
         planned_s: when it was planned; 0: not yet.
     """
 
     sizes: dict[Hashable, int]
     load_s: float | None
     price_s: float | None = None
+    limit_s: float | None = None
     planned_s: float = 0.0
 
 
@@ -109,7 +111,8 @@ class Verdicts:
         if blocks:
             sizes = bytes_by_source(segments or (), blocks, self._decisions.block_bytes)
             load_s = None if verdict is None else verdict.load_s - self._decisions.delay_s
-            self._loads[request_id] = _ExpectedLoad(sizes, load_s, self._price_of(sizes, prices))
+            limit_s = None if verdict is None else verdict.limit_s
+            self._loads[request_id] = _ExpectedLoad(sizes, load_s, self._price_of(sizes, prices), limit_s)
         return blocks
 
     def _price_of(self, sizes: Mapping[Hashable, int], prices: Mapping[Hashable, LinkPrice]) -> float | None:
@@ -123,6 +126,11 @@ class Verdicts:
         self._counters.add("verdict_saved_seconds", max(0.0, verdict.load_all_s - verdict.seconds))
 
     # ---- loads ----
+    def probe_limit_s(self, request_id: str) -> float | None:
+        """Return after which time the load of a request ends, since it is a probe; None: it is not."""
+        load = self._loads.get(request_id)
+        return None if load is None else load.limit_s
+
     def load_planned(self, request_id: str) -> None:
         """Record that the load of a request goes to the workers with this step."""
         if (load := self._loads.get(request_id)) is not None:
@@ -134,6 +142,8 @@ class Verdicts:
             self._own_node = sample.own_node
             if (expected := self._loads.pop(request_id, None)) is None:  # another worker's
                 continue
+            if expected.limit_s is not None and sum(sample.sources.values()) < sum(expected.sizes.values()):
+                continue  # a probe that ended early says nothing new: its source is slow, as estimated
             if not sample.sources:
                 if expected.sizes:
                     self._decisions.load_failed(expected.sizes, sample.seconds)
@@ -143,7 +153,7 @@ class Verdicts:
             if expected.price_s is not None and sample.sources.get(STORAGE_LINKS) == expected.sizes[STORAGE_LINKS]:
                 self._decisions.priced_load_ended(STORAGE_LINKS, expected.price_s, sample.sources, sample.seconds)
             self._decisions.load_ended(sample.sources, sample.seconds)
-            if expected.planned_s and not sample.layerwise:
+            if expected.planned_s and not sample.layerwise and expected.limit_s is None:
                 self._decisions.load_noticed(time.monotonic() - expected.planned_s - sample.seconds)
             if expected.load_s is not None and sum(sample.sources.values()) == sum(expected.sizes.values()):
                 self._counters.add("load_predictions")

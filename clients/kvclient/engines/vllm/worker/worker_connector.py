@@ -302,6 +302,9 @@ class WorkerConnector:
     def _begin(self, job: LoadJob, after: Mark) -> InflightLoad:
         parts = []
         ahead = self._ahead.get(job.request_id)
+        deadline_s = self._options.hook.load_deadline_s
+        if job.limit_s is not None:
+            deadline_s = min(deadline_s, job.limit_s)
         for part in job.groups:
             client, pages = self.clients[part.group], self.pages[part.group]
             handle = None
@@ -312,7 +315,7 @@ class WorkerConnector:
                 handle = client.start_load(
                     part.lookups[client.spec.namespace],
                     pages.buffer(part.block_ids, after),
-                    deadline_s=self._options.hook.load_deadline_s,
+                    deadline_s=deadline_s,
                     layerwise=job.layerwise,
                     paths=job.paths if ahead is None else ahead.paths,
                 )
