@@ -29,7 +29,7 @@ from rig.served_index import BOOT_ID, CHAIN, NAMESPACE, NODE_ID, Client, Served,
 from rig.shared_servers import Components
 
 SHARDS = 3
-VOLUMES = (1, 20)
+VOLUMES, FEW_VOLUMES = (1, 20), (1, 2)
 ROUND_S = 300.0
 SHARED_MS = 60_000
 """Age of a pass that other volumes may use."""
@@ -103,13 +103,14 @@ class Audited:
 def measure(stack: ExitStack, opts: Options, scratch: Path) -> None:
     """Keep the figures."""
     blocks = opts.pick(full=400_000, quick=200_000, smoke=4 * CHAIN)
+    counts = opts.pick(full=VOLUMES, quick=VOLUMES, smoke=FEW_VOLUMES)
     beds: dict[tuple[str, int], Audited] = {}
-    for volumes in VOLUMES:
+    for volumes in counts:
         cluster = stack.enter_context(ValkeyServers(scratch / f"valkey-{volumes}", shards=SHARDS))
         for name, over in (("lmdb", None), ("valkey", cluster)):
             beds[name, volumes] = Audited(stack, scratch / f"{name}-{volumes}", volumes, blocks, opts.seed, over)
     contestants = {f"{name} {volumes}": bed.round_s for (name, volumes), bed in beds.items()}
-    contestants |= {f"bare {volumes}": beds["valkey", volumes].bare_s for volumes in VOLUMES}
+    contestants |= {f"bare {volumes}": beds["valkey", volumes].bare_s for volumes in counts}
     samples = interleave(contestants, opts.repetitions)
     for (name, volumes), bed in beds.items():
         opts.keep(

@@ -82,7 +82,7 @@ def main() -> None:
     if file is not None and file.exists():
         data = json.loads(file.read_text(encoding="utf-8"))
         kept, facts = [Row(**row) for row in data["rows"]], data["facts"]
-    for bound in options.extra.bounds:
+    for bound in options.extra.bounds if options.mode != "smoke" else options.extra.bounds[:1]:
         for prefill, decode in BEDS if options.mode != "smoke" else BEDS[:1]:
             name = f"{prefill}P{decode}D"
             if options.extra.beds and name not in options.extra.beds:
