@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,15 @@ def write_trace(file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-@pytest.mark.parametrize("script", run_all.SCRIPTS)
+ALREADY_TESTED = {"netlab_engines", "netlab_loads", "netlab_traffic_class", "simulate_lab"}
+"""Scripts whose beds ``tests/netlab`` runs."""
+
+
+def marked(script: str) -> Any:
+    return pytest.param(script, marks=pytest.mark.thorough) if script in ALREADY_TESTED else script
+
+
+@pytest.mark.parametrize("script", [marked(script) for script in run_all.SCRIPTS])
 def test_benchmark_tiny_run_keeps_records(script: str, tmp_path: Path) -> None:
     if script.startswith("netlab") and (reason := available()) is not None:
         pytest.skip(f"network lab cannot run: {reason}")

@@ -13,6 +13,7 @@ import kvstore
 from kvstore.cli.support.help import Group
 from kvstore.cli.support.output import clean
 from kvstore.core.errors import KVStoreError
+from kvstore.process.gc_tuning import collect_rarely
 from kvstore.rpc.grpc_io_mode import wait_in_callers_threads
 
 _COMMANDS = {
@@ -138,6 +139,7 @@ def root() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 success, 1 failure, 2 usage error. Help texts list further exit codes."""
+    collect_rarely()
     # gRPC prints C++ file names and line numbers beside the errors that we report
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     root.main(args=None if arguments is None else list(arguments), prog_name="kvstore")

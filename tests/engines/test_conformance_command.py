@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 COMMAND = [sys.executable, "-m", "kvstore.testing.conformance"]
 
 
+@pytest.mark.thorough
 def test_conformance_finds_wrong_tokens_of_unchecked_files(tmp_path: Path) -> None:
     output = tmp_path / "runs.json"
     arguments = ["--target", "vllm-fs", "--target", "kvstore-tier", "--fault", "sectors_swapped", "--output", str(output)]

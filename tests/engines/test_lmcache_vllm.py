@@ -49,6 +49,7 @@ def answer(printed: str | None) -> tuple[str, int] | None:
     return None if found is None else (found[1], int(found[2]))
 
 
+@pytest.mark.thorough
 def test_lmcache_server_hits_what_another_stored(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     server, http, metrics = free_ports(3)

@@ -15,9 +15,11 @@ FOLDER = Path(__file__).parent / "sglang"
 
 @pytest.mark.slow
 @pytest.mark.timeout(660)  # of all of them; each of its tests has its own
-def test_alone(tmp_path: Path) -> None:
+def test_alone(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """One process for all modules: it takes longer to import SGLang than most of them take."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'cases'}", str(FOLDER)]
+    if pytestconfig.getoption("--thorough"):
+        command.append("--thorough")
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     print(done.stdout[-16_000:], done.stderr[-4_000:])
     assert done.returncode == 0, "see above"

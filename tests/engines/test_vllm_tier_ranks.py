@@ -61,9 +61,10 @@ def test_tier_two_ranks_load_what_two_ranks_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @NEEDS_TWO_CORES
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_tier_canonical_chunks_fit_any_number_of_ranks(family: str, model_folder: Path, tmp_path: Path) -> None:
     """A prompt that two ranks only prefilled is decoded by one rank."""
     model, named = tiny(family, model_folder), ("--canonical", "--epoch", "e1")

@@ -159,6 +159,7 @@ def test_wheel_extra_is_complete(bare: Path, tmp_path: Path, extra: str, program
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_wheel_tutorial_can_be_followed(packages: tuple[Path, Path], tmp_path: Path) -> None:
     programs = install_wheel(packages[0], tmp_path / "venv", ["admin"])
     folder = tmp_path / "reader"

@@ -20,7 +20,7 @@ STORED_S = 30.0
 PROMPTS = [[(7 * at + 13 * seed) % 90 + 33 for at in range(tokens)] for seed, tokens in enumerate((700, 300, 40))]
 WHOLE_PAGES = [(len(prompt) - 1) // PAGE * PAGE for prompt in PROMPTS]
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
 
 
 @dataclass(frozen=True)
