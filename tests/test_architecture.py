@@ -51,13 +51,15 @@ ALLOWED: dict[str, set[str]] = {
 """Allowed imports of each package. Packages that wire everything together (``FREE``) may import all."""
 
 WITHIN = {
+    "clients/kvclient/engine_cache": {"node", "tiers"},
     "clients/kvclient/gds": {"config", "node", "tiers"},
     "clients/kvclient/hbm": {"config", "node", "tiers"},
     "kvstore/rpc/failover": {"transport"},
     "kvstore/testing/conformance": {"lab"},
 }
-"""Additional imports of a folder: a pool of device memory is a small node, and reads into device memory mount volumes like
-a node; both are loaded only by name. Failover uses liveness; the conformance of connectors makes a tiny model."""
+"""Additional imports of a folder: a pool of device memory and the cache of an engine are small nodes, and reads into device
+memory mount volumes like a node; all are loaded only by name. Failover uses liveness; the conformance of connectors makes a tiny
+model."""
 
 TEST_CODE = {"testing", "lab"}
 """Packages that only tests, benchmarks and third parties import."""

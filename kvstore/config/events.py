@@ -63,7 +63,7 @@ class EventsSection(Section):
         default=(), description="publish only volumes of these nodes; unset: all"
     )
     tiers: Annotated[tuple[Literal["hbm", "dram", "nvme"], ...], BeforeValidator(parse_list)] = Field(
-        default=(), description="publish only volumes of these tiers: hbm, dram, nvme; unset: all"
+        default=(), description="publish only volumes of these tiers: hbm, dram, nvme; unset: all, without a model dram and nvme"
     )
     max_blocks: int = Field(
         default=10_000_000,

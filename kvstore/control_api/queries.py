@@ -18,7 +18,7 @@ from kvstore.control_api.schemas.cluster import Cluster, MetadataServerEntry
 from kvstore.control_api.schemas.health import ClusterEventEntry, ClusterHealth
 from kvstore.control_api.schemas.shards import Shards
 from kvstore.control_api.store_rpc import NodeRpc, StoreRpc
-from kvstore.core.errors import InvalidArgument, NotFound
+from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound
 from kvstore.core.keys import KeyChain
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 from kvstore.core.types import KEY_BYTES
@@ -119,7 +119,7 @@ class Queries:
         return models.NodeDetail(
             **serializers.node_fields(status, queue),
             process=None if found is None else serializers.node_process(found),
-            unreached=None if found is not None else asked.failed[node_id].message,
+            unreached=None if found is not None else _why_unreached(asked.failed.get(node_id)),
         )
 
     async def activities(self, statuses: Sequence[NodeStatus]) -> models.Activities:
@@ -308,6 +308,11 @@ class Queries:
 
         asked = await self._rpc.ask_nodes((await self._rpc.nodes()).values(), ask)
         return models.SlowLoads(items=serializers.slow_loads(asked.answers, most), unreached=serializers.unreached(asked.failed))
+
+
+def _why_unreached(error: KVStoreError | None) -> str:
+    """Return why a node did not answer; it was not called if it is the cache of an engine."""
+    return "the cache of an engine answers no calls" if error is None else error.message
 
 
 def _with_queues(statuses: Sequence[NodeStatus], planning: pb.DescribePlanningResponse) -> list[models.Node]:

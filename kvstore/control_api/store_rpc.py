@@ -16,7 +16,7 @@ from kvproto.v1 import metadata_pb2
 from kvproto.v1.admin_pb2_grpc import MetadataAdminStub, NodeAdminStub
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvproto.v1.node_pb2_grpc import NodeStub
-from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unauthenticated, Unavailable
+from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unauthenticated, Unavailable, Unsupported
 from kvstore.health.findings import HealthFinding
 from kvstore.health.server_indexes import differing_indexes
 from kvstore.observe.counters import Counters
@@ -284,7 +284,7 @@ class StoreRpc:
 
         Raises:
             Unavailable: the node does not report to the metadata server, or does not answer.
-            Unsupported: the node is an engine's pool of device memory.
+            Unsupported: the node is an engine's pool of device memory, or its cache.
             KVStoreError: the error of the node.
         """
         if not status.alive:
@@ -294,6 +294,8 @@ class StoreRpc:
         tls = endpoint.tls
         token = endpoint.token if changes or endpoint.read_token is None else endpoint.read_token
         address = status.node.control_address
+        if not address:
+            raise Unsupported("the cache of an engine answers no calls", node_id=status.node.node_id)
         async with self._slots, connect_aio(address, tls=tls, token=token, own_connection=True) as channel:
             return await ask(
                 NodeRpc(status, channel, self._endpoint.timeout_s if timeout_s is None else timeout_s, self._counters)
@@ -311,7 +313,7 @@ class StoreRpc:
         *,
         changes: bool = False,
     ) -> NodeReplies[T]:
-        """Call several nodes; an error of one does not affect the others."""
+        """Call several nodes, except caches of engines; an error of one does not affect the others."""
         found: NodeReplies[T] = NodeReplies({}, {})
 
         async def one(status: metadata_pb2.NodeStatus) -> None:
@@ -322,7 +324,7 @@ class StoreRpc:
                 self._counters.add(admin_metrics.NODES_UNREACHED)
                 found.failed[node_id] = error
 
-        await asyncio.gather(*(one(status) for status in statuses))
+        await asyncio.gather(*(one(status) for status in statuses if status.node.control_address))
         return found
 
     async def change_nodes(

@@ -21,7 +21,7 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -182,3 +182,23 @@ def _array_bytes(tokens: npt.NDArray[Any]) -> bytes:
     if tokens.dtype != np.uint32 and tokens.size and (tokens.min() < 0 or tokens.max() > MAX_TOKEN):
         raise InvalidArgument("a token is negative or above 4294967295", least=tokens.min(), most=tokens.max())
     return tokens.astype("<u4", copy=False).tobytes()
+
+
+class NamespaceKeyMask:
+    """Converts keys of a request's chain to keys of one namespace, by XOR with the difference of the two namespaces.
+
+    Args:
+        chain: the namespace whose chain makes the keys; its own keys stay as they are.
+        namespace: the namespace of the resulting keys.
+    """
+
+    def __init__(self, chain: bytes, namespace: bytes) -> None:
+        mask = np.frombuffer(chain, np.uint64) ^ np.frombuffer(namespace, np.uint64)
+        self._mask = mask if mask.any() else None
+
+    def keys(self, keys: Sequence[BlockKey]) -> bytes:
+        """Return the packed keys of the same blocks in the namespace."""
+        packed = b"".join(keys)
+        if self._mask is None:
+            return packed
+        return (np.frombuffer(packed, np.uint64).reshape(-1, 2) ^ self._mask).tobytes()

@@ -11,7 +11,7 @@ from kvclient.events import BlockMirror, BlockWatcher, Change
 from kvclient.nodes.namespaces import list_namespaces
 from kvstore.config.events import EventsConfig
 from kvstore.core.errors import KVStoreError
-from kvstore.core.types import NamespaceId
+from kvstore.core.types import NamespaceId, Tier
 from kvstore.events.publisher import EventPublisher
 from kvstore.events.translation import Translator
 from kvstore.observe.counters import Counters
@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 1.0
 _TIMEOUT_S: Final = 1.0
+
+
+_TIERS: Final = (Tier.DRAM, Tier.NVME)
+"""Tiers without a filter. What engines hold in HBM, they announce themselves."""
 
 
 class BlockTokens:
@@ -67,7 +71,7 @@ class KeyStream:
             config.metadata,
             namespaces=config.namespace_ids,
             nodes=config.node_ids,
-            tiers=config.tier_kinds,
+            tiers=config.tier_kinds or _TIERS,
             tls=config.client.tls.resolve(),
             token=TokenSource.of(file=config.client.token_file),
             most_blocks=config.max_blocks,

@@ -139,7 +139,8 @@ def _of_node(node: NodeReport) -> Iterator[HealthFinding]:
     status = node.status
     node_id = status.node.node_id
     if not status.alive:
-        yield _not_reporting(node)
+        if status.node.control_address:  # else it is the cache of an engine, whose end loses nothing
+            yield _not_reporting(node)
         return
     if status.state == common_pb2.NODE_STATE_DRAIN_BLOCKED:
         lost = f"{status.drain.not_durable_blocks:,} blocks would be lost if it stopped now"

@@ -66,12 +66,14 @@ class FakeEngine:
         gone: requests whose client disconnected before the answer.
         well: answer of ``/health``.
         models: served models.
+        cache: name of its published cache; empty: it publishes none.
     """
 
     def __init__(self, name: str, *, models: tuple[str, ...] = ("m",), capacity_blocks: int = 1_000) -> None:
         self.name = name
         self.models = models
         self.well = True
+        self.cache = ""
         self.requests: list[dict[str, Any]] = []
         self.seen_headers: list[dict[str, str]] = []
         self.script: deque[Behaviour] = deque()
@@ -166,6 +168,7 @@ class FakeEngine:
             f"vllm:num_requests_waiting{{{labels}}} 0.0\nvllm:kv_cache_usage_perc{{{labels}}} 0.25\n"
             f'vllm:cache_config_info{{block_size="{_BLOCK_TOKENS}",num_gpu_blocks="{self._capacity_blocks}",x="y"}} 1.0\n'
             f"process_start_time_seconds {self.started_s}\n"
+            + (f'vllm:kvstore_cache_info{{{labels},cache="{self.cache}"}} 1.0\n' if self.cache else "")
         )
 
     async def _tokenize(self, request: Request) -> Response:

@@ -105,7 +105,8 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
     # ---- inspection ----
     async def DescribeServer(self, request: pb.DescribeServerRequest, context: Context) -> pb.DescribeServerResponse:
         parts = self._parts
-        stats, statuses = parts.index.stats(), parts.nodes.statuses()
+        stats = parts.index.stats()
+        statuses = [status for status in parts.nodes.statuses() if status.node.control_address]  # not the caches of engines
         alive = sum(status.alive for status in statuses)
         refused = sum(bool(status.refused) for status in statuses)
         answer = pb.DescribeServerResponse(

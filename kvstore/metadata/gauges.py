@@ -82,7 +82,7 @@ class MetadataGauges:
             yield Sample(metadata_metrics.INDEX_DISK_FREE_BYTES, disk.free_bytes)
         yield from _of_shards(self._index.backend())
         yield Sample(metadata_metrics.METADATA_SERVERS, len(self._servers.servers()))
-        statuses = self._nodes.statuses()
+        statuses = [status for status in self._nodes.statuses() if status.node.control_address]  # not the caches of engines
         alive = sum(status.alive for status in statuses)
         yield Sample(metadata_metrics.NODES, alive, {"state": "alive"})
         refused = sum(bool(status.refused) for status in statuses)

@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
-from kvproto.v1.common_pb2 import CacheSpec, NodeInfo
+from kvproto.v1.common_pb2 import TIER_HBM, CacheSpec, NodeInfo
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvproto.v1.metadata_pb2_grpc import add_MetadataServicer_to_server
 from kvstore.core import limits
@@ -389,8 +389,12 @@ def _check_node(info: NodeInfo) -> None:
     check_id(info.boot_id, "boot_id")
     if len(info.roles) > len(_ROLES) or not _ROLES.issuperset(info.roles):
         raise InvalidArgument("unknown role", known=", ".join(sorted(_ROLES)))
-    for name in ("control_address", "data_address"):
-        host_and_port(check_name(getattr(info, name), name))
+    if not (info.control_address or info.data_address):
+        if info.roles or info.mounts or any(volume.tier != TIER_HBM for volume in info.volumes):
+            raise InvalidArgument("only the cache of an engine may lack addresses", node_id=info.node_id)
+    else:
+        for name in ("control_address", "data_address"):
+            host_and_port(check_name(getattr(info, name), name))
     if info.storage_address:
         host_and_port(info.storage_address)
     if info.local_socket:

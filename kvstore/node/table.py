@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome, VolumeId
 from kvstore.node.base.cancellation import wait
 from kvstore.node.eviction.allocation import allocate_dram, grant_slots
 from kvstore.node.eviction.quotas import reserve_in_quota
@@ -444,6 +444,13 @@ class BlockTable:
         """Return all blocks, parents before children if both were added in that order. For inventories."""
         with self._lock:
             return list(self._blocks.values())
+
+    def held_by(self, volume: VolumeId) -> list[Block]:
+        """Return all blocks that one volume holds, in the order of ``snapshot``."""
+        blocks = self.snapshot()
+        if volume == self.dram.volume_id:
+            return [block for block in blocks if block.dram is not None]
+        return [block for block in blocks if (node_volume := block.nvme_volume) is not None and node_volume.volume_id == volume]
 
     def counts(self) -> tuple[int, int]:
         """Return the number of blocks in the table, and of blocks waiting for write-back."""

@@ -61,6 +61,11 @@ class RouterContext:
             return own
         return EngineWork(own.sequences + foreign.sequences, own.tokens + foreign.tokens, own.kv_tokens + foreign.kv_tokens)
 
+    def caches(self, engine: str) -> tuple[str, ...]:
+        """Names of an engine's published prefix caches among the store's nodes; empty: it publishes none."""
+        metrics = self.metrics.get(engine)
+        return () if metrics is None else metrics.caches
+
     def record_success(self, engine: str) -> None:
         """Record a complete 2xx response of an engine."""
         self.health.request_succeeded(engine)

@@ -160,7 +160,7 @@ def test_pd_shutdown_closes_each_part_despite_errors() -> None:
 
     connector: Any = object.__new__(KVStorePDConnector)
     parts = {"_sender": Part("s"), "_receiver": Part("r"), "_worker": Part("w"), "_scheduler": Part("d")}
-    vars(connector).update(parts, _restore_allocator=None, _observer=None)
+    vars(connector).update(parts, _restore_allocator=None, _observer=None, _cache_watch=None)
     with pytest.raises(RuntimeError, match="CUDA"):
         connector.shutdown()
     assert ended == ["s", "r", "w", "d"]

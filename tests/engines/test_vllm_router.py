@@ -236,7 +236,7 @@ def test_router_sessions_hit_and_are_scheduled(bed: PdBed, plain: RouterProcess)
 
 
 def test_router_new_finds_prompt_in_store(bed: PdBed) -> None:
-    """A new router finds a stored prompt in the index, by tokens that an engine counts."""
+    """A new router finds a stored prompt, and the engine that has it in its own cache, by tokens that an engine counts."""
     prompt, salted = "a prompt that is stored " * 40, {"cache_salt": "mine"}
     bed.prefill.complete(prompt, 2, **salted)
     engines = ",".join(f"{name}=http://{bed.engines.engine(name).address}@{name}" for name in (PREFILL, DECODE))
@@ -246,7 +246,8 @@ def test_router_new_finds_prompt_in_store(bed: PdBed) -> None:
         with RouterProcess(arguments, bed.engines.folder, "fresh") as router:
             wait_until(lambda: looked_up(router), "namespaces are known")
             client(router).completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body=salted)
-            return counter(router, "router_lookup_hit_tokens_total") >= 900
+            cached = counter(router, "router_lookup_cache_tokens_total")  # the engine published its own cache and named it
+            return counter(router, "router_lookup_hit_tokens_total") >= 900 and cached >= 900
 
     wait_until(found, "the prompt is found in the store")
 

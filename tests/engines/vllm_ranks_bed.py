@@ -29,8 +29,8 @@ def is_shown(worker: Any) -> bool:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kvclient import KeyChain
-    from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
     from kvclient.engines.vllm.identity.namespaces import chain_spec
+    from kvstore.core.keys import NamespaceKeyMask
 
     (client,) = get_kv_transfer_group().worker_side.clients  # type: ignore[attr-defined]
     chain = KeyChain(chain_spec([replace(client.spec, shard_rank=0)]))

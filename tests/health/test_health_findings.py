@@ -120,6 +120,11 @@ def test_report_without_faults_has_no_findings() -> None:
     assert overall([]) == "ok"
 
 
+def test_silent_cache_of_an_engine_is_no_finding() -> None:
+    cache = NodeReport(NodeStatus(node=NodeInfo(node_id="vllm-1"), heartbeat_age_ms=22_000))
+    assert find(ClusterReport(nodes=[WELL, cache])) == []
+
+
 def test_findings_are_bounded_with_errors_first() -> None:
     quotas = [QuotaUse(f"t{number}", "NVMe", 99, 100) for number in range(2 * MAX_FINDINGS)]
     found = find(ClusterReport(ServerReport(quotas=quotas), [silent(Reachability.REFUSED)]))

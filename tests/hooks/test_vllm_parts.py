@@ -22,13 +22,14 @@ from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
 from kvclient.engines.vllm.identity.engine_facts import check_steps, files_text, model_digest, whole_prompts_only
-from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys, is_hashable, request_extras
+from kvclient.engines.vllm.identity.keys import RequestKeys, is_hashable, request_extras
 from kvclient.engines.vllm.identity.kv_groups import GroupView
 from kvclient.engines.vllm.identity.namespaces import GroupFacts, chain_spec, group_spec
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.memory.pages import GroupPages, page_order
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import WorkerOutput
+from kvstore.core.keys import NamespaceKeyMask
 
 SPEC = CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64)
 FACTS = GroupFacts("m", "d", "float32", 4, ("a", "b"), 64, (2, 4, 2), "full", "CPU_ATTN", "vec", "0.32")

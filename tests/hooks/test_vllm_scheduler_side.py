@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import BlockKey, KeyChain, Lookup
+from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.identity.keys import RequestKeys
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.options import ConnectorOptions
@@ -442,3 +443,52 @@ def test_keys_of_two_threads_are_computed_once() -> None:
         first, second = (threads.submit(keys.upto, tokens, 8) for _ in range(2))
         assert first.result() == second.result()
     assert keys.upto(tokens, 12) == KeyChain(SPEC).keys(np.array(tokens))
+
+
+class Watch:
+    """Notes which blocks may be in the engine's own cache."""
+
+    def __init__(self, hashed: int) -> None:
+        self.hashed = hashed
+        self.seen: list[tuple[int, int]] = []
+        self.steps = 0
+
+    def bind_pool(self, pool: Any) -> None:
+        self.pool = pool
+
+    def computed(self, one: Request, first: int, parent: BlockKey | None, keys: Sequence[BlockKey]) -> int:
+        chain = KeyChain(SPEC).keys(one.all_token_ids)
+        assert list(keys) == chain[first : first + len(keys)]
+        assert parent == (chain[first - 1] if first else None)
+        count = min(len(keys), self.hashed - first)
+        self.seen.append((first, first + count))
+        return count
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+def test_cache_watch_gets_each_block_once_and_after_preemption() -> None:
+    pool, watch, one = Pool(20), Watch(hashed=100), request(22)
+    made = side(Shelf(), pool, hook=HookOptions(store=False))
+    made.watch_cache(watch)
+    assert watch.pool is pool
+    made.on_new_request(one)
+    for tokens in (10, 1, 1, 1, 4):
+        plan(made, one, tokens, [list(range(6))])
+    assert watch.seen == [(0, 2), (2, 3), (3, 4)]
+    assert watch.steps == 5
+    one.num_computed_tokens, one.num_preemptions = 0, 1
+    plan(made, one, 22, [list(range(6))])
+    assert watch.seen[3:] == [(0, 5)], "the pages may have been evicted"
+
+
+def test_cache_watch_gets_blocks_once_they_are_hashed() -> None:
+    watch, one = Watch(hashed=1), request(22)
+    made = side(Shelf(), Pool(20), hook=HookOptions(store=False))
+    made.watch_cache(watch)
+    made.on_new_request(one)
+    plan(made, one, 12, [list(range(6))], drafts=1)
+    watch.hashed = 3
+    plan(made, one, 2, [list(range(6))])
+    assert watch.seen == [(0, 1), (1, 3)]

@@ -21,7 +21,7 @@ from kvclient import CacheSpec, ClientOptions, KVClient
 from kvclient.call.request_hint import RequestHint
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.counters import ConnectorCounters
-from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys
+from kvclient.engines.vllm.identity.keys import RequestKeys
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.memory.pages import GroupPages
 from kvclient.engines.vllm.options import ConnectorOptions
@@ -31,6 +31,7 @@ from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnect
 from kvclient.engines.vllm.worker import worker_connector as worker_side
 from kvclient.engines.vllm.worker.store_worker import StoreWorker
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions, WorkerConnector
+from kvstore.core.keys import NamespaceKeyMask
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 BLOCK, LAYERS, PAGES = 4, 3, 32

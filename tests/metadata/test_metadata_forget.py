@@ -14,9 +14,10 @@ from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
 from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound
+from kvstore.core.types import BootId, NodeId
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.indexing.index_mutations import register_node
-from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.membership.node_table import CACHE_FORGET_S, NodeTable
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call_aio, connect_aio
@@ -73,6 +74,21 @@ async def test_forget_long_silent_node_drops_its_blocks(forgetful: Running) -> N
     assert await gone.register() == {gone.dram: True, gone.nvme: True}, "nothing of it is left, so all is wanted"
     await gone.publish(gone.nvme, run_of(keys))
     assert await gone.hit(keys) == 40
+
+
+def test_forget_cache_of_an_engine_soon(tmp_path: Path) -> None:
+    """It lacks an address, its engine has ended, and the next start of the engine has another name."""
+    clock, day_s = ManualClock(), 86_400.0
+    index = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20)
+    nodes = NodeTable(index, clock, 1.0, Counters())
+    for node_id, address in (("cache", ""), ("node", "127.0.0.1:1")):
+        register_node(index, NodeInfo(node_id=node_id, boot_id=b"b" * 16, control_address=address))
+        nodes.record_registration(NodeId(node_id), BootId(b"b" * 16))
+    for seconds, forgotten in ((CACHE_FORGET_S - 5, []), (10.0, ["cache"]), (day_s, ["cache", "node"])):
+        clock.advance(seconds)
+        nodes.tick()
+        assert sorted(node_id for node_id, _ in nodes.forgettable(day_s)) == forgotten
+    index.close()
 
 
 async def test_forget_node_waits_for_full_silence(forgetful: Running) -> None:

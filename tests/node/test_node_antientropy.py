@@ -12,9 +12,9 @@ from kvstore.core.checksum import key_range
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BootId, VolumeId
 from kvstore.node.publish.anti_entropy import AntiEntropy
+from kvstore.node.publish.contract import PublishedBlocks
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
-from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 
 VOLUME = VolumeId("n/dram")
@@ -57,7 +57,8 @@ def test_block_removed_and_added_again_is_no_drift(meanwhile: bool) -> None:
     log.stored(VOLUME, block)
     for taken in log.take(10):
         log.acknowledge(VOLUME, taken.events)
-    table = cast("BlockTable", SimpleNamespace(dram=SimpleNamespace(volume_id=VOLUME), node_volumes=[], snapshot=lambda: [block]))
+    arena = SimpleNamespace(volume_id=VOLUME)
+    table = cast("PublishedBlocks", SimpleNamespace(dram=arena, node_volumes=[], held_by=lambda _: [block]))
     server = Server(log, block, meanwhile=meanwhile)
     found = AntiEntropy(cast("metadata_pb2_grpc.MetadataStub", server), "n", table, log, counters)
     assert found.compare(BootId(b"b" * 16)) == (0 if meanwhile else 1)

@@ -16,10 +16,10 @@ from kvstore.core.checksum import key_range
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.limits import DIGEST_RANGES, MAX_RANGE_CHECKS
 from kvstore.core.types import BlockKey, VolumeId
+from kvstore.node.publish.contract import PublishedBlocks
 from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.publish.range_checks import RequestedChecks
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.codec import ranges_from_bitmap, ranges_to_bitmap
@@ -151,7 +151,7 @@ def test_blocks_of_lost_ranges_are_published_again() -> None:
     publisher = IndexPublisher(
         f"127.0.0.1:{port}",
         common_pb2.NodeInfo(node_id="n", boot_id=secrets.token_bytes(16), volumes=[common_pb2.VolumeInfo(volume_id=volume)]),
-        cast("BlockTable", SimpleNamespace(dram=arena, node_volumes=[], snapshot=lambda: list(held))),
+        cast("PublishedBlocks", SimpleNamespace(dram=arena, node_volumes=[], held_by=lambda _: list(held))),
         ReplicaChangeLog([volume], counters, MonotonicClock()),
         counters,
         tls=None,

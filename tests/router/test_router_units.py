@@ -12,10 +12,12 @@ from pydantic import ValidationError
 from kvstore.config.router import RouterConfig
 from kvstore.core.errors import InvalidArgument
 from kvstore.router.engines import EngineConfig, Role, engines_of, parse_engine
-from kvstore.router.health.engine_metrics import parse_metrics
+from kvstore.router.health.engine_metrics import EngineMetrics, parse_metrics
+from kvstore.router.main import make_context
 from kvstore.router.placement.balancer import RotationOrder, least_loaded
 from kvstore.router.placement.inflight import EngineWork, InflightEntry, InflightTokens
 from kvstore.router.prompts.prefix_memory import MAX_TEXT_BYTES, PIECE_BYTES, PrefixMemory, text_chain
+from kvstore.router.prompts.prompt_facts import PromptFacts, PromptReader, StoreHits
 from kvstore.router.prompts.request_body import CHAT, COMPLETIONS, parse_body
 
 ENGINES = ("e0", "e1", "e2")
@@ -164,8 +166,55 @@ def test_metrics_of_several_ranks_are_summed() -> None:
     metrics = parse_metrics(text + b"process_start_time_seconds 1.7e+09\n")
     assert (metrics.running, metrics.waiting, metrics.capacity_tokens, metrics.used_tokens) == (4, 2, 3_200, 1_600)
     assert metrics.started_s == 1.7e9
+    assert metrics.caches == ()
     assert metrics.foreign_work(EngineWork(sequences=6)) is None
     assert metrics.foreign_work(EngineWork(sequences=3)) == EngineWork(3, 2 * 400 + 400 // 8, 1_200)
+
+
+def test_metrics_name_the_caches_of_all_ranks() -> None:
+    text = b"".join(
+        b'vllm:kvstore_cache_info{engine="%d",cache="vllm-h-%d",model_name="m"} 1.0\n' % (rank, rank) for rank in range(2)
+    )
+    assert parse_metrics(text).caches == ("vllm-h-0", "vllm-h-1")
+
+
+def test_prefix_memory_counts_pieces_since_a_time() -> None:
+    memory, chain = PrefixMemory(("e",), 100), text_chain(b"m", b"a" * 10 * PIECE_BYTES)
+    memory.insert("e", chain, 10.0)
+    memory.insert("e", chain[:4], 20.0)
+    assert [memory.match("e", chain, since_s) for since_s in (5.0, 15.0, 25.0)] == [10, 4, 0]
+    assert memory.match("e", chain) == 10
+
+
+def facts_of(cache_tokens: dict[str, int] | None, chain: list[bytes]) -> PromptFacts:
+    return PromptFacts(1_000, chain, 64.0, StoreHits(800, {"node-e0": 800}, cache_tokens))
+
+
+@pytest.mark.parametrize(
+    ("cache_tokens", "expected"),
+    [
+        (None, {"e0": 640, "e1": 640, "e2": 640}),
+        ({}, {"e0": 600, "e2": 640}),
+        ({"c1": 800}, {"e0": 600, "e1": 800, "e2": 640}),
+        ({"c0": 200, "c1": 160}, {"e0": 650, "e1": 160, "e2": 640}),
+    ],
+)
+def test_published_cache_replaces_memory(cache_tokens: dict[str, int] | None, expected: dict[str, int]) -> None:
+    """e0 and e1 publish caches, e2 does not; the host of e0 has the prompt in DRAM. All saw it a while ago."""
+    urls = tuple(f"{name}=http://{name}@node-{name}" for name in ENGINES)
+    context = make_context(RouterConfig(engines=urls))
+    chain = text_chain(b"m", b"a" * 10 * PIECE_BYTES)
+    for name in ENGINES:
+        context.memory.insert(name, chain, context.now_s() - 1_000)
+    for name, cache in (("e0", "c0"), ("e1", "c1")):
+        context.metrics[name] = EngineMetrics(caches=(cache,))
+    reader = PromptReader(context, None)
+    found = reader.cached_tokens(facts_of(cache_tokens, chain))
+    if cache_tokens is None:
+        expected = {**expected, "e0": 640 + (800 - 640) * 3 // 4}
+    assert found == expected
+    context.memory.insert("e1", chain, context.now_s())
+    assert reader.cached_tokens(facts_of(cache_tokens, chain))["e1"] == max(640, expected.get("e1", 0)), "a moment ago"
 
 
 @given(

@@ -122,6 +122,8 @@ def _nodes(
         return
     for status in known:
         address = status.node.control_address
+        if not address:  # the cache of an engine serves no calls
+            continue
         yield PingTarget(address=address, kind=ServerKind.NODE, name=status.node.node_id, tls=tls, token=reading)
 
 

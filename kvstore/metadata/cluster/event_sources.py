@@ -63,7 +63,8 @@ class NodeEvents:
             old = before.get(node_id)
             if old is None:
                 address = status.node.control_address
-                self._journal.record("node_registered", node_id, f"Node {node_id} registered ({address}).")
+                where = address or "the cache of an engine"
+                self._journal.record("node_registered", node_id, f"Node {node_id} registered ({where}).")
                 continue
             if old.node.boot_id != status.node.boot_id:
                 self._journal.record("node_restarted", node_id, f"Node {node_id} registered again after a restart.")

@@ -186,7 +186,7 @@ def _put_order(index: PrefixIndex, node_id: NodeId, order: DrainOrder | None) ->
         raise NotFound("no such node", node_id=node_id)
     volumes = NodeInfo.FromString(node).volumes
     if order is not None and volumes and all(volume.tier == Tier.TIER_HBM for volume in volumes):
-        raise Unsupported("an engine's GPU pool cannot be drained: it ends with its engine", node_id=node_id)
+        raise Unsupported("device memory of an engine cannot be drained: it ends with its engine", node_id=node_id)
     name = drain_note(node_id)
     note = index.note(name)
     if order is None:

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 READ_RATE_AGE_S: Final = 5.0
 """Age at which the read rate of a node whose heartbeats other servers receive is read again."""
 
+CACHE_FORGET_S: Final = 60.0
+"""Silence after which the cache of an engine is forgotten: the engine has ended, and its next start has another node id."""
+
 CLOCK_STEP_MS: Final = 1_000
 """Change of a node's clock offset that is told to other servers."""
 
@@ -252,12 +255,13 @@ class NodeTable:
             yield view.nodes[node_id], report.heartbeat if report is not None else None
 
     def forgettable(self, forget_s: float) -> list[tuple[NodeId, BootId]]:
-        """Boots that were silent for ``forget_s`` and whose volumes no live node mounts."""
+        """Boots that were silent for ``forget_s`` and whose volumes no live node mounts. Caches of engines are forgotten soon."""
         now_s, view = self._clock.now_s(), self.view()
         silent = [
             node_id
             for node_id in view.nodes.keys() - self._alive
-            if (silence_s := self._liveness.silence_s(node_id, now_s)) is not None and silence_s > forget_s
+            if (silence_s := self._liveness.silence_s(node_id, now_s)) is not None
+            and silence_s > (forget_s if view.nodes[node_id].control_address else min(forget_s, CACHE_FORGET_S))
         ]
         mounted = {view.locations[epoch].node_id for epoch in self._mounting_nodes if epoch in view.locations} if silent else ()
         return [(node_id, BootId(view.nodes[node_id].boot_id)) for node_id in silent if node_id not in mounted]

@@ -263,6 +263,8 @@ class PlannerService:
         """Tell the planner of nodes that joined, restarted or left. It does not use draining nodes."""
         records = self._nodes.view().nodes
         for node_id, record in records.items():
+            if not record.control_address:
+                continue  # the cache of an engine, which serves no reads
             alive = self._nodes.is_alive(node_id) and not self._nodes.is_draining(node_id)
             if not alive and node_id in self._known:
                 del self._known[node_id]

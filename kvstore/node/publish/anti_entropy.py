@@ -17,9 +17,8 @@ from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.checksum import key_range
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BootId, VolumeId
-from kvstore.node.state.change_log import ReplicaChangeLog, runs_of
-from kvstore.node.state.model import Block
-from kvstore.node.table import BlockTable
+from kvstore.node.publish.contract import PublishedBlocks
+from kvstore.node.state.change_log import Described, ReplicaChangeLog, runs_of
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.client import call
@@ -35,14 +34,6 @@ SETTLE_S = 2.0
 """Time that the comparison of suspect ranges waits for the publication of changes, per part."""
 
 
-def held_by(table: BlockTable, volume: VolumeId) -> list[Block]:
-    """Return all blocks that one volume holds."""
-    blocks = table.snapshot()
-    if volume == table.dram.volume_id:
-        return [block for block in blocks if block.dram is not None]
-    return [block for block in blocks if (node_volume := block.nvme_volume) is not None and node_volume.volume_id == volume]
-
-
 class AntiEntropy:
     """Compares one node's volumes with the index."""
 
@@ -50,7 +41,7 @@ class AntiEntropy:
         self,
         stub: metadata_pb2_grpc.MetadataStub,
         node_id: str,
-        table: BlockTable,
+        table: PublishedBlocks,
         replica_log: ReplicaChangeLog,
         counters: Counters,
     ) -> None:
@@ -131,8 +122,8 @@ class AntiEntropy:
             if not remaining:
                 return
             changes = self._log.changes(volume)
-            held: dict[int, list[Block]] = defaultdict(list)
-            for block in held_by(self._table, volume):
+            held: dict[int, list[Described]] = defaultdict(list)
+            for block in self._table.held_by(volume):
                 if (number := key_range(block.key)) in remaining:
                     held[number].append(block)
             for number in remaining:

@@ -14,9 +14,9 @@ from kvstore.health.host_reports import CertificateWatch
 from kvstore.health.quantities import size
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.slow_sources import SlowSources
+from kvstore.node.publish.contract import PublishedBlocks
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
-from kvstore.node.table import BlockTable
 from kvstore.observe.failure_tracker import FailureTracker
 
 QUARANTINE_REPORT_S: Final = 600.0
@@ -52,7 +52,7 @@ class HealthReporter:
 
     def __init__(
         self,
-        table: BlockTable,
+        table: PublishedBlocks,
         replica_log: ReplicaChangeLog | None,
         clock: Clock,
         storage_node: FailureTracker,

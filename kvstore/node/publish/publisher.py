@@ -28,14 +28,14 @@ from kvstore.core.checksum import key_range
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.core.types import BlockRun, BootId, VolumeId
-from kvstore.node.publish.anti_entropy import AntiEntropy, held_by
+from kvstore.node.publish.anti_entropy import AntiEntropy
+from kvstore.node.publish.contract import PublishedBlocks, PublishedVolume
 from kvstore.node.publish.health import HealthReporter
 from kvstore.node.publish.heartbeat import HeartbeatListener
 from kvstore.node.publish.range_checks import RequestedCheck, RequestedChecks
 from kvstore.node.publish.server_indexes import ServerIndexes
-from kvstore.node.state.change_log import ReplicaChangeLog, Taken, in_chains, runs_of
-from kvstore.node.state.model import Block, NodeVolume
-from kvstore.node.table import BlockTable
+from kvstore.node.state.change_log import Described, ReplicaChangeLog, Taken, in_chains, runs_of
+from kvstore.node.state.model import NodeVolume
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
@@ -47,7 +47,6 @@ from kvstore.rpc.codec import run_to_proto
 from kvstore.rpc.diagnosis import Diagnoser, Target
 from kvstore.rpc.errors import from_rpc_error
 from kvstore.rpc.failover.connect import connect_metadata
-from kvstore.tiers.contract import Volume
 
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
@@ -86,7 +85,7 @@ class IndexPublisher:
         self,
         address: str,
         node: common_pb2.NodeInfo,
-        table: BlockTable,
+        table: PublishedBlocks,
         replica_log: ReplicaChangeLog,
         counters: Counters,
         *,
@@ -128,6 +127,8 @@ class IndexPublisher:
         self._on_connected = on_connected
         self.refused: Conflict | None = None
         """Why the metadata server refuses this node; None: it does not, or has not answered."""
+        self.denied: PermissionDenied | None = None
+        """The last failure, if this node's token lacks the permission to publish."""
         self._epoch = b""
         self._heartbeat_s = 0.5
         self._heartbeats = 0
@@ -260,6 +261,7 @@ class IndexPublisher:
                 self._stream(needed)
             except KVStoreError as failed:
                 error = self._diagnoser.explain(failed)
+                self.denied = failed if isinstance(failed, PermissionDenied) else None
                 self._counters.add(node_metrics.PUBLISH_INTERRUPTED)
                 self._health.publish_failed(error)
                 limited.warning("publishing interrupted, trying again: %s", error)
@@ -399,7 +401,7 @@ class IndexPublisher:
 
     def _inventory(self, volume: VolumeId) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
         """Return the messages with all blocks of a volume. Concurrent changes are in the log, which is sent afterwards."""
-        held = held_by(self._table, volume)
+        held = self._table.held_by(volume)
         log.info("inventory sent: volume %s (blocks=%d)", volume, len(held))
         self._counters.add(node_metrics.INVENTORIES_SENT)
         yield from self._stores(volume, held)
@@ -408,14 +410,13 @@ class IndexPublisher:
     def _lost_blocks(self, check: RequestedCheck) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
         """Return the messages with all blocks of ranges that the index lost."""
         for volume in self._volumes:
-            held = [block for block in held_by(self._table, volume) if key_range(block.key) in check.ranges]
+            held = [block for block in self._table.held_by(volume) if key_range(block.key) in check.ranges]
             log.info("blocks of lost index ranges sent: volume %s (blocks=%d, ranges=%d)", volume, len(held), len(check.ranges))
             self._counters.add(node_metrics.LOST_RANGE_BLOCKS_SENT, len(held))
             yield from self._stores(volume, held)
 
-    def _stores(self, volume: VolumeId, held: list[Block]) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
-        held.sort(key=lambda block: block.depth)  # parents before children
-        held = in_chains(held)
+    def _stores(self, volume: VolumeId, blocks: Sequence[Described]) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
+        held = in_chains(sorted(blocks, key=lambda block: block.depth))  # parents before children
         for at in range(0, len(held), BATCH_EVENTS):
             yield self._message(volume, runs_of(held[at : at + BATCH_EVENTS])), 0
 
@@ -501,7 +502,7 @@ class IndexPublisher:
     def _beat(self) -> bool:
         """Send a heartbeat. Returns whether the metadata server knows this node; if not, the node registers again."""
         self._log_quota_skips()
-        volumes: list[tuple[Volume, NodeVolume | None]] = [(self._table.dram, None)]
+        volumes: list[tuple[PublishedVolume, NodeVolume | None]] = [(self._table.dram, None)]
         volumes += [(node_volume.volume, node_volume) for node_volume in self._table.node_volumes]
         usages = []
         for volume, node_volume in volumes:

@@ -36,8 +36,13 @@ CPU; a store of 16 blocks over TCP costs 5 ms. Callers that wait for publication
 class Described(Protocol):
     """A block as the log needs it: with its position in its chain."""
 
-    key: BlockKey
-    parent: BlockKey | None
+    @property
+    def key(self) -> BlockKey:
+        """Its key."""
+
+    @property
+    def parent(self) -> BlockKey | None:
+        """Key of the block before it; None: it is the first one."""
 
     @property
     def depth(self) -> int:

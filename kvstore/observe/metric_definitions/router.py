@@ -59,6 +59,9 @@ KNOWN_REQUESTS_EXPIRED: Final = group.counter(
 )
 LOOKUP_HIT_TOKENS: Final = group.counter("router_lookup_hit_tokens_total", "looked-up prompt tokens that the store holds")
 LOOKUP_TOKENS: Final = group.counter("router_lookup_tokens_total", "prompt tokens that the router looked up in the store")
+LOOKUP_CACHE_TOKENS: Final = group.counter(
+    "router_lookup_cache_tokens_total", "looked-up prompt tokens that the published cache of an engine holds"
+)
 LOOKUPS_FAILED: Final = group.counter("router_lookups_failed_total", "lookups that the metadata server did not answer")
 LOOKUPS_LATE: Final = group.counter("router_lookups_late_total", "lookups that timed out")
 LOOKUPS: Final = group.counter("router_lookups_total", "lookups that the router completed")

@@ -11,9 +11,12 @@ from kvstore.router.placement.inflight import DECODING_SHARE, EngineWork
 
 _LINE: Final = re.compile(
     rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|vllm:cache_config_info"
+    rb"|vllm:kvstore_cache_info"
     rb"|process_start_time_seconds)(?:\{(.*)\})? (\S+)",
     re.MULTILINE,
 )
+_CACHE: Final = re.compile(rb'cache="([A-Za-z0-9._-]{1,64})"')
+_MAX_CACHES: Final = 1_024
 _LABEL: Final = re.compile(rb'(num_gpu_blocks|block_size)="(\d{1,12})"')
 
 
@@ -27,6 +30,7 @@ class EngineMetrics:
         capacity_tokens: tokens of KV that fit into HBM; 0 if unknown.
         used_tokens: tokens of KV that requests use.
         started_s: start time of the process; 0 if unknown.
+        caches: names of its published prefix caches among the store's nodes, one per data-parallel rank.
     """
 
     running: int = 0
@@ -34,6 +38,7 @@ class EngineMetrics:
     capacity_tokens: int = 0
     used_tokens: int = 0
     started_s: float = 0.0
+    caches: tuple[str, ...] = ()
 
     def foreign_work(self, known: EngineWork) -> EngineWork | None:
         """Estimate the work that neither this router nor the scheduler sent: each unknown request counts as a mean one.
@@ -56,11 +61,15 @@ def parse_metrics(text: bytes) -> EngineMetrics:
     """Parse an engine's metrics. Data-parallel ranks at one address are summed; missing or invalid values count as 0."""
     sums: dict[bytes, float] = {}
     usages: list[float] = []
+    caches: list[str] = []
     capacity = 0
     for name, labels, value in _LINE.findall(text):
         if name == b"vllm:cache_config_info":
             found = {key: int(number) for key, number in _LABEL.findall(labels)}
             capacity += found.get(b"num_gpu_blocks", 0) * found.get(b"block_size", 0)
+            continue
+        if name == b"vllm:kvstore_cache_info":
+            caches += [cache.decode() for cache in _CACHE.findall(labels)]
             continue
         number = _number(value)
         if name == b"vllm:kv_cache_usage_perc":
@@ -74,6 +83,7 @@ def parse_metrics(text: bytes) -> EngineMetrics:
         capacity_tokens=capacity,
         used_tokens=int(capacity * sum(usages) / len(usages)) if usages else 0,
         started_s=sums.get(b"process_start_time_seconds", 0.0),
+        caches=tuple(caches[:_MAX_CACHES]),
     )
 
 

@@ -1,4 +1,4 @@
-"""Lookup of prompts in the store: how much of a prompt it holds, and in the DRAM of which nodes.
+"""Lookup of prompts in the store: how much of a prompt it holds, in the DRAM of which nodes, and in the caches of which engines.
 
 An engine counts the tokens (``/tokenize``), because only the engine knows its chat template and special tokens. The namespaces
 that engines registered determine the keys. The whole lookup has a short timeout: a late hint is useless.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from kvclient import AsyncKVClient, CacheSpec, ClientOptions, KVStoreError, Lookup, Tier, encode_extra
+from kvclient import AsyncKVClient, BlockKey, CacheSpec, ClientOptions, KVStoreError, Lookup, Tier, encode_extra
+from kvclient.engine_cache.cache_namespace import cache_keys
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.errors import InvalidArgument
@@ -110,9 +112,10 @@ class StorePrefixLookup:
             _log.warning("lookup failed: %s", error)
             return (len(tokens) if tokens else None), StoreHits()
         counters.add(router_metrics.LOOKUPS)
-        best = max(hits, key=lambda found: found.hit_tokens)
+        best = joined(hits)
         counters.add(router_metrics.LOOKUP_HIT_TOKENS, best.hit_tokens)
         counters.add(router_metrics.LOOKUP_TOKENS, len(tokens))
+        counters.add(router_metrics.LOOKUP_CACHE_TOKENS, max((best.cache_tokens or {}).values(), default=0))
         return len(tokens), best
 
     async def _tokenize(self, body: RequestBody, headers: Mapping[str, str]) -> list[int]:
@@ -140,8 +143,18 @@ class StorePrefixLookup:
         keys = client.keys(tokens[: MAX_KEYS_PER_CALL * client.blocking.spec.block_tokens], extras)
         if not keys:
             return StoreHits()
-        lookup = await client.lookup(keys, deadline_s=TIMEOUT_S)
-        return hits_of(lookup, client.blocking.spec.block_tokens)
+        block_tokens = client.blocking.spec.block_tokens
+        lookup, cached = await asyncio.gather(client.lookup(keys, deadline_s=TIMEOUT_S), self._cached(client.blocking.spec, keys))
+        return hits_of(lookup, block_tokens, cached)
+
+    async def _cached(self, spec: CacheSpec, keys: Sequence[BlockKey]) -> dict[str, int] | None:
+        """Return how many leading blocks each engine's published cache holds; None: no engine publishes one."""
+        if not any(self._context.caches(name) for name in self._context.upstreams):
+            return None
+        namespace, packed = cache_keys(spec, keys)
+        request = pb.LookupRequest(namespace_id=namespace, keys=packed)
+        answer: pb.LookupResponse = await call_aio(self._stub.Lookup, request, TIMEOUT_S)
+        return leading_blocks((run.start, run.start + run.count, answer.nodes[run.node].node_id) for run in answer.runs)
 
     # ---- namespaces
     def _clients_of(self, model: str) -> list[AsyncKVClient]:
@@ -180,11 +193,37 @@ class StorePrefixLookup:
         return [spec for spec in reversed(self._specs) if spec.model == model][:MAX_NAMESPACES]
 
 
-def hits_of(lookup: Lookup, block_tokens: int) -> StoreHits:
-    """Convert a lookup's runs of blocks into tokens: those on any node, and the leading ones in each node's DRAM."""
-    in_dram: dict[str, int] = {}
-    for run in sorted(lookup.runs, key=lambda run: run.start):
-        if run.tier is Tier.DRAM and run.start <= in_dram.get(run.node_id, 0):
-            in_dram[run.node_id] = max(in_dram.get(run.node_id, 0), run.end)
+def hits_of(lookup: Lookup, block_tokens: int, cached: Mapping[str, int] | None = None) -> StoreHits:
+    """Convert a lookup's runs of blocks into tokens: those on any node, and the leading ones in each node's DRAM.
+
+    Args:
+        lookup: the result of the lookup in the store.
+        block_tokens: tokens of a block.
+        cached: leading blocks in the published cache of each engine; None: not looked up.
+    """
+    in_dram = leading_blocks((run.start, run.end, run.node_id) for run in lookup.runs if run.tier is Tier.DRAM)
     hit = lookup.hit_blocks
-    return StoreHits(hit * block_tokens, {node: min(blocks, hit) * block_tokens for node, blocks in in_dram.items()})
+    return StoreHits(
+        hit * block_tokens,
+        {node: min(blocks, hit) * block_tokens for node, blocks in in_dram.items()},
+        None if cached is None else {cache: blocks * block_tokens for cache, blocks in cached.items()},
+    )
+
+
+def joined(hits: Sequence[StoreHits]) -> StoreHits:
+    """Return the longest hit of several namespaces, with the caches of all."""
+    cached: dict[str, int] = {}
+    for one in hits:
+        for cache, tokens in (one.cache_tokens or {}).items():
+            cached[cache] = max(cached.get(cache, 0), tokens)
+    known = any(one.cache_tokens is not None for one in hits)
+    return replace(max(hits, key=lambda found: found.hit_tokens), cache_tokens=cached if known else None)
+
+
+def leading_blocks(runs: Iterable[tuple[int, int, str]]) -> dict[str, int]:
+    """Return how many leading blocks each node has, given (start, end, node) of runs."""
+    leading: dict[str, int] = {}
+    for start, end, node in sorted(runs):
+        if start <= leading.get(node, 0):
+            leading[node] = max(leading.get(node, 0), end)
+    return leading

@@ -1,13 +1,15 @@
 """Memory of the prefixes that each engine saw recently: pure.
 
-Engines do not report the contents of their HBM cache, but it holds the prompts that were sent last, up to its size. The memory is
-an estimate: a wrong one costs a load or a computation, never a wrong response. It uses text instead of tokens, so it needs no
+The HBM cache of an engine holds the prompts that were sent last, up to its size. Engines with the store's hook publish its
+contents; for them, the memory bridges the moments until a prompt is published. For all others it is the only estimate, and a
+wrong one costs a load or a computation, never a wrong response. It uses text instead of tokens, so it needs no
 tokenizer. A prompt becomes a chain of hashes over its pieces; prompts with a common beginning share the beginning of their
 chains.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -46,24 +48,29 @@ class PrefixMemory:
 
     def __init__(self, engines: Iterable[str], max_pieces: int) -> None:
         self._max_pieces = max_pieces
-        self._pieces: dict[str, OrderedDict[bytes, None]] = {engine: OrderedDict() for engine in engines}
+        self._pieces: dict[str, OrderedDict[bytes, float]] = {engine: OrderedDict() for engine in engines}
 
-    def insert(self, engine: str, chain: Sequence[bytes]) -> None:
-        """Record a prompt that was sent to an engine. Its beginning counts as used last, so ends of chains are evicted first."""
+    def insert(self, engine: str, chain: Sequence[bytes], now_s: float = 0.0) -> None:
+        """Record a prompt that is sent to an engine. Its beginning counts as used last, so ends of chains are evicted first."""
         pieces = self._pieces[engine]
         for piece in reversed(chain):
-            pieces[piece] = None
+            pieces[piece] = now_s
             pieces.move_to_end(piece)
         while len(pieces) > self._max_pieces:
             pieces.popitem(last=False)
 
-    def match(self, engine: str, chain: Sequence[bytes]) -> int:
-        """Return how many leading pieces of a chain an engine probably holds. They are contiguous, so bisection finds the end."""
+    def match(self, engine: str, chain: Sequence[bytes], since_s: float = -math.inf) -> int:
+        """Return how many leading pieces of a chain an engine probably holds.
+
+        Pieces before ``since_s`` do not count. A prompt renews all pieces of its chain. So the others are contiguous, and
+        bisection finds their end.
+        """
         pieces = self._pieces[engine]
         low, high = 0, len(chain)
         while low < high:
             middle = (low + high + 1) // 2
-            if chain[middle - 1] in pieces:
+            seen_s = pieces.get(chain[middle - 1])
+            if seen_s is not None and seen_s >= since_s:
                 low = middle
             else:
                 high = middle - 1

@@ -1,11 +1,14 @@
 """Estimates about a prompt before it is placed: its length, and how much of it each engine has in cache.
 
 There are two sources. The router remembers which engine saw which text recently (the engine's HBM). The store's index knows the
-blocks in the DRAM of an engine's host; it works on tokens, so an engine is asked for them, within a short timeout.
+blocks in the DRAM of an engine's host, and those in the HBM of engines that publish their cache; it works on tokens, so an engine
+is asked for them, within a short timeout. What an engine publishes replaces the memory of older prompts: the engine may have
+evicted them, or may hold prompts that another router sent.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -18,6 +21,8 @@ from kvstore.router.prompts.request_body import RequestBody
 _INITIAL_BYTES_PER_TOKEN: Final = 4.0
 _LOOKUP_BELOW: Final = 0.75
 """The store is asked only if no engine saw more than this share of a prompt: blocks in DRAM count three quarters at best."""
+_RECENT_S: Final = 30.0
+"""Age up to which a prompt that was sent to an engine counts, although the engine's published cache may lack it."""
 _WEIGHT: Final = 0.1
 """Weight of the newest count in the running mean of bytes per token."""
 
@@ -29,10 +34,12 @@ class StoreHits:
     Attributes:
         hit_tokens: tokens on any node.
         dram_tokens: leading tokens in DRAM, by node.
+        cache_tokens: leading tokens in the published caches of engines, by name of the cache; None: not looked up.
     """
 
     hit_tokens: int = 0
     dram_tokens: Mapping[str, int] = field(default_factory=dict)
+    cache_tokens: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +110,25 @@ class PromptReader:
 
     def _is_remembered(self, chain: Sequence[bytes]) -> bool:
         """Whether a healthy engine saw most of the prompt recently. A lookup in the store could not improve on that."""
-        memory, engines = self._context.memory, self._context.health.engines
-        longest = max((memory.match(name, chain) for name, engine in engines.items() if engine.healthy), default=0)
+        engines = self._context.health.engines
+        longest = max((self._seen(name, chain) for name, engine in engines.items() if engine.healthy), default=0)
         return longest > len(chain) * _LOOKUP_BELOW
+
+    def _seen(self, engine: str, chain: Sequence[bytes]) -> int:
+        """Return how many leading pieces an engine saw; only lately, if its cache is published."""
+        since_s = self._context.now_s() - _RECENT_S if self._context.caches(engine) else -math.inf
+        return self._context.memory.match(engine, chain, since_s)
 
     def cached_tokens(self, facts: PromptFacts) -> dict[str, int]:
         """Return by engine how many tokens of a prompt are probably in its cache or close to it."""
-        memory, cached = self._context.memory, {}
+        memory, cached, published = self._context.memory, {}, facts.hits.cache_tokens
         for name, engine in self._context.health.engines.items():
             if engine.config.role is Role.DECODE:
                 continue
-            own = min(int(memory.match(name, facts.chain) * facts.tokens_per_piece), facts.prompt_tokens)
+            caches = self._context.caches(name) if published is not None else ()
+            pieces = self._seen(name, facts.chain) if caches else memory.match(name, facts.chain)
+            held = max((published.get(cache, 0) for cache in caches), default=0) if published is not None else 0
+            own = min(max(int(pieces * facts.tokens_per_piece), held), facts.prompt_tokens)
             node = engine.config.node
             host = min(facts.hits.dram_tokens.get(node, 0), facts.prompt_tokens) if node else 0
             best = max(own, own + (host - own) * 3 // 4)  # blocks in DRAM must still be copied

@@ -232,7 +232,7 @@ class ProxyRequest:
         """Call the engines of a placed request; also return the engine that the outcome belongs to."""
         for engine in (placed.engine, placed.prefill):
             if engine is not None:
-                self._context.memory.insert(engine, facts.chain)
+                self._context.memory.insert(engine, facts.chain, self._context.now_s())
         self._context.counters.add(router_metrics.ATTEMPTS)
         if placed.prefill is not None:
             return await PrefillDecodeRequest(self._context, self._placement, self._body, self._headers).run(placed)

@@ -33,6 +33,7 @@ from kvclient.engines.vllm.memory.device_pages import make_pages
 from kvclient.engines.vllm.memory.pages import GroupPages, Pages
 from kvclient.engines.vllm.options import RECONNECT_S, RESET_GRACE_S, ConnectorOptions
 from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
+from kvclient.engines.vllm.scheduler.prefix_cache_watch import PrefixCacheWatch
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.scheduler.verdicts import Verdicts
@@ -55,9 +56,10 @@ with vllm_imports():
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from kvclient.engines.vllm.metrics import StorePromMetrics, StoreStats
+    from kvclient.engines.vllm.metrics import CACHE_NAME, StorePromMetrics, StoreStats
 
 _log = logging.getLogger(__name__)
 _MAX_PENDING = 1_024
@@ -133,6 +135,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._whole_prompts_only = ""
         self._scheduler: SchedulerConnector | None = None
         self._observer: RequestObserver | None = None
+        self._cache_watch: PrefixCacheWatch | None = None
         self._worker: WorkerConnector | None = None
         self._restore_allocator: Callable[[], None] | None = None
         self._completions = LoadCompletions()
@@ -282,6 +285,37 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 _log.warning("found blocks are always loaded: load_choice requires kv_load_failure_policy recompute")
         if self._observer is not None:
             self._observer.connect([spec for group in shards for spec in group], finder.chain.spec)
+        if self._cache_watch is None and not running:
+            self._cache_watch = self._make_cache_watch(shards, finder.chain.spec)
+        elif self._cache_watch is not None:
+            self._cache_watch.connect(finder.chain.spec)
+
+    def _make_cache_watch(self, shards: Sequence[Sequence[CacheSpec]], chain: CacheSpec) -> PrefixCacheWatch | None:
+        """Return what publishes the blocks of vLLM's own prefix cache; None: it is not wanted, or not possible."""
+        config, blocks = self._kv_cache_config, group_blocks(self._groups)
+        if not self._options.published_blocks or not self._options.hook.metadata:
+            return None
+        if not self._vllm_config.cache_config.enable_prefix_caching:
+            return None
+        kinds = {kind for group in self._groups for kind in group.kind.split("+")}
+        hashed = blocks.has_equal_pages and config.hash_block_size in {None, blocks.block_tokens}
+        if not hashed or any(kind.startswith(("sliding", "chunked")) for kind in kinds):
+            self.scheduler_side.counters.add("cache_not_published")
+            _log.info("the engine's own prefix cache is not published: its groups keep different parts of a prefix")
+            return None
+        block_bytes = sum(spec.block_bytes for group in shards for spec in group)
+        with unbound():
+            watch = PrefixCacheWatch(
+                self._options,
+                chain,
+                self._tables,
+                make_block_hash_with_group_id,
+                capacity_bytes=config.num_blocks // self._tables * block_bytes,
+                block_bytes=block_bytes,
+                counters=self.scheduler_side.counters,
+            )
+        self.scheduler_side.watch_cache(watch)
+        return watch
 
     def _make_verdicts(self, spec: CacheSpec, block_tokens: int) -> Verdicts:
         """Return what decides whether found blocks are loaded or computed. Its estimates outlive changes of the weights."""
@@ -308,6 +342,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self.scheduler_side.release_pins(self._page_release())
             done = bool(reset())
             if done:
+                if self._cache_watch is not None:
+                    self._cache_watch.clear()
                 self.scheduler_side.check_weights()  # a reset often follows a change of the weights
                 if self._observer is not None:
                     self._observer.events.announce_again()  # vLLM publishes that all blocks were cleared
@@ -481,7 +517,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._worker or self._scheduler
         if self._worker is not None:
             self._worker.count_device_copies()
-        counts = side.counters.take() if side is not None else {}
+        counts: dict[str, Any] = side.counters.take() if side is not None else {}
+        if counts and self._cache_watch is not None:
+            counts[CACHE_NAME] = self._cache_watch.name
         return StoreStats(data=counts) if counts else None
 
     @classmethod
@@ -513,6 +551,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         with ExitStack() as ends:  # call all, also if one fails; the last one first
             if self._observer is not None:
                 ends.callback(self._observer.events.close)
+            if self._cache_watch is not None:
+                ends.callback(self._cache_watch.close)
             if self._scheduler is not None:
                 ends.callback(self._scheduler.close)
             if self._worker is not None:

@@ -46,6 +46,8 @@ class ConnectorOptions:
         events_locality: ``locality`` of the KV events of this engine: ``LOCAL``, ``REMOTE`` or empty for unspecified. Dynamo's
             router ignores ``REMOTE``.
         events_blocks: stored blocks that this engine announces as KV events, if vLLM publishes them; older ones are retracted.
+        published_blocks: blocks of the engine's own prefix cache that are published to the index at most, so that routers prefer
+            this engine for prompts that it holds; 0: none.
         device_copies: how pages on a GPU are copied: ``batched``, ``staged`` or ``direct`` (see
             ``kvclient.device.copy_strategies``). ``auto`` is ``batched`` if the driver supports it, else ``staged``.
         device_staging_bytes: device memory of each of four staging buffers of a group, taken when first needed.
@@ -71,6 +73,7 @@ class ConnectorOptions:
     block_labels: bool = False
     events_locality: str = ""
     events_blocks: int = 262_144
+    published_blocks: int = 131_072
     device_copies: str = "auto"
     device_staging_bytes: int = 64 << 20
     device_checksums: bool = True
@@ -110,6 +113,7 @@ class ConnectorOptions:
             ("device_staging_bytes", 1),
             ("device_gds_bytes", 1),
             ("events_blocks", 1),
+            ("published_blocks", 0),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -217,6 +217,7 @@ def _ask_metadata(
     except (KVStoreError, OSError) as error:
         answer, why = _answered(error, address, section)
         return RunningMetadata(address=address, setting=setting, required=required, answer=answer, error=why), {}
+    known = [status for status in known if status.node.control_address]  # caches of engines serve no calls
     alive = {status.node.node_id: status.node.control_address for status in known if status.alive}
     running = RunningMetadata(
         address=address,

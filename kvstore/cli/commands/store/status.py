@@ -175,7 +175,11 @@ def _print(found: dict[str, Any]) -> None:
             state = "refused"
         if node["drain"] is not None:
             state += f", {node['state'].replace('_', ' ')}"
-        output.line(f"node {node['id']}: {state}, at {node['control_address']}, {', '.join(node['roles'])}")
+        if node["control_address"]:
+            state += f", at {node['control_address']}, {', '.join(node['roles'])}"
+        else:
+            state += ", the cache of an engine"
+        output.line(f"node {node['id']}: {state}")
         width = max((len(volume["id"]) for volume in node["volumes"]), default=0)
         for volume in node["volumes"]:
             fill = f"{show_bytes(volume['used_bytes']):>10} of {show_bytes(volume['capacity_bytes']):>10}"

@@ -98,23 +98,3 @@ class RequestKeys:
     def tail(self, tokens: Sequence[int], parent: BlockKey | None) -> BlockKey:
         """Return the key of a partial last block; see ``KeyChain.tail``."""
         return self._chain.tail(np.asarray(tokens, np.int64), parent)
-
-
-class NamespaceKeyMask:
-    """Converts keys of a request's chain to keys of one namespace, by XOR with the difference of the two namespaces.
-
-    Args:
-        chain: the namespace whose chain makes the keys; its own keys stay as they are.
-        namespace: the namespace of the resulting keys.
-    """
-
-    def __init__(self, chain: bytes, namespace: bytes) -> None:
-        mask = np.frombuffer(chain, np.uint64) ^ np.frombuffer(namespace, np.uint64)
-        self._mask = mask if mask.any() else None
-
-    def keys(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return the packed keys of the same blocks in the namespace."""
-        packed = b"".join(keys)
-        if self._mask is None:
-            return packed
-        return (np.frombuffer(packed, np.uint64).reshape(-1, 2) ^ self._mask).tobytes()

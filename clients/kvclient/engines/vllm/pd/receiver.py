@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from kvclient import KVClient, KVStoreError
 from kvclient.engines.vllm.counters import ConnectorCounters
-from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.pd.plan import AwaitJob, CopyJob
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions
+from kvstore.core.keys import NamespaceKeyMask
 
 if TYPE_CHECKING:
     from kvclient.handoff.receiver import PromptReceiver

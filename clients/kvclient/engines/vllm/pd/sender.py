@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from kvclient import BlockKey, DeadlineExceeded, KVClient, KVStoreError, StoreOutcome, StoreResult
 from kvclient.engines.vllm.counters import ConnectorCounters
-from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.pd.plan import AbandonJob, SendJob
 from kvclient.engines.vllm.plan import WorkerOutput
+from kvstore.core.keys import NamespaceKeyMask
 
 if TYPE_CHECKING:
     from kvclient.handoff.sender import PromptSender

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from kvclient import BlockKey, CacheSpec, KeyChain, KVClient, Lookup
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.counters import ConnectorCounters
-from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys
+from kvclient.engines.vllm.identity.keys import RequestKeys
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.identity.namespaces import chain_spec
 from kvclient.engines.vllm.options import RECONNECT_S
 from kvclient.engines.vllm.scheduler.load_prices import LoadPrices, PriceQuery, QuotedPrice
 from kvclient.engines.vllm.scheduler.other_ranks import OtherRanks
+from kvstore.core.keys import NamespaceKeyMask
 
 _log = logging.getLogger(__name__)
 _REQUESTS_AT_ONCE = 2

@@ -73,6 +73,19 @@ class StoreObserver(Protocol):
         """Receive the leading blocks of a request that the store holds."""
 
 
+class CacheWatch(Protocol):
+    """Receives which blocks the engine's own prefix cache may hold."""
+
+    def bind_pool(self, pool: Any) -> None:  # noqa: ANN401
+        """Receive the engine's block pool."""
+
+    def computed(self, request: Any, first: int, parent: BlockKey | None, keys: Sequence[BlockKey]) -> int:  # noqa: ANN401
+        """Receive consecutive blocks of a request. Returns how many of them the engine has hashed."""
+
+    def step(self) -> None:
+        """Check a part of the known blocks, once per step."""
+
+
 @dataclass(slots=True)
 class RequestState:
     """State of one request, from its arrival to its end."""
@@ -95,6 +108,8 @@ class RequestState:
     store_failures: int = 0
     store_ended: bool = False
     """The chain has a gap, so that later blocks would not be found."""
+    watched_blocks: int = 0
+    """Leading blocks that ``CacheWatch`` knows."""
 
 
 @dataclass(slots=True)
@@ -142,6 +157,7 @@ class SchedulerConnector:
         self._null_block = null_block
         self._prefix_lookup: BackgroundLookup | None = None
         self._pool: BlockPool | None = None
+        self._cache: CacheWatch | None = None
         self._requests: dict[str, RequestState] = {}
         self._loads: list[LoadJob] = []
         self._pins: dict[int, Pins] = {}
@@ -198,6 +214,14 @@ class SchedulerConnector:
     def bind_pool(self, pool: BlockPool) -> None:
         """Receive the engine's block pool. Without it, nothing is stored."""
         self._pool = pool
+        if self._cache is not None:
+            self._cache.bind_pool(pool)
+
+    def watch_cache(self, cache: CacheWatch) -> None:
+        """Report what the engine's own prefix cache holds."""
+        self._cache = cache
+        if self._pool is not None:
+            cache.bind_pool(self._pool)
 
     # ---- weights ----
     def check_weights(self) -> None:
@@ -420,7 +444,26 @@ class SchedulerConnector:
                 full = min(computed, request.num_tokens) // self._block_tokens
                 if full > state.stored_blocks and (job := self._plan_store(state, full, resolve(request_id))) is not None:
                     stores.append(job)
+        if self._cache is not None:
+            self._report_computed(self._cache, scheduled, drafts)
+            self._cache.step()
         return plan
+
+    def _report_computed(self, cache: CacheWatch, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> None:
+        """Report the blocks that requests fill in this step. The engine has entered them into its prefix cache already."""
+        for request_id, tokens in scheduled.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            request, known = state.request, state.watched_blocks
+            if request.num_computed_tokens < known * self._block_tokens:  # it was preempted
+                known = state.watched_blocks = request.num_computed_tokens // self._block_tokens
+            computed = min(request.num_computed_tokens + tokens - len(drafts.get(request_id, ())), request.num_tokens)
+            if computed < (known + 1) * self._block_tokens:
+                continue  # nearly every step of a request that decodes
+            keys = state.keys.upto(request.all_token_ids, computed // self._block_tokens)
+            parent = keys[known - 1] if known else None
+            state.watched_blocks += cache.computed(request, known, parent, keys[known:])
 
     def _chunks(self, scheduled: Mapping[str, int], plan: StepPlan) -> list[tuple[int, int]] | None:
         """Return the tokens that a step computes: by request, those in the cache and the new ones; None: it does more."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from kvclient import BlockKey, KVClient, StoreHandle
 from kvclient.engines.vllm.counters import ConnectorCounters
-from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.plan import StoreJob, WorkerOutput
+from kvstore.core.keys import NamespaceKeyMask
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 1.0

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 
 from kvclient import KVClient, KVStoreError, LoadHandle, LoadResult, ReadAhead, Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
-from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.options import RESET_GRACE_S, ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, LoadSample, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.worker.store_worker import StoreWorker
 from kvclient.load.prediction import sources_of
+from kvstore.core.keys import NamespaceKeyMask
 from kvstore.observe.limited_log import LimitedLog
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,37 @@
+"""What publication reads of a node's blocks. ``BlockTable`` implements it, and so does the cache of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvstore.core.types import VolumeId
+from kvstore.node.state.change_log import Described
+from kvstore.node.state.model import NodeVolume
+from kvstore.tiers.contract import VolumeUsage
+
+
+class PublishedVolume(Protocol):
+    """A volume with its fill."""
+
+    @property
+    def volume_id(self) -> VolumeId:
+        """Its id."""
+
+    def usage(self) -> VolumeUsage:
+        """Return capacity, used bytes and blocks."""
+
+
+class PublishedBlocks(Protocol):
+    """The volumes of a node, and the blocks that they hold. Thread-safe."""
+
+    @property
+    def dram(self) -> PublishedVolume:
+        """The fastest volume: the arena, or the device memory of an engine."""
+
+    @property
+    def node_volumes(self) -> Sequence[NodeVolume]:
+        """The durable volumes."""
+
+    def held_by(self, volume: VolumeId) -> Sequence[Described]:
+        """Return all blocks that one volume holds."""
