@@ -43,7 +43,7 @@ SLACK_S = 2.0
 """Tolerance of a deadline on a loaded machine."""
 WINDOW_S = 0.25
 SHARD_WAIT, SLOW_S = "100ms", 0.25
-"""A lookup waits for a shard longer than by default, since a loaded machine may not run it for so long."""
+"""Longer than by default: a busy machine may not run a shard for some time."""
 TURNS = sample(1, of=4)
 SHAPE = {"layers": 1, "layer_bytes": 512}
 
