@@ -117,6 +117,8 @@ class Engine:
         blocks = found_blocks if verdict is None else verdict.blocks
         limit_s = math.inf if verdict is None or verdict.limit_s is None else verdict.limit_s
         arrived = bisect_right(range(1, blocks + 1), limit_s, key=lambda cut: world.load_s(near, cut))
+        if limit_s < math.inf:
+            self.decisions.probe_ended(early=arrived < blocks)
         self._report(near, blocks, arrived, tokens)
         if verdict is None:
             return None

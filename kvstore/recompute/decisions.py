@@ -23,9 +23,11 @@ from kvstore.recompute.verdict import Choice, FoundPrefix, LoadVerdict, Overlap,
 PROBE_SHARE = 0.02
 """Share of the time of verdicts against loading that may be spent on probes."""
 PROBE_TIME = 0.2
-"""Share of the time of its verdict that a probe may take: one verdict in ten is a probe."""
-PROBE_BLOCKS = 0.1
-"""Share of the refused blocks that a probe loads. A source that is worth loading from brings them in half of the probe's time."""
+"""Share of the time of its verdict that a probe may take: one verdict in ten is a probe. It doubles, up to the whole time, with
+each probe that ends early, so that sources with a long fixed cost are found, too."""
+PROBE_BLOCKS = 0.5
+"""Share of the refused blocks that a probe loads, in relation to its share of the time. Without fixed cost, a source that is
+worth loading from brings them in half of the probe's time."""
 
 DELAYS = 9
 """Loads whose delays give the estimate of the next one."""
@@ -70,6 +72,8 @@ class LoadDecisions:
         self._deadline_s = deadline_s
         self._probe_s = 0.0
         """Time that probes may take."""
+        self._probe_time = PROBE_TIME
+        """Share of the next probe."""
         self._delays_s: deque[float] = deque(maxlen=DELAYS)
         self.loads = LoadEstimates()
         self.prices = PriceCorrection()
@@ -96,6 +100,10 @@ class LoadDecisions:
         """
         others = {other: nbytes for other, nbytes in sources.items() if other != source}
         self.prices.record(price_s, max(seconds - (self.loads.seconds(others) or 0.0), seconds * _LEAST_SHARE))
+
+    def probe_ended(self, *, early: bool) -> None:
+        """Record whether a probe ended before its blocks had arrived. If so, its source is slow, as estimated: no sample."""
+        self._probe_time = min(1.0, 2 * self._probe_time) if early else PROBE_TIME
 
     def load_noticed(self, delay_s: float) -> None:
         """Record how much longer than the load itself it took until the engine could go on with a request."""
@@ -143,11 +151,11 @@ class LoadDecisions:
     def _probed(self, prompt: FoundPrefix, verdict: LoadVerdict) -> LoadVerdict:
         """Return a verdict that refuses blocks, or a probe of them instead."""
         self._probe_s += PROBE_SHARE * verdict.seconds
-        limit_s = PROBE_TIME * verdict.seconds
+        limit_s = self._probe_time * verdict.seconds
         if self._probe_s < limit_s + self.delay_s:
             return verdict
         self._probe_s = 0.0
-        more = math.ceil(PROBE_BLOCKS * (prompt.blocks - verdict.blocks))
+        more = math.ceil(PROBE_BLOCKS * self._probe_time * (prompt.blocks - verdict.blocks))
         blocks = min(prompt.blocks, max(verdict.blocks + more, self._least_blocks))
         load_s = prompt.load_seconds(blocks)
         return replace(verdict, choice=Choice.PROBE, blocks=blocks, load_s=load_s, limit_s=verdict.load_s + limit_s)

@@ -33,7 +33,7 @@ class Choice(StrEnum):
     COMPUTE = "compute"
     """None is loaded."""
     PROBE = "probe"
-    """Computing is faster, and a few are loaded for a short time to measure their source again."""
+    """Computing is faster; a few blocks are loaded, with a short deadline, to measure their source again."""
 
 
 class Overlap(StrEnum):
@@ -117,7 +117,7 @@ class LoadVerdict:
         load_s: predicted time of the load within it.
         load_all_s: predicted time if everything is loaded.
         compute_s: predicted time if nothing is loaded.
-        limit_s: time after which the load ends, whether its blocks have arrived or not; None: its deadline.
+        limit_s: deadline of the load of a probe, in seconds; None: not a probe.
     """
 
     choice: Choice

@@ -208,7 +208,7 @@ def test_verdict_failed_load_that_hung_counts(clock: Clock) -> None:
 
 def probe(made: SchedulerConnector) -> tuple[str, LoadJob, bool]:
     """The first probe of a source that is not loaded from, and whether its request waits out of the batch."""
-    for number in range(20):
+    for number in range(100):
         one = request(PROMPT, f"p{number}")
         made.on_new_request(one)
         found, later = made.get_num_new_matched_tokens(one, 0)

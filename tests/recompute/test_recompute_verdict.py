@@ -126,7 +126,7 @@ def test_decisions_probes_cost_their_share_at_most(load: float, sizes: list[int]
             assert 0 < verdict.blocks <= blocks
             assert verdict.limit_s is not None
             spent_s += verdict.limit_s - (verdict.seconds - verdict.compute_s) + delay_s
-            decisions.load_failed({"n": verdict.blocks * 1000}, verdict.limit_s)
+            decisions.probe_ended(early=True)
     assert spent_s <= PROBE_SHARE * verdicts_s + 1e-6
 
 
@@ -141,6 +141,23 @@ def test_decisions_probe_finds_recovery() -> None:
             decisions.load_ended({"n": verdict.blocks * 1000}, verdict.blocks * 1e-6)
     assert choices.index(Choice.PROBE) == pytest.approx(PROBE_TIME / PROBE_SHARE, abs=1)
     assert set(choices[choices.index(Choice.PROBE) + 1 :]) == {Choice.LOAD}
+
+
+@pytest.mark.parametrize("fixed", [0.1, 0.3, 0.6])
+def test_decisions_probe_finds_source_with_fixed_cost(fixed: float) -> None:
+    """The source takes this share of the time of computing, however few blocks are loaded."""
+    decisions = measured(0.1)
+    tokens, probes, verdicts = 16 * BLOCK + 10, 0, 0
+    while (verdict := decisions.decide([Segment("n", 16)], 0, tokens)) is not None and verdict.choice is not Choice.LOAD:
+        verdicts += 1
+        assert verdicts < 200
+        if verdict.limit_s is not None:
+            probes += 1
+            needed_s = fixed * verdict.compute_s + verdict.blocks * 1e-6
+            decisions.probe_ended(early=needed_s > verdict.limit_s)
+            if needed_s <= verdict.limit_s:
+                decisions.load_ended({"n": verdict.blocks * 1000}, needed_s)
+    assert 1 <= probes <= 6
 
 
 def test_decisions_hung_load_counts_and_a_refused_one_not() -> None:

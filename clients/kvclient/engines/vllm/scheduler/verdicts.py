@@ -142,8 +142,11 @@ class Verdicts:
             self._own_node = sample.own_node
             if (expected := self._loads.pop(request_id, None)) is None:  # another worker's
                 continue
-            if expected.limit_s is not None and sum(sample.sources.values()) < sum(expected.sizes.values()):
-                continue  # a probe that ended early says nothing new: its source is slow, as estimated
+            if expected.limit_s is not None:
+                early = sum(sample.sources.values()) < sum(expected.sizes.values())
+                self._decisions.probe_ended(early=early)
+                if early:
+                    continue
             if not sample.sources:
                 if expected.sizes:
                     self._decisions.load_failed(expected.sizes, sample.seconds)
