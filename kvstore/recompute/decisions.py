@@ -70,8 +70,8 @@ class LoadDecisions:
         self._overlap = overlap
         self._least_blocks = max(1, -(-least_tokens // block_tokens))
         self._deadline_s = deadline_s
-        self._probe_s = 0.0
-        """Time that probes may take."""
+        self._probe_s = self._probe_share = 0.0
+        """What the next probe may take: in seconds, and in times of its verdict. So short requests do not pay for long ones."""
         self._probe_time = PROBE_TIME
         """Share of the next probe."""
         self._delays_s: deque[float] = deque(maxlen=DELAYS)
@@ -151,10 +151,11 @@ class LoadDecisions:
     def _probed(self, prompt: FoundPrefix, verdict: LoadVerdict) -> LoadVerdict:
         """Return a verdict that refuses blocks, or a probe of them instead."""
         self._probe_s += PROBE_SHARE * verdict.seconds
+        self._probe_share += PROBE_SHARE
         limit_s = self._probe_time * verdict.seconds
-        if self._probe_s < limit_s + self.delay_s:
+        if limit_s + self.delay_s > min(self._probe_s, self._probe_share * verdict.seconds):
             return verdict
-        self._probe_s = 0.0
+        self._probe_s = self._probe_share = 0.0
         more = math.ceil(PROBE_BLOCKS * self._probe_time * (prompt.blocks - verdict.blocks))
         blocks = min(prompt.blocks, max(verdict.blocks + more, self._least_blocks))
         load_s = prompt.load_seconds(blocks)

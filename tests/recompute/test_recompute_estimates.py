@@ -51,7 +51,7 @@ def test_load_link_change_is_learnt_by_one_load(
     fixed_s: float, per_byte_s: float, sizes: list[int], nbytes: int, factor: float, slower: bool
 ) -> None:
     estimate = learnt(fixed_s, per_byte_s, sizes)
-    seconds = (fixed_s + nbytes * per_byte_s) * (factor if slower else 1 / factor)
+    seconds = predicted(estimate, nbytes) * (factor if slower else 1 / factor)
     estimate.record(nbytes, seconds)
     assert 0.65 < predicted(estimate, nbytes) / seconds < 1.55
 
