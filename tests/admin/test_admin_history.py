@@ -129,7 +129,10 @@ class AnsweringRpc(StoreRpc):
         self.prepared = answers
 
     async def nodes(self) -> dict[str, NodeStatus]:
-        return {node_id: NodeStatus(node=NodeInfo(node_id=node_id), alive=True) for node_id in self.prepared}
+        return {
+            node_id: NodeStatus(node=NodeInfo(node_id=node_id, control_address="prepared"), alive=True)
+            for node_id in self.prepared
+        }
 
     async def history(self, request: pb.DescribeHistoryRequest) -> pb.DescribeHistoryResponse:
         return pb.DescribeHistoryResponse()
