@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from kvclient import CacheSpec, KVClient
 from kvclient.engine_cache.cache_namespace import cache_spec
 from kvclient.engine_cache.publication import CachePublication
 from kvclient.engine_cache.tracker import CacheOffer, CacheSpace, CacheTracker
+from kvproto.v1 import metadata_pb2 as pb
+from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.router.prompts import prefix_lookup
 from support.wait import wait_until_async
 
 SPEC = CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=4096, layout="vllm=test")
@@ -92,3 +96,36 @@ async def test_router_prefers_the_cache_of_an_engine(bed: Make, store: LocalClus
     await wait_until_async(looks_up_caches, "the namespace and the cache are known")
     assert [await chosen(router, prompt) for prompt in prompts[:3]] == ["e1"] * 3
     assert [await chosen(router, prompt) for prompt in prompts[3:]] == ["e0"] * 3, "only their host has them"
+
+
+@pytest.mark.parametrize("error", [Unavailable, DeadlineExceeded])
+async def test_router_keeps_the_store_hit_if_caches_fail(
+    bed: Make, store: LocalCluster, client: KVClient, monkeypatch: pytest.MonkeyPatch, error: type[KVStoreError]
+) -> None:
+    prompt, call_aio = prompt_of(1), prefix_lookup.call_aio
+    await asyncio.to_thread(client.store, client.keys(prompt), np.zeros((BLOCKS, SPEC.block_bytes), np.uint8), wait_visible=True)
+
+    async def fail_lookup(method: Any, request: Any, timeout_s: float) -> Any:
+        if not isinstance(request, pb.LookupRequest):
+            return await call_aio(method, request, timeout_s)
+        if error is DeadlineExceeded:
+            await asyncio.sleep(timeout_s)
+        raise error("the caches cannot be looked up")
+
+    monkeypatch.setattr(prefix_lookup, "call_aio", fail_lookup)
+    monkeypatch.setattr(prefix_lookup, "TIMEOUT_S", 2.0)  # a busy machine has time for the lookup in the store
+    waiting = await bed("e0", "e1", metadata=None)
+    waiting["e1"].cache = "cache-e1"
+    router = await bed.beside(waiting, metadata=store.metadata_address, **FIRST_CHECK_ONLY)
+    number = 100
+
+    async def looks_up() -> bool:
+        nonlocal number
+        number += 1
+        await chosen(router, prompt_of(number))
+        return await router.counter("router_cache_lookups_failed_total") > 0
+
+    await wait_until_async(looks_up, "the namespace and the cache are known")
+    assert await chosen(router, prompt) == "e0"
+    assert await router.counter("router_lookup_hit_tokens_total") == BLOCKS * SPEC.block_tokens
+    assert await router.counter("router_lookups_failed_total") == 0

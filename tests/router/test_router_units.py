@@ -178,6 +178,12 @@ def test_metrics_name_the_caches_of_all_ranks() -> None:
     assert parse_metrics(text).caches == ("vllm-h-0", "vllm-h-1")
 
 
+def test_metrics_with_a_cache_of_value_0_name_no_cache() -> None:
+    """The engine may not publish it, or cannot: the router's memory counts for this engine."""
+    text = b"".join(b'vllm:kvstore_cache_info{engine="%d",cache="vllm-h-%d"} %d.0\n' % (rank, rank, rank) for rank in range(2))
+    assert parse_metrics(text).caches == ("vllm-h-1",)
+
+
 def test_prefix_memory_counts_pieces_since_a_time() -> None:
     memory, chain = PrefixMemory(("e",), 100), text_chain(b"m", b"a" * 10 * PIECE_BYTES)
     memory.insert("e", chain, 10.0)

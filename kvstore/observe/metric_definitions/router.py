@@ -62,6 +62,9 @@ LOOKUP_TOKENS: Final = group.counter("router_lookup_tokens_total", "prompt token
 LOOKUP_CACHE_TOKENS: Final = group.counter(
     "router_lookup_cache_tokens_total", "looked-up prompt tokens that the published cache of an engine holds"
 )
+CACHE_LOOKUPS_FAILED: Final = group.counter(
+    "router_cache_lookups_failed_total", "lookups in the published caches of engines that failed or timed out"
+)
 LOOKUPS_FAILED: Final = group.counter("router_lookups_failed_total", "lookups that the metadata server did not answer")
 LOOKUPS_LATE: Final = group.counter("router_lookups_late_total", "lookups that timed out")
 LOOKUPS: Final = group.counter("router_lookups_total", "lookups that the router completed")

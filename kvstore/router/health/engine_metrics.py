@@ -30,7 +30,7 @@ class EngineMetrics:
         capacity_tokens: tokens of KV that fit into HBM; 0 if unknown.
         used_tokens: tokens of KV that requests use.
         started_s: start time of the process; 0 if unknown.
-        caches: names of its published prefix caches among the store's nodes, one per data-parallel rank.
+        caches: names of its prefix caches among the store's nodes that it publishes now, one per data-parallel rank.
     """
 
     running: int = 0
@@ -69,6 +69,8 @@ def parse_metrics(text: bytes) -> EngineMetrics:
             capacity += found.get(b"num_gpu_blocks", 0) * found.get(b"block_size", 0)
             continue
         if name == b"vllm:kvstore_cache_info":
+            if _number(value) == 0:
+                continue  # not published now: the token was denied, or the index cannot be reached
             caches += [cache.decode() for cache in _CACHE.findall(labels)]
             continue
         number = _number(value)

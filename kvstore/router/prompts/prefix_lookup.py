@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,8 @@ _log = LimitedLog(_logger)
 
 TIMEOUT_S: Final = 0.5
 """Timeout of tokenization and lookup together."""
+CACHES_SHARE: Final = 0.5
+"""Share of the remaining time that a lookup in the caches of engines may take, so that it cannot delay the store's too long."""
 MAX_NAMESPACES: Final = 4
 """Most namespaces of one model that are looked up: the newest."""
 _LAYOUT: Final = "vllm="
@@ -99,11 +102,12 @@ class StorePrefixLookup:
         if not clients:
             return None, StoreHits()
         counters = self._context.counters
+        ends_s = time.monotonic() + TIMEOUT_S
         tokens: list[int] | None = None
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 tokens = body.token_prompt or await self._tokenize(body, headers)
-                hits = await asyncio.gather(*(self._hits(client, tokens, body) for client in clients))
+                hits = await asyncio.gather(*(self._hits(client, tokens, body, ends_s) for client in clients))
         except TimeoutError:
             counters.add(router_metrics.LOOKUPS_LATE)
             return (len(tokens) if tokens else None), StoreHits()
@@ -137,23 +141,31 @@ class StorePrefixLookup:
             raise InvalidArgument("the engine's response contains no tokens", engine=upstream.engine.name)
         return tokens
 
-    async def _hits(self, client: AsyncKVClient, tokens: Sequence[int], body: RequestBody) -> StoreHits:
+    async def _hits(self, client: AsyncKVClient, tokens: Sequence[int], body: RequestBody, ends_s: float) -> StoreHits:
         salt = body.fields.get("cache_salt")
         extras = {0: encode_extra([("salt", salt.encode())])} if isinstance(salt, str) and salt else None
         keys = client.keys(tokens[: MAX_KEYS_PER_CALL * client.blocking.spec.block_tokens], extras)
         if not keys:
             return StoreHits()
         block_tokens = client.blocking.spec.block_tokens
-        lookup, cached = await asyncio.gather(client.lookup(keys, deadline_s=TIMEOUT_S), self._cached(client.blocking.spec, keys))
+        caches_s = max(0.0, ends_s - time.monotonic()) * CACHES_SHARE
+        lookup, cached = await asyncio.gather(
+            client.lookup(keys, deadline_s=TIMEOUT_S), self._cached(client.blocking.spec, keys, caches_s)
+        )
         return hits_of(lookup, block_tokens, cached)
 
-    async def _cached(self, spec: CacheSpec, keys: Sequence[BlockKey]) -> dict[str, int] | None:
-        """Return how many leading blocks each engine's published cache holds; None: no engine publishes one."""
+    async def _cached(self, spec: CacheSpec, keys: Sequence[BlockKey], timeout_s: float) -> dict[str, int] | None:
+        """Return how many leading blocks each engine's published cache holds; None: no engine publishes one, or it is unknown."""
         if not any(self._context.caches(name) for name in self._context.upstreams):
             return None
         namespace, packed = cache_keys(spec, keys)
         request = pb.LookupRequest(namespace_id=namespace, keys=packed)
-        answer: pb.LookupResponse = await call_aio(self._stub.Lookup, request, TIMEOUT_S)
+        try:
+            answer: pb.LookupResponse = await call_aio(self._stub.Lookup, request, timeout_s)
+        except KVStoreError as error:
+            self._context.counters.add(router_metrics.CACHE_LOOKUPS_FAILED)
+            _log.warning("lookup in the caches of engines failed: %s", error)
+            return None
         return leading_blocks((run.start, run.start + run.count, answer.nodes[run.node].node_id) for run in answer.runs)
 
     # ---- namespaces
