@@ -34,6 +34,15 @@ async def states(running: Running, keys: list[bytes], namespace: bytes = NAMESPA
     return found.hit_blocks, [(run.start, run.count, run.state) for run in found.runs]
 
 
+async def registered(peer: Peer, model: str) -> bytes:
+    """Register a namespace and return its id."""
+    spec = CacheSpec()
+    spec.CopyFrom(SPEC)
+    spec.model = model
+    request = metadata_pb2.RegisterNamespaceRequest(operation_id=bytes(16), spec=spec)
+    return (await call_aio(peer.stub.RegisterNamespace, request, TIMEOUT_S)).namespace_id
+
+
 async def test_describe_blocks_shows_holders_and_states(running: Running) -> None:
     first, second = running.peer("a"), running.peer("b")
     for peer in (first, second):
@@ -83,13 +92,7 @@ async def test_describe_blocks_of_ended_boot_are_gone(running: Running) -> None:
 async def test_describe_namespaces_pages_and_statistics(running: Running) -> None:
     peer = running.peer("a")
     await peer.register()
-    ids = []
-    for number in range(3):
-        spec = CacheSpec()
-        spec.CopyFrom(SPEC)
-        spec.model = f"m{number}"
-        request = metadata_pb2.RegisterNamespaceRequest(operation_id=bytes(16), spec=spec)
-        ids.append((await call_aio(peer.stub.RegisterNamespace, request, TIMEOUT_S)).namespace_id)
+    ids = [await registered(peer, f"m{number}") for number in range(3)]
     await peer.publish(peer.dram, run_of(KEYS, 0, 4, ids[1]))
     for _ in range(2):
         assert await peer.hit(KEYS, ids[1]) == 4
@@ -109,9 +112,25 @@ async def test_describe_namespaces_pages_and_statistics(running: Running) -> Non
 async def test_lookup_statistics_namespaces_are_bounded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "MOST_COUNTED", 1)
     peer = running.peer("a")
-    for namespace in (b"a" * 16, b"b" * 16, b"a" * 16):
+    one, two = await registered(peer, "a"), await registered(peer, "b")
+    for namespace in (one, two, one):
         assert await peer.hit(KEYS, namespace) == 0
     assert (await peer.counters())["metadata_lookups_uncounted_total"] == 1
+
+
+async def test_lookup_in_caches_is_not_in_the_hit_rate(running: Running) -> None:
+    """Namespaces of caches are never registered."""
+    peer, caches = running.peer(), b"a" * 16
+    namespace = await registered(peer, "m")
+    await peer.register()
+    await peer.publish(peer.dram, run_of(KEYS, 0, 4, caches))
+    assert await peer.hit(KEYS, caches) == 4
+    heads = metadata_pb2.LookupHeadsRequest(namespace_id=caches, keys=KEYS[0])
+    assert len((await call_aio(peer.stub.LookupHeads, heads, TIMEOUT_S)).runs) == 1
+    assert await peer.hit(KEYS, namespace) == 0
+    counts = await peer.counters()
+    names = ("metadata_lookups_total", "metadata_lookup_keys_total", "metadata_lookup_hit_blocks_total")
+    assert [counts.get(name, 0) for name in names] == [3, len(KEYS), 0]
 
 
 async def test_describe_planning_and_set_path_policy(running: Running) -> None:

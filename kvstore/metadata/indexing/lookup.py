@@ -22,9 +22,8 @@ from kvstore.rpc.codec import check_id, count_keys, keys_from_packed
 
 _COUNTERS = (metadata_metrics.LOOKUPS, metadata_metrics.LOOKUP_KEYS, metadata_metrics.LOOKUP_HIT_BLOCKS)
 
-
 MOST_COUNTED: Final = 16_384
-"""Maximum number of namespaces with statistics of their own, because callers may invent namespace ids."""
+"""Maximum number of namespaces with statistics of their own."""
 
 
 @dataclass(slots=True)
@@ -50,8 +49,12 @@ class Lookups:
         return self._stats.get(namespace) or LookupStats()
 
     def _count(self, namespace: NamespaceId, keys: int, hit_blocks: int) -> None:
-        self._counters.add_all(_COUNTERS, (1, keys, hit_blocks))
+        """Count one lookup. A namespace of caches is never registered: its lookups are not part of the store's hit rate."""
         stats = self._stats.get(namespace)
+        if stats is None and self._index.spec_of(namespace) is None:
+            self._counters.add_all(_COUNTERS[:1], (1,))
+            return
+        self._counters.add_all(_COUNTERS, (1, keys, hit_blocks))
         if stats is None:
             if len(self._stats) >= MOST_COUNTED:
                 self._counters.add(metadata_metrics.LOOKUPS_UNCOUNTED)
