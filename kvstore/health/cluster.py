@@ -96,13 +96,14 @@ class ClusterReport:
 
 
 def find(report: ClusterReport) -> list[HealthFinding]:
-    """Return all findings, errors first, at most ``MAX_FINDINGS``."""
+    """Return all findings, errors first, at most ``MAX_FINDINGS``. Caches of engines, nodes without an address, have none."""
     found = [*_of_server(report.server)]
-    if not report.nodes:
+    nodes = [node for node in report.nodes if node.status.node.control_address]
+    if not nodes:
         found.append(HealthFinding(codes.NO_NODES, "", "No node has registered with this metadata server."))
     away = _away_shards(report.server.backend)
     reported: dict[tuple[str, str], list[HealthFinding]] = {}
-    for node in report.nodes:
+    for node in nodes:
         found += _of_node(node)
         for one in _reported_by(node, away):
             reported.setdefault(one.identity, []).append(one)
@@ -139,8 +140,7 @@ def _of_node(node: NodeReport) -> Iterator[HealthFinding]:
     status = node.status
     node_id = status.node.node_id
     if not status.alive:
-        if status.node.control_address:  # else it is the cache of an engine, whose end loses nothing
-            yield _not_reporting(node)
+        yield _not_reporting(node)
         return
     if status.state == common_pb2.NODE_STATE_DRAIN_BLOCKED:
         lost = f"{status.drain.not_durable_blocks:,} blocks would be lost if it stopped now"

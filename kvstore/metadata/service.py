@@ -390,7 +390,8 @@ def _check_node(info: NodeInfo) -> None:
     if len(info.roles) > len(_ROLES) or not _ROLES.issuperset(info.roles):
         raise InvalidArgument("unknown role", known=", ".join(sorted(_ROLES)))
     if not (info.control_address or info.data_address):
-        if info.roles or info.mounts or any(volume.tier != TIER_HBM for volume in info.volumes):
+        others = info.storage_address or info.local_socket or info.roles or info.mounts
+        if others or any(volume.tier != TIER_HBM for volume in info.volumes):
             raise InvalidArgument("only the cache of an engine may lack addresses", node_id=info.node_id)
     else:
         for name in ("control_address", "data_address"):

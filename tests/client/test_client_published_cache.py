@@ -160,6 +160,15 @@ def test_node_without_addresses_needs_tier_hbm(cluster: LocalCluster, tier: comm
         call(metadata_pb2_grpc.MetadataStub(channel).RegisterNode, request, 5.0)
 
 
+@pytest.mark.parametrize("field", ["storage_address", "local_socket"])
+def test_cache_with_another_address_is_rejected(cluster: LocalCluster, field: str) -> None:
+    node = common_pb2.NodeInfo(node_id="somewhere", boot_id=b"b" * 16, **{field: "127.0.0.1:1"})
+    node.volumes.add(volume_id="somewhere/v", tier=common_pb2.TIER_HBM, capacity_bytes=1)
+    request = metadata_pb2.RegisterNodeRequest(operation_id=b"o" * 16, node=node)
+    with connect(cluster.metadata_address) as channel, pytest.raises(InvalidArgument, match="lack addresses"):
+        call(metadata_pb2_grpc.MetadataStub(channel).RegisterNode, request, 5.0)
+
+
 def test_cache_with_token_of_an_engine_gives_up(tmp_path: Path) -> None:
     """Only nodes may publish. The engine runs without a published cache, and logs it once."""
     tokens, own = tmp_path / "tokens", tmp_path / "own"

@@ -120,9 +120,18 @@ def test_report_without_faults_has_no_findings() -> None:
     assert overall([]) == "ok"
 
 
-def test_silent_cache_of_an_engine_is_no_finding() -> None:
-    cache = NodeReport(NodeStatus(node=NodeInfo(node_id="vllm-1"), heartbeat_age_ms=22_000))
-    assert find(ClusterReport(nodes=[WELL, cache])) == []
+@pytest.mark.parametrize(
+    "status",
+    [
+        NodeStatus(heartbeat_age_ms=22_000),
+        NodeStatus(alive=True, clock_offset_ms=60_000),
+        NodeStatus(alive=True, findings=[common_pb2.Finding(code="PUBLISH_FAILS", facts="It waits.")]),
+    ],
+)
+def test_cache_of_an_engine_has_no_finding(status: NodeStatus) -> None:
+    status.node.node_id = "vllm-1"
+    assert find(ClusterReport(nodes=[WELL, NodeReport(status)])) == []
+    assert [one.code for one in find(ClusterReport(nodes=[NodeReport(status)]))] == [codes.NO_NODES]
 
 
 def test_findings_are_bounded_with_errors_first() -> None:
@@ -153,7 +162,7 @@ def test_finding_of_many_nodes_is_one() -> None:
     """A slow host slows down the loads of all others: one finding, which hides none of another code."""
     slow = common_pb2.Finding(code="NODE_SLOW", subject="n", facts="It is slow.")
     nodes = [
-        NodeReport(NodeStatus(node=NodeInfo(node_id=f"h{number}"), alive=True, findings=[slow]))
+        NodeReport(NodeStatus(node=NodeInfo(node_id=f"h{number}", control_address="h:1"), alive=True, findings=[slow]))
         for number in range(MAX_FINDINGS + 1)
     ]
     quotas = [QuotaUse("team-a", tier, 96, 100) for tier in ("DRAM", "NVMe")]

@@ -143,6 +143,21 @@ class Peer:
         return answer.added, answer.removed
 
 
+class EngineCache(Peer):
+    """The published cache of an engine: a node without an address."""
+
+    def __init__(self, channel: grpc.aio.Channel, node_id: str) -> None:
+        super().__init__(channel, node_id, {f"{node_id}/cache": Tier.TIER_HBM})
+
+    def info(self) -> NodeInfo:
+        volumes = [VolumeInfo(volume_id=name, tier=tier, capacity_bytes=1 << 30) for name, tier in self.volumes.items()]
+        return NodeInfo(node_id=self.node_id, boot_id=self.boot_id, volumes=volumes)
+
+    async def unregister(self) -> None:
+        request = pb.UnregisterNodeRequest(operation_id=bytes(16), node_id=self.node_id, boot_id=self.boot_id)
+        assert (await call_aio(self.stub.UnregisterNode, request, TIMEOUT_S)).known
+
+
 @dataclass
 class Running:
     """A server in this process, its clock and a channel to it."""

@@ -279,18 +279,30 @@ def test_findings_raised_and_cleared_become_events(tmp_path: Path, wall: Wall) -
 def test_nodes_that_change_become_events(tmp_path: Path, wall: Wall) -> None:
     one = journal(tmp_path, wall)
     events = NodeEvents(one)
-    info = NodeInfo(node_id="n", boot_id=bytes(16))
+    info = NodeInfo(node_id="n", boot_id=bytes(16), control_address="n:1")
     events.observe([])
     for status in (
         NodeStatus(node=info, alive=True, state=NODE_STATE_ACTIVE),
         NodeStatus(node=info, state=NODE_STATE_ACTIVE),
         NodeStatus(node=info, alive=True, state=NODE_STATE_ACTIVE),
         NodeStatus(node=info, alive=True, state=NODE_STATE_DRAINED),
-        NodeStatus(node=NodeInfo(node_id="n", boot_id=b"x" * 16), alive=True, state=NODE_STATE_DRAINED),
+        NodeStatus(node=NodeInfo(node_id="n", boot_id=b"x" * 16, control_address="n:1"), alive=True, state=NODE_STATE_DRAINED),
     ):
         events.observe([status])
     events.observe([])
     assert kinds(one) == ["node_registered", "node_back", "node_drain", "node_restarted", "node_removed"]
+
+
+def test_events_of_an_engine_cache_name_it(tmp_path: Path, wall: Wall) -> None:
+    """Its end loses nothing, so it must not read like the loss of a node."""
+    one = journal(tmp_path, wall)
+    events, info = NodeEvents(one), NodeInfo(node_id="c", boot_id=bytes(16))
+    for statuses in ([], [NodeStatus(node=info, alive=True)], [NodeStatus(node=info, heartbeat_age_ms=61_000)], []):
+        events.observe(statuses)
+    assert [(event.kind, event.text) for event in one.read()] == [
+        ("node_registered", "Engine cache c registered."),
+        ("node_removed", "Engine cache c was forgotten 61 s after its last heartbeat."),
+    ]
 
 
 def test_events_wait_in_memory_for_a_lock(tmp_path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch) -> None:

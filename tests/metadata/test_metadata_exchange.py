@@ -28,6 +28,7 @@ from kvstore.observe.counters import Counters
 from samples import sample
 
 BOOT = BootId(b"b" * 16)
+ADDRESS = "127.0.0.1:1"
 UNIT_S = 1 / 64
 TTL, TICK, LONGEST_TICK, INTERVAL = 160, 20, 22, 32
 """In units: times of the simulation are exact."""
@@ -77,7 +78,7 @@ def beat(node_id: str, number: int, **contents: Any) -> pb.HeartbeatRequest:
 def index(tmp_path: Path) -> Iterator[LmdbIndex]:
     made = LmdbIndex.open(tmp_path / "index", map_bytes=16 << 20)
     for node_id in ("a", "b"):
-        register_node(made, NodeInfo(node_id=node_id, boot_id=BOOT))
+        register_node(made, NodeInfo(node_id=node_id, boot_id=BOOT, control_address=ADDRESS))
     yield made
     made.close()
 
@@ -199,7 +200,7 @@ def test_exchange_hides_silent_nodes_in_time_and_no_others(
         index = LmdbIndex.open(Path(folder) / "index", map_bytes=16 << 20)
         nodes = [SimulatedNode(NodeId(f"n{number}"), random.randint(0, INTERVAL), end) for number, end in enumerate(ends)]
         for node in nodes:
-            register_node(index, NodeInfo(node_id=node.node_id, boot_id=BOOT))
+            register_node(index, NodeInfo(node_id=node.node_id, boot_id=BOOT, control_address=ADDRESS))
         faults = []
         if fault is not None:
             fault.server %= len(starts_s)
@@ -318,7 +319,7 @@ def test_exchange_many_reports_are_read_at_once(index: LmdbIndex) -> None:
     one, two = Server(index), Server(index)
     ids = [f"n{number:02}" for number in range(40)]
     for node_id in ids:
-        register_node(index, NodeInfo(node_id=node_id, boot_id=BOOT))
+        register_node(index, NodeInfo(node_id=node_id, boot_id=BOOT, control_address=ADDRESS))
         one.table.record_heartbeat(beat(node_id, 1, usages=[pb.VolumeUsage(volume_id=node_id)]))
     one.tick()
     two.tick()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from metadata_harness import TIMEOUT_S, Peer, Running, run_of
+from metadata_harness import TIMEOUT_S, EngineCache, Peer, Running, run_of
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
@@ -87,8 +89,32 @@ def test_forget_cache_of_an_engine_soon(tmp_path: Path) -> None:
     for seconds, forgotten in ((CACHE_FORGET_S - 5, []), (10.0, ["cache"]), (day_s, ["cache", "node"])):
         clock.advance(seconds)
         nodes.tick()
-        assert sorted(node_id for node_id, _ in nodes.forgettable(day_s)) == forgotten
+        assert sorted(boot.node_id for boot in nodes.forgettable(day_s)) == forgotten
     index.close()
+
+
+async def test_forget_cache_is_logged_and_no_lost_node(forgetful: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """The log and the counters of nodes must not look like a loss of data."""
+    caplog.set_level(logging.INFO)
+    stays, ended, killed = forgetful.peer("stays"), *(EngineCache(forgetful.channel, name) for name in ("ended", "killed"))
+    for peer in (stays, ended, killed):
+        await peer.register()
+    await ended.unregister()
+
+    async def forgotten() -> bool:
+        forgetful.clock.advance(0.9)
+        await stays.beat()
+        return [status.node.node_id for status in await nodes(stays)] == ["stays"]
+
+    await wait_until_async(forgotten)
+    silences = re.findall(r"engine cache forgotten: (\w+) \(silent_for_s=(\d+)\)", caplog.text)
+    assert sorted(name for name, _ in silences) == ["ended", "killed"]
+    assert all(int(silence_s) >= CACHE_FORGET_S for _, silence_s in silences)
+    loggers = [record.name for record in caplog.records if record.levelno > logging.INFO]
+    assert not [name for name in loggers if name.startswith("kvstore.metadata.membership")]
+    counts = await stays.counters()
+    changes = ("appeared", "left", "expired", "forgotten")
+    assert [counts.get(f"metadata_nodes_{change}_total", 0) for change in changes] == [1, 0, 0, 0]
 
 
 async def test_forget_node_waits_for_full_silence(forgetful: Running) -> None:

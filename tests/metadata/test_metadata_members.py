@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metadata_harness import Running
+from metadata_harness import EngineCache, Running
 
 from support.wait import wait_until_async
 
@@ -37,3 +37,14 @@ async def test_members_change_with_nodes_volumes_and_zones(running: Running) -> 
         return (await a.beat()).members != recreated
 
     await wait_until_async(silent)
+
+
+async def test_members_do_not_change_with_caches_of_engines(running: Running) -> None:
+    """Otherwise the start of an engine makes every node list all nodes."""
+    node, cache = running.peer("a"), EngineCache(running.channel, "cache")
+    await node.register()
+    alone = (await node.beat()).members
+    await cache.register()
+    assert (await cache.beat()).members == (await node.beat()).members == alone
+    await cache.unregister()
+    assert (await node.beat()).members == alone

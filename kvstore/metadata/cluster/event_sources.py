@@ -8,7 +8,9 @@ from typing import Final
 from kvproto.v1 import common_pb2
 from kvproto.v1.metadata_pb2 import NodeStatus
 from kvstore.health.findings import HealthFinding
+from kvstore.health.quantities import duration
 from kvstore.metadata.cluster.event_journal import EventJournal
+from kvstore.metadata.membership.view import is_engine_cache
 
 _DRAIN_WORDS: Final = {
     common_pb2.NODE_STATE_DRAINING: "drains",
@@ -62,9 +64,11 @@ class NodeEvents:
         for node_id, status in present.items():
             old = before.get(node_id)
             if old is None:
-                address = status.node.control_address
-                where = address or "the cache of an engine"
-                self._journal.record("node_registered", node_id, f"Node {node_id} registered ({where}).")
+                if is_engine_cache(status.node):
+                    text = f"Engine cache {node_id} registered."
+                else:
+                    text = f"Node {node_id} registered ({status.node.control_address})."
+                self._journal.record("node_registered", node_id, text)
                 continue
             if old.node.boot_id != status.node.boot_id:
                 self._journal.record("node_restarted", node_id, f"Node {node_id} registered again after a restart.")
@@ -73,4 +77,10 @@ class NodeEvents:
             if old.state != status.state and status.state in _DRAIN_WORDS:
                 self._journal.record("node_drain", node_id, f"Node {node_id} {_DRAIN_WORDS[status.state]}.")
         for node_id in before.keys() - present.keys():
-            self._journal.record("node_removed", node_id, f"Node {node_id} was removed or forgotten with all its blocks.")
+            old = before[node_id]
+            if is_engine_cache(old.node):
+                silence = duration(old.heartbeat_age_ms / 1000)
+                text = f"Engine cache {node_id} was forgotten {silence} after its last heartbeat."
+            else:
+                text = f"Node {node_id} was removed or forgotten with all its blocks."
+            self._journal.record("node_removed", node_id, text)

@@ -115,10 +115,13 @@ class Maintenance:
     async def _forget(self) -> None:
         if orphaned := self._nodes.orphaned_beats:
             await self._thread.run(self._index.put_beats, dict.fromkeys(orphaned))
-        for node_id, boot_id in self._nodes.forgettable(self._forget_s):
-            logger.warning("node forgotten with all its blocks: %s (silent_for_s=%.0f)", node_id, self._forget_s)
-            self._counters.add(metadata_metrics.NODES_FORGOTTEN)
-            await self._thread.run(forget_node, self._index, node_id, boot_id)
+        for boot in self._nodes.forgettable(self._forget_s):
+            if boot.is_cache:
+                logger.info("engine cache forgotten: %s (silent_for_s=%.0f)", boot.node_id, boot.silence_s)
+            else:
+                logger.warning("node forgotten with all its blocks: %s (silent_for_s=%.0f)", boot.node_id, boot.silence_s)
+                self._counters.add(metadata_metrics.NODES_FORGOTTEN)
+            await self._thread.run(forget_node, self._index, boot.node_id, boot.boot_id)
 
     async def _share(self) -> None:
         changes = self._nodes.take_unshared()

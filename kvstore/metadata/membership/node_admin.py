@@ -26,6 +26,7 @@ from kvstore.metadata.membership.records import (
     node_note,
     removed_note,
 )
+from kvstore.metadata.membership.view import is_engine_cache
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed
@@ -124,8 +125,8 @@ class NodeAdmin:
         check_id(request.operation_id, "operation_id")
         node_id = NodeId(check_name(request.node_id, "node_id"))
         known = await self._writes.run(_put_left, self._index, node_id, BootId(check_id(request.boot_id, "boot_id")))
-        self._nodes.view()
-        if known:
+        record = self._nodes.view().nodes.get(node_id)
+        if known and record is not None and not is_engine_cache(record):
             self._counters.add(metadata_metrics.NODES_LEFT)
         return known
 

@@ -27,7 +27,7 @@ from kvstore.metadata.membership.exchange import HeartbeatExchange, UnsharedBeat
 from kvstore.metadata.membership.liveness import Liveness, LivenessChange
 from kvstore.metadata.membership.records import BootReport
 from kvstore.metadata.membership.refusals import NodeRefusals
-from kvstore.metadata.membership.view import MembershipView, VolumeLocation, read_view
+from kvstore.metadata.membership.view import MembershipView, VolumeLocation, is_engine_cache, read_view
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.auth.interceptor import RefusedNode
@@ -42,6 +42,23 @@ CACHE_FORGET_S: Final = 60.0
 
 CLOCK_STEP_MS: Final = 1_000
 """Change of a node's clock offset that is told to other servers."""
+
+
+@dataclass(frozen=True, slots=True)
+class SilentBoot:
+    """A boot that is to be forgotten.
+
+    Attributes:
+        node_id: its node.
+        boot_id: the boot.
+        silence_s: how long it was silent.
+        is_cache: whether it is the cache of an engine.
+    """
+
+    node_id: NodeId
+    boot_id: BootId
+    silence_s: float
+    is_cache: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +109,8 @@ class NodeTable:
         """Live nodes that mount the volume of a silent owner."""
         self._turn = 0
         self.members_token = 0
-        """Changes with the nodes, their volumes, zones and drain orders, and with who is alive. Equal at all servers."""
+        """Changes with the nodes, their volumes, zones and drain orders, and with who is alive. Equal at all servers. Caches of
+        engines do not count."""
 
     # ---- reading ----
     def view(self) -> MembershipView:
@@ -254,17 +272,17 @@ class NodeTable:
             report = self._report_of(node_id)
             yield view.nodes[node_id], report.heartbeat if report is not None else None
 
-    def forgettable(self, forget_s: float) -> list[tuple[NodeId, BootId]]:
+    def forgettable(self, forget_s: float) -> list[SilentBoot]:
         """Boots that were silent for ``forget_s`` and whose volumes no live node mounts. Caches of engines are forgotten soon."""
         now_s, view = self._clock.now_s(), self.view()
-        silent = [
-            node_id
-            for node_id in view.nodes.keys() - self._alive
-            if (silence_s := self._liveness.silence_s(node_id, now_s)) is not None
-            and silence_s > (forget_s if view.nodes[node_id].control_address else min(forget_s, CACHE_FORGET_S))
-        ]
+        silent = []
+        for node_id in view.nodes.keys() - self._alive:
+            silence_s, record = self._liveness.silence_s(node_id, now_s), view.nodes[node_id]
+            is_cache = is_engine_cache(record)
+            if silence_s is not None and silence_s > (min(forget_s, CACHE_FORGET_S) if is_cache else forget_s):
+                silent.append(SilentBoot(node_id, BootId(record.boot_id), silence_s, is_cache))
         mounted = {view.locations[epoch].node_id for epoch in self._mounting_nodes if epoch in view.locations} if silent else ()
-        return [(node_id, BootId(view.nodes[node_id].boot_id)) for node_id in silent if node_id not in mounted]
+        return [boot for boot in silent if boot.node_id not in mounted]
 
     # ---- heartbeats ----
     def record_registration(self, node_id: NodeId, boot_id: BootId, host: str = "") -> None:
@@ -386,7 +404,9 @@ class NodeTable:
 
     def _report_changes(self, changes: Sequence[LivenessChange]) -> None:
         for node_id, alive in changes:
-            if alive:
+            if is_engine_cache(self._view.nodes[node_id]):
+                logger.info("engine cache %s: %s", "appeared" if alive else "hidden from lookups", node_id)
+            elif alive:
                 self._counters.add(metadata_metrics.NODES_APPEARED)
                 logger.info("node alive: %s", node_id)
             elif node_id in self._view.left:
@@ -412,6 +432,8 @@ class NodeTable:
 def _members_token(view: MembershipView, alive: Collection[NodeId]) -> int:
     known = []
     for node_id, record in sorted(view.nodes.items()):
+        if is_engine_cache(record):
+            continue  # no node reads from it, so the start of an engine makes no node list all nodes
         order = view.drain_orders.get(node_id)
         volumes = [volume.uid for volume in record.volumes]
         known.append((node_id, record.zone, volumes, node_id in alive, None if order is None else order.move))

@@ -53,6 +53,11 @@ class MembershipView:
     left: frozenset[NodeId] = frozenset()
 
 
+def is_engine_cache(record: NodeInfo) -> bool:
+    """Whether a registration is the published cache of an engine, which serves no calls and whose end loses no data."""
+    return not record.control_address
+
+
 def read_view(index: PrefixIndex) -> MembershipView:
     """Read registrations and volume epochs. The revision is read first, so a concurrent change only causes another read."""
     revision = index.revision
