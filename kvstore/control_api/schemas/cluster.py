@@ -32,7 +32,7 @@ class Cluster(ClusterHealth):
     )
     metadata_uptime_s: Seconds = Field(description="time since it began to serve this index", examples=[86400.0])
     index_epoch: HexId = Field(description="epoch of the index; a new value means that the index was rebuilt")
-    index_blocks: Count = Field(description="keys in the index", examples=[1000000])
+    index_blocks: Count = Field(description="keys in the index, with those in published caches of engines", examples=[1000000])
     index_bytes: Bytes = Field(description="size of the index on disk", examples=[104857600])
     namespaces: Count = Field(description="registered namespaces", examples=[3])
     nodes_alive: Count = Field(description="nodes whose heartbeats arrive", examples=[3])

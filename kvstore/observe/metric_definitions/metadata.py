@@ -8,7 +8,7 @@ from kvstore.observe.metric_definitions.label_values import MOST_NODES, SHARD
 from kvstore.observe.metrics import Limit, MetricGroup
 
 group = MetricGroup("Metadata server")
-INDEX_BLOCKS: Final = group.gauge("index_blocks", "blocks in the index")
+INDEX_BLOCKS: Final = group.gauge("index_blocks", "blocks in the index, with those in published caches of engines")
 INDEX_SIZE_BYTES: Final = group.gauge("index_size_bytes", "size of the index in use")
 INDEX_DISK_BYTES: Final = group.gauge("index_disk_bytes", "size of the file system of metadata.index_path")
 INDEX_DISK_FREE_BYTES: Final = group.gauge(
@@ -78,8 +78,8 @@ WATCH_RESYNCS: Final = group.counter_family(
     "metadata_watch_resyncs_{reason}_total",
 )
 LOOKUPS: Final = group.counter("metadata_lookups_total", "lookups that the server answered")
-LOOKUP_KEYS: Final = group.counter("metadata_lookup_keys_total", "block keys that lookups asked for")
-LOOKUP_HIT_BLOCKS: Final = group.counter("metadata_lookup_hit_blocks_total", "blocks found by lookups")
+LOOKUP_KEYS: Final = group.counter("metadata_lookup_keys_total", "block keys that lookups in registered namespaces asked for")
+LOOKUP_HIT_BLOCKS: Final = group.counter("metadata_lookup_hit_blocks_total", "blocks found by lookups in registered namespaces")
 LOOKUPS_UNCOUNTED: Final = group.counter(
     "metadata_lookups_uncounted_total", "lookups not counted per namespace because there are too many namespaces"
 )

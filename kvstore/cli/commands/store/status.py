@@ -34,11 +34,11 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
 
     JSON: health (ok, warning, error), findings (code, severity, subject, facts, title, meaning, action, docs), metadata (the
     setting), metadata_servers, each with address, state (usable, on_trial, away) and used; index (servers that hold a shared
-    index, and the metadata servers that serve it, as in GET /v1/index/shards); blocks and index_bytes of the index, counters of
-    the metadata server by name; namespaces, each with id, model, block_tokens, block_bytes; nodes, each with id, alive, state
-    (active, draining, drained, drain_blocked), stopped, refused (null, or why its calls are refused), heartbeat_age_ms, roles,
-    control_address, data_address, mounts, drain (null: it is not to drain) and volumes, each with id, tier, capacity_bytes,
-    used_bytes, blocks and read_only (null, or the reason).
+    index, and the metadata servers that serve it, as in GET /v1/index/shards); blocks (with those in published caches of
+    engines) and index_bytes of the index, counters of the metadata server by name; namespaces, each with id, model,
+    block_tokens, block_bytes; nodes, each with id, alive, state (active, draining, drained, drain_blocked), stopped, refused
+    (null, or why its calls are refused), heartbeat_age_ms, roles, control_address, data_address, mounts, drain (null: it is not
+    to drain) and volumes, each with id, tier, capacity_bytes, used_bytes, blocks and read_only (null, or the reason).
 
     Examples:
       kvstore status
