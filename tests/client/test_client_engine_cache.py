@@ -133,7 +133,7 @@ def test_cache_published_set_equals_pool_after_a_round(happened: list[tuple[str,
     bed.settle()
     assert set(bed.index) == bed.held()
     assert {block.key for block in bed.table.held_by(VOLUME)} == bed.held()
-    assert bed.table.dram.usage().blocks == len(bed.index)
+    assert bed.table.memory_volume.usage().blocks == len(bed.index)
     for chain in CHAINS:
         keys = published(chain)
         for depth, key in enumerate(keys):
