@@ -49,7 +49,7 @@ class BlockTable:
 
     def __init__(self, residency: Residency, *, writes_back: bool, cache_loads: bool = True) -> None:
         self.residency = residency
-        self.dram = residency.dram
+        self.dram = self.memory_volume = residency.dram
         self.node_volumes = residency.node_volumes
         self.accounts = residency.accounts
         self.cache_loads = cache_loads

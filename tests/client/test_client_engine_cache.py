@@ -16,6 +16,7 @@ from kvclient.engine_cache.tracker import (
     LEAST_CHECKS,
     MOST_CHECKS,
     MOST_OFFERS,
+    MOST_SCANNED,
     ROUND_S,
     CacheOffer,
     CacheSpace,
@@ -133,7 +134,7 @@ def test_cache_published_set_equals_pool_after_a_round(happened: list[tuple[str,
     bed.settle()
     assert set(bed.index) == bed.held()
     assert {block.key for block in bed.table.held_by(VOLUME)} == bed.held()
-    assert bed.table.dram.usage().blocks == len(bed.index)
+    assert bed.table.memory_volume.usage().blocks == len(bed.index)
     for chain in CHAINS:
         keys = published(chain)
         for depth, key in enumerate(keys):
@@ -151,12 +152,43 @@ def test_cache_bound_publishes_a_part_of_the_pool(happened: list[tuple[str, Any]
     assert set(bed.index) <= bed.held()
 
 
-def test_cache_full_ignores_new_blocks() -> None:
+def test_cache_full_displaces_blocks_checked_next() -> None:
+    bed = Bed(most=10)
+    bed.compute(CHAINS[0], 0, 5)
+    bed.step()
+    bed.publish()
+    bed.compute(CHAINS[1], 0, 8)
+    bed.settle()
+    assert set(bed.index) == {*published(CHAINS[0][3:5]), *published(CHAINS[1][:8])}
+    assert bed.ignored == 3
+
+
+def test_cache_prompt_over_bound_leaves_its_end() -> None:
     bed = Bed(most=10)
     bed.compute(CHAINS[0], 0, 40)
     bed.settle()
-    assert len(bed.index) == 10
+    assert set(bed.index) == set(published(CHAINS[0][30:]))
     assert bed.ignored == 30
+
+
+def test_cache_known_blocks_do_not_delay_new_ones() -> None:
+    """A step looks past known blocks, up to a bound."""
+    bed, keys = Bed(most=100_000), KeyChain(SPEC).keys(range(4 * (MOST_SCANNED + 10)))
+    bed.compute(keys, 0, len(keys) - 10)
+    for _ in range(MOST_SCANNED // MOST_OFFERS):
+        bed.step()
+    assert len(bed.tracker) == MOST_SCANNED
+    bed.compute(keys, 10, MOST_SCANNED + 5)
+    bed.step()
+    assert len(bed.tracker) == MOST_SCANNED + 5
+    for _ in range(2):
+        bed.compute(keys, 0, len(keys) - 5)
+    bed.compute(keys, 0, len(keys))
+    for _ in range(3):
+        bed.step()
+        assert len(bed.tracker) == MOST_SCANNED + 5, "a scan that is bounded has not come to the new blocks yet"
+    bed.step()
+    assert len(bed.tracker) == len(keys)
 
 
 def test_cache_step_checks_and_offers_are_bounded() -> None:

@@ -169,28 +169,75 @@ def test_cache_with_another_address_is_rejected(cluster: LocalCluster, field: st
         call(metadata_pb2_grpc.MetadataStub(channel).RegisterNode, request, 5.0)
 
 
-def test_cache_with_token_of_an_engine_gives_up(tmp_path: Path) -> None:
-    """Only nodes may publish. The engine runs without a published cache, and logs it once."""
-    tokens, own = tmp_path / "tokens", tmp_path / "own"
-    for file, text in ((tokens, "engine e an-engine-token-of-tests\n"), (own, "an-engine-token-of-tests\n")):
-        file.write_text(text)
-        file.chmod(0o600)
-    counts: Counter[str] = Counter()
+class Counted(Counter[str]):
+    """The counters of an engine's hook."""
 
-    def count(name: str, more: int) -> None:
-        counts[name] += more
+    def add(self, name: str, more: int) -> None:
+        self[name] += more
 
-    with LocalCluster([], tmp_path / "store", metadata_settings=[("tokens_file", str(tokens))]) as guarded:
-        publication = CachePublication(
-            "engine-3",
-            guarded.metadata_address,
-            capacity_bytes=1,
-            block_bytes=1,
-            take_changes=CacheTracker(SPACE, 10, lambda name: (name,)).take_changes,
-            count=count,
-            token=TokenSource.of(file=own),
-        )
-        publication.start()
-        wait_until(lambda: publication.denied)
-        publication.close()
+
+def guarded(folder: Path) -> LocalCluster:
+    """A store that requires tokens."""
+    tokens = folder / "tokens"
+    tokens.write_text("engine e an-engine-token-of-tests\nnode n a-node-token-of-tests\n")
+    tokens.chmod(0o600)
+    return LocalCluster([], folder / "store", metadata_settings=[("tokens_file", str(tokens))])
+
+
+def publication(address: str, counts: Counted, token: TokenSource | None = None) -> CachePublication:
+    tracker = CacheTracker(SPACE, 100, lambda name: (name,))
+    keys = [BlockKey(bytes([at]) * 16) for at in range(20)]
+    tracker.offer(CacheOffer(0, None, keys, list(keys)))
+    tracker.step(lambda _: [], 0.0)
+    made = CachePublication(
+        "engine-3",
+        address,
+        capacity_bytes=1,
+        block_bytes=1,
+        take_changes=tracker.take_changes,
+        count=counts.add,
+        token=token,
+        setting_names=("tls_ca", "token_file"),
+    )
+    made.start()
+    return made
+
+
+@pytest.mark.parametrize("token", ["an-engine-token-of-tests", "an-unknown-token-of-tests"])
+def test_cache_denied_is_published_with_new_token(tmp_path: Path, token: str) -> None:
+    """Only nodes may publish. The cache counts as connected once the token is replaced, and not after the store stopped."""
+    own, counts = tmp_path / "own", Counted()
+    own.write_text(token)
+    own.chmod(0o600)
+    with guarded(tmp_path) as store:
+        cache = publication(store.metadata_address, counts, TokenSource.of(file=own))
+        assert not cache.is_connected
+        wait_until(lambda: counts["cache_publication_failures"] >= 3)
+        assert counts["cache_publication_denied"] == 1, "counted once"
+        assert not cache.is_connected
+        own.write_text("a-node-token-of-tests")
+        wait_until(lambda: cache.is_connected)
+    wait_until(lambda: not cache.is_connected)
+    cache.close()
     assert counts["cache_publication_denied"] == 1
+
+
+def test_cache_without_token_names_the_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    counts = Counted()
+    with guarded(tmp_path) as store:
+        cache = publication(store.metadata_address, counts)
+        wait_until(lambda: counts["cache_publication_denied"])
+        cache.close()
+    (line,) = [record.getMessage() for record in caplog.records if "cache not published" in record.getMessage()]
+    assert "token_file is not set" in line
+    assert not cache.is_connected
+
+
+def test_cache_changes_wait_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the metadata server is away, an inventory replaces changes that are too many."""
+    monkeypatch.setattr("kvclient.engine_cache.publication.MOST_WAITING", 10)
+    counts = Counted()
+    cache = publication("127.0.0.1:1", counts)
+    wait_until(lambda: counts["cache_inventories"] and counts["cache_publication_failures"])
+    cache.close()
+    assert (counts["cache_inventories"], counts["cache_published_blocks"]) == (1, 20)

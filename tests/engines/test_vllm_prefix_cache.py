@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,7 +40,7 @@ def engine(folder: Path, cluster: LocalCluster) -> Iterator[VllmEngine]:
 
 
 def test_prefix_cache_is_published_until_evicted_or_reset(engine: VllmEngine, cluster: LocalCluster) -> None:
-    from kvclient.engines.vllm.metrics import CACHE_NAME
+    from kvclient.engines.vllm.metrics import CACHE_INFO
 
     lookup = engine.scheduler_side.prefix_lookup
     assert lookup is not None
@@ -57,7 +59,7 @@ def test_prefix_cache_is_published_until_evicted_or_reset(engine: VllmEngine, cl
     wait_until(lambda: cached(first).hit_blocks == TOKENS // BLOCK)
     (node,) = cached(first).nodes
     assert [volume.tier for volume in node.volumes] == [common_pb2.TIER_HBM]
-    assert engine.connector.get_kv_connector_stats().data[CACHE_NAME] == node.node_id, "routers find it under this name"
+    assert engine.connector.get_kv_connector_stats().data[CACHE_INFO] == (node.node_id, 1), "routers find it under this name"
     assert engine.flush()
     found = lookup.begin(RequestKeys(chain, {}), prompts[0], TOKENS // BLOCK).result()
     assert found.hit_blocks == TOKENS // BLOCK
@@ -80,3 +82,31 @@ def test_prefix_cache_is_published_until_evicted_or_reset(engine: VllmEngine, cl
     engine.forget()
     wait_until(lambda: published() == 0 and not cached(others[-1]).hit_blocks)
     assert "cache_ignored_blocks" not in engine.counters()
+
+    shown: list[tuple[str, int]] = []
+
+    def shows(value: int) -> bool:  # without a step
+        stats = engine.connector.get_kv_connector_stats()
+        shown.extend([stats.data[CACHE_INFO]] if stats is not None else [])
+        return shown[-1:] == [(node.node_id, value)]
+
+    cluster.stop("metadata")
+    wait_until(lambda: shows(0))
+    cluster.start_metadata()
+    wait_until(lambda: shows(1))
+
+
+def test_cache_info_gauge_follows_the_publication() -> None:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+    from kvclient.engines.vllm.metrics import CACHE_INFO, StorePromMetrics, StoreStats
+
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    metrics = StorePromMetrics(SimpleNamespace(kv_transfer_config=object()), kinds, ["engine"], {0: ["0"], 1: ["1"]})
+    for value in (0, 1, 0):
+        stats = StoreStats(data={"loads": 1}).aggregate(StoreStats(data={CACHE_INFO: ["vllm-h-1", value]}))
+        assert CACHE_INFO not in stats.reduce()
+        metrics.observe(stats.data, 1)
+        line = f'vllm:kvstore_cache_info{{cache="vllm-h-1",engine="1"}} {value}.0'
+        assert line in generate_latest(registry).decode().splitlines()

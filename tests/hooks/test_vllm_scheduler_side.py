@@ -450,6 +450,7 @@ class Watch:
 
     def __init__(self, hashed: int) -> None:
         self.hashed = hashed
+        self.abandoned = False
         self.seen: list[tuple[int, int]] = []
         self.steps = 0
 
@@ -466,6 +467,9 @@ class Watch:
 
     def step(self) -> None:
         self.steps += 1
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
 
 def test_cache_watch_gets_each_block_once_and_after_preemption() -> None:
@@ -492,3 +496,58 @@ def test_cache_watch_gets_blocks_once_they_are_hashed() -> None:
     watch.hashed = 3
     plan(made, one, 2, [list(range(6))])
     assert watch.seen == [(0, 1), (1, 3)]
+
+
+def test_cache_watch_leaves_keys_to_a_lookup_under_way() -> None:
+    """The lookup's thread makes the keys of a prompt: the scheduler does not wait for them."""
+    shelf, watch, one = Shelf(at_once=False), Watch(hashed=100), request(22)
+    made = side(shelf, Pool(100))
+    made.watch_cache(watch)
+    made.on_new_request(one)
+    plan(made, one, 10, [list(range(1, 7))])
+    assert watch.seen == []
+    shelf.answer()
+    plan(made, one, 1, [list(range(1, 7))])
+    assert watch.seen == [(0, 2)]
+
+
+@pytest.mark.parametrize("fails", ["computed", "step"])
+def test_cache_watch_failure_ends_the_watch_only(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, one = Watch(hashed=100), request(22)
+    made = side(Shelf(), Pool(100))
+    made.watch_cache(watch)
+    made.on_new_request(one)
+    made.get_num_new_matched_tokens(one, 0)
+    monkeypatch.setattr(watch, fails, lambda *_: {}["renamed in another version"])
+    stored = [job.first_block for _ in range(3) for job in plan(made, one, 4, [list(range(1, 7))]).stores]
+    assert stored == [0, 1, 2]
+    assert made.counters.totals()["bugs"] == 1
+    assert watch.abandoned
+
+
+@given(st.lists(st.sampled_from(["preempted", "store failed", 1, 1, 1, 3, 4, 9]), max_size=25))
+def test_cache_watch_does_not_depend_on_stores(events: list[Any]) -> None:
+    """The stores and reports of a connector equal those of two connectors that do only one of both."""
+
+    def run(store: bool, watched: bool) -> tuple[list[tuple[int, int]], list[int]]:
+        watch, one, jobs = Watch(hashed=100), request(200), list[StoreJob]()
+        made = side(Shelf(), Pool(1_000), hook=HookOptions(store=store))
+        if watched:
+            made.watch_cache(watch)
+        made.on_new_request(one)
+        made.get_num_new_matched_tokens(one, 0)
+        for event in events:
+            if event == "preempted":
+                one.num_computed_tokens, one.num_preemptions = 0, one.num_preemptions + 1
+                made.get_num_new_matched_tokens(one, 0)
+            elif event != "store failed":
+                jobs += plan(made, one, event, [list(range(1, 80))]).stores
+            elif jobs and made.has_pins:
+                job = jobs[-1].job_id
+                with suppress(KeyError):  # it was answered before
+                    made.on_worker_output(WorkerOutput({job: 1}, {job}))
+        return watch.seen, [job.first_block for job in jobs]
+
+    seen, jobs = run(store=True, watched=True)
+    assert seen == run(store=False, watched=True)[0]
+    assert jobs == run(store=True, watched=False)[1]

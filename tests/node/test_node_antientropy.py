@@ -58,7 +58,7 @@ def test_block_removed_and_added_again_is_no_drift(meanwhile: bool) -> None:
     for taken in log.take(10):
         log.acknowledge(VOLUME, taken.events)
     arena = SimpleNamespace(volume_id=VOLUME)
-    table = cast("PublishedBlocks", SimpleNamespace(dram=arena, node_volumes=[], held_by=lambda _: [block]))
+    table = cast("PublishedBlocks", SimpleNamespace(memory_volume=arena, node_volumes=[], held_by=lambda _: [block]))
     server = Server(log, block, meanwhile=meanwhile)
     found = AntiEntropy(cast("metadata_pb2_grpc.MetadataStub", server), "n", table, log, counters)
     assert found.compare(BootId(b"b" * 16)) == (0 if meanwhile else 1)

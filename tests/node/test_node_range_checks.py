@@ -151,7 +151,7 @@ def test_blocks_of_lost_ranges_are_published_again() -> None:
     publisher = IndexPublisher(
         f"127.0.0.1:{port}",
         common_pb2.NodeInfo(node_id="n", boot_id=secrets.token_bytes(16), volumes=[common_pb2.VolumeInfo(volume_id=volume)]),
-        cast("PublishedBlocks", SimpleNamespace(dram=arena, node_volumes=[], held_by=lambda _: list(held))),
+        cast("PublishedBlocks", SimpleNamespace(memory_volume=arena, node_volumes=[], held_by=lambda _: list(held))),
         ReplicaChangeLog([volume], counters, MonotonicClock()),
         counters,
         tls=None,

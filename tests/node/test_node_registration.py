@@ -74,7 +74,7 @@ def publishing(
             boot_id=secrets.token_bytes(16),
             volumes=[common_pb2.VolumeInfo(volume_id=volume) for volume in volumes],
         ),
-        cast("BlockTable", SimpleNamespace(dram=dram, node_volumes=[], snapshot=list)),
+        cast("BlockTable", SimpleNamespace(memory_volume=dram, node_volumes=[], snapshot=list)),
         log,
         counters,
         tls=None,

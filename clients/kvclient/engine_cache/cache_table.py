@@ -57,7 +57,7 @@ class CacheTable:
     """
 
     def __init__(self, volume: CacheVolume, log: ReplicaChangeLog) -> None:
-        self.dram = volume
+        self.memory_volume = volume
         self.node_volumes: Sequence[NodeVolume] = ()
         self._log = log
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class CacheTable:
     def held_by(self, volume: VolumeId) -> Sequence[PublishedBlock]:
         """Return all published blocks."""
         with self._lock:
-            fields = list(self._blocks.values()) if volume == self.dram.volume_id else []
+            fields = list(self._blocks.values()) if volume == self.memory_volume.volume_id else []
         return [PublishedBlock(*one) for one in fields]
 
     def merge(self, changes: CacheChanges) -> None:
@@ -89,12 +89,12 @@ class CacheTable:
         with self._lock:
             for key, fields in changes:
                 if fields is None:
-                    self._log.removed(self.dram.volume_id, self._blocks.pop(key)[0])
+                    self._log.removed(self.memory_volume.volume_id, self._blocks.pop(key)[0])
                 else:
                     self._blocks[key] = fields
-                    self._log.stored(self.dram.volume_id, PublishedBlock(*fields))
+                    self._log.stored(self.memory_volume.volume_id, PublishedBlock(*fields))
                     added += 1
-            self.dram.blocks = len(self._blocks)
+            self.memory_volume.blocks = len(self._blocks)
         return added, len(changes) - added
 
 

@@ -24,6 +24,8 @@ LEAST_CHECKS: Final = 32
 MOST_CHECKS: Final = 1_024
 MOST_OFFERS: Final = 512
 """New blocks that one step takes up. The others are left to the next steps."""
+MOST_SCANNED: Final = 8_192
+"""Offered blocks that one step looks at: at high hit ratios, nearly all are known already."""
 
 KnownBlock = tuple[bytes, ...]
 """Key of a block in the store, then the engine's names of its pages, one per KV cache group."""
@@ -87,9 +89,9 @@ class CacheTracker:
 
     Args:
         space: namespace of the blocks.
-        most: maximum number of blocks. While there are as many, new ones are ignored.
+        most: maximum number of blocks. A new block then displaces the one whose check is next, so recent prompts are published.
         pages_of: returns the engine's names of the pages of a block, given its hash.
-        ignored: called with the number of blocks that were ignored.
+        ignored: called with the number of blocks that were displaced, or not taken up, because of ``most``.
     """
 
     def __init__(
@@ -150,31 +152,39 @@ class CacheTracker:
         """Take up the next offered blocks that are not known yet and that the pool holds."""
         places: dict[BlockKey, Place] = {}
         new: list[KnownBlock] = []
-        left, ignored = MOST_OFFERS, 0
-        while self._offers and left:
+        left = MOST_SCANNED
+        while self._offers and left and len(new) < MOST_OFFERS:
             offer = self._offers[0]
-            stop = min(len(offer.keys), offer.taken + left)
-            for at in range(offer.taken, stop):
+            first = at = offer.taken
+            stop = min(len(offer.keys), first + left)
+            while at < stop and len(new) < MOST_OFFERS:
                 key = offer.keys[at]
-                if key in self._held or key in places:
-                    continue
-                if len(self._held) + len(new) >= self._most:
-                    ignored += 1
-                    continue
-                places[key] = offer.place(at)
-                new.append((key, *self._pages_of(offer.hashes[at])))
-            left -= stop - offer.taken
-            self._offered -= stop - offer.taken
-            offer.taken = stop
-            if stop == len(offer.keys):
+                if key not in self._held and key not in places:
+                    places[key] = offer.place(at)
+                    new.append((key, *self._pages_of(offer.hashes[at])))
+                at += 1
+            left -= at - first
+            self._offered -= at - first
+            offer.taken = at
+            if at == len(offer.keys):
                 self._offers.popleft()
-        if ignored:
-            self._ignored(ignored)
         for block in missing(new):
             del places[BlockKey(block[0])]
         self._held.update(places)
         self._turn.extend(block for block in new if block[0] in places)
         changes |= places
+        self._make_room(changes)
+
+    def _make_room(self, changes: dict[BlockKey, Place | None]) -> None:
+        """Unpublish the blocks that are too many."""
+        excess = len(self._held) - self._most
+        if excess <= 0:
+            return
+        for _ in range(excess):
+            key = BlockKey(self._turn.popleft()[0])
+            self._held.discard(key)
+            changes[key] = None
+        self._ignored(excess)
 
     def clear(self, space: CacheSpace | None = None) -> None:
         """Forget all blocks: the engine's cache was cleared.

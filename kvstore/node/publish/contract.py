@@ -26,8 +26,8 @@ class PublishedBlocks(Protocol):
     """The volumes of a node, and the blocks that they hold. Thread-safe."""
 
     @property
-    def dram(self) -> PublishedVolume:
-        """The fastest volume: the arena, or the device memory of an engine."""
+    def memory_volume(self) -> PublishedVolume:
+        """The volume in memory: the arena, or the KV cache of an engine on its device."""
 
     @property
     def node_volumes(self) -> Sequence[NodeVolume]:

@@ -38,7 +38,7 @@ from kvstore.node.state.change_log import Described, ReplicaChangeLog, Taken, in
 from kvstore.node.state.model import NodeVolume
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import FailureTracker
-from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.limited_log import INTERVAL_S, LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.tokens import TokenSource
@@ -49,7 +49,6 @@ from kvstore.rpc.errors import from_rpc_error
 from kvstore.rpc.failover.connect import connect_metadata
 
 log = logging.getLogger(__name__)
-limited = LimitedLog(log)
 
 BATCH_EVENTS = 4096
 BATCHES_IN_FLIGHT = 8
@@ -74,11 +73,13 @@ class IndexPublisher:
         counters: metrics.
         tls: of the channel.
         token: of the node, for the server; None: none is required.
+        setting_names: where people set ``tls`` and ``token``, for errors.
         anti_entropy_interval_s: time between two comparisons.
         health: receives failures of the publication, and reports the node's findings.
         listeners: add to heartbeats, and apply the server's orders.
         read_rate: bytes per second that the volumes deliver; None: not measured.
         on_connected: called if the server begins or stops to accept heartbeats.
+        warning_interval_s: least time between two equal warnings.
     """
 
     def __init__(
@@ -91,12 +92,15 @@ class IndexPublisher:
         *,
         tls: TlsConfig | None,
         token: TokenSource | None = None,
+        setting_names: tuple[str, str] = ("[node.tls]", "node.token_file"),
         anti_entropy_interval_s: float,
         health: HealthReporter | None = None,
         listeners: Sequence[HeartbeatListener] = (),
         read_rate: Callable[[], float | None] = lambda: None,
         on_connected: Callable[[bool], None] = lambda _connected: None,
+        warning_interval_s: float = INTERVAL_S,
     ) -> None:
+        self._limited = LimitedLog(log, warning_interval_s)
         self._read_rate = read_rate
         self._node = node
         self._health = health or HealthReporter(table, replica_log, MonotonicClock(), FailureTracker())
@@ -111,7 +115,7 @@ class IndexPublisher:
         self._channel = connect_metadata(
             address, caller=node.node_id, tls=tls, token=token, node_id=node.node_id, counters=counters
         )
-        self._diagnoser = Diagnoser(Target("the metadata server", address, tls, token, "[node.tls]", "node.token_file"))
+        self._diagnoser = Diagnoser(Target("the metadata server", address, tls, token, *setting_names))
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._anti_entropy = AntiEntropy(self._stub, node.node_id, table, replica_log, counters)
         self._server_indexes = ServerIndexes(self._channel, counters)
@@ -127,8 +131,8 @@ class IndexPublisher:
         self._on_connected = on_connected
         self.refused: Conflict | None = None
         """Why the metadata server refuses this node; None: it does not, or has not answered."""
-        self.denied: PermissionDenied | None = None
-        """The last failure, if this node's token lacks the permission to publish."""
+        self.denied: KVStoreError | None = None
+        """The last failure, if this node's token is unknown, missing, or lacks the permission to publish."""
         self._epoch = b""
         self._heartbeat_s = 0.5
         self._heartbeats = 0
@@ -247,13 +251,13 @@ class IndexPublisher:
                     self.refused = refused
                     self._set_connected(connected=False)
                     self._counters.add(node_metrics.REGISTRATIONS_REFUSED)
-                    limited.warning("registration refused, trying again: %s", refused)
+                    self._limited.warning("registration refused, trying again: %s", refused)
                     self._stopping.wait(pause_s)
                     pause_s = min(RETRY_MOST_S, pause_s * 2)
                     continue
                 if not self._volume_changes:
                     self._again.clear()
-                self.refused = None
+                self.refused = self.denied = None
                 self._registered.set()
                 self._set_connected(connected=True)
                 self._diagnoser.answered()
@@ -261,10 +265,10 @@ class IndexPublisher:
                 self._stream(needed)
             except KVStoreError as failed:
                 error = self._diagnoser.explain(failed)
-                self.denied = failed if isinstance(failed, PermissionDenied) else None
+                self.denied = error if isinstance(error, _ACCESS_ERRORS) else None
                 self._counters.add(node_metrics.PUBLISH_INTERRUPTED)
                 self._health.publish_failed(error)
-                limited.warning("publishing interrupted, trying again: %s", error)
+                self._limited.warning("publishing interrupted, trying again: %s", error)
                 # a refused token says nothing about published batches, and may be accepted later
                 if not error.retryable and not isinstance(error, _ACCESS_ERRORS):
                     self._begin_again()  # the sequence numbers no longer match the server's
@@ -449,7 +453,7 @@ class IndexPublisher:
                 self._set_connected(connected=False)
                 self._counters.add(node_metrics.HEARTBEATS_FAILED)
                 if isinstance(error, _ACCESS_ERRORS):
-                    limited.warning("heartbeat refused: %s", self._diagnoser.explain(error))
+                    self._limited.warning("heartbeat refused: %s", self._diagnoser.explain(error))
                 else:
                     log.debug("heartbeat failed: %s", error)
             except Exception:  # thread edge: without heartbeats, lookups would hide the node
@@ -495,14 +499,14 @@ class IndexPublisher:
         over_quota = sum(map(self._counters.get, _OVER_QUOTA))
         if over_quota != self._over_quota:
             self._over_quota = over_quota
-            limited.warning(
+            self._limited.warning(
                 "tenants at their quotas: blocks not stored or not made durable (total=%d); see kvstore tenants", over_quota
             )
 
     def _beat(self) -> bool:
         """Send a heartbeat. Returns whether the metadata server knows this node; if not, the node registers again."""
         self._log_quota_skips()
-        volumes: list[tuple[PublishedVolume, NodeVolume | None]] = [(self._table.dram, None)]
+        volumes: list[tuple[PublishedVolume, NodeVolume | None]] = [(self._table.memory_volume, None)]
         volumes += [(node_volume.volume, node_volume) for node_volume in self._table.node_volumes]
         usages = []
         for volume, node_volume in volumes:
@@ -529,7 +533,7 @@ class IndexPublisher:
             listener.report(request)
         response: metadata_pb2.HeartbeatResponse = call(self._stub.Heartbeat, request, RPC_TIMEOUT_S)
         if response.register_again or (self._epoch and response.index_epoch != self._epoch):
-            limited.warning("registering again: the metadata server has a new index, or no longer knows this node")
+            self._limited.warning("registering again: the metadata server has a new index, or no longer knows this node")
             self._counters.add(node_metrics.REGISTERED_AGAIN)
             self._again.set()
             self._log.wake()

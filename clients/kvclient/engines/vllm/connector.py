@@ -59,7 +59,7 @@ with vllm_imports():
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from kvclient.engines.vllm.metrics import CACHE_NAME, StorePromMetrics, StoreStats
+    from kvclient.engines.vllm.metrics import CACHE_INFO, StorePromMetrics, StoreStats
 
 _log = logging.getLogger(__name__)
 _MAX_PENDING = 1_024
@@ -136,6 +136,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._observer: RequestObserver | None = None
         self._cache_watch: PrefixCacheWatch | None = None
+        self._shown_cache: tuple[str, int] | None = None
+        """Name and state of the prefix cache, as routers know it."""
         self._worker: WorkerConnector | None = None
         self._restore_allocator: Callable[[], None] | None = None
         self._completions = LoadCompletions()
@@ -518,8 +520,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.count_device_copies()
         counts: dict[str, Any] = side.counters.take() if side is not None else {}
-        if counts and self._cache_watch is not None:
-            counts[CACHE_NAME] = self._cache_watch.name
+        if self._cache_watch is not None:
+            cache = self._cache_watch.name, int(self._cache_watch.is_published)
+            if counts or cache != self._shown_cache:
+                counts[CACHE_INFO] = self._shown_cache = cache
         return StoreStats(data=counts) if counts else None
 
     @classmethod

@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvclient.engines.vllm.counters import COUNTERS
 
-CACHE_NAME = "cache"
-"""Key of the name of the published prefix cache among the counts."""
+CACHE_INFO = "cache"
+"""Key among the counts: the name of the published prefix cache, and 1 while it is published, else 0."""
 _LOGGED_MB = 1e6
 
 
@@ -26,12 +26,12 @@ class StoreStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> StoreStats:
         """Add the counts of another worker or interval."""
         for name, value in other.data.items():
-            self.data[name] = value if name == CACHE_NAME else self.data.get(name, 0) + value
+            self.data[name] = value if name == CACHE_INFO else self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """Return the counts and the mean speeds in MB/s for vLLM's log line."""
-        shown: dict[str, int | float] = {name: value for name, value in self.data.items() if name != CACHE_NAME}
+        shown: dict[str, int | float] = {name: value for name, value in self.data.items() if name != CACHE_INFO}
         shown = {name: value for name, value in shown.items() if not name.endswith("_seconds")}
         for direction in ("load", "store"):
             volume, seconds = self.data.get(f"{direction}_bytes", 0), self.data.get(f"{direction}_seconds", 0)
@@ -62,15 +62,17 @@ class StorePromMetrics(KVConnectorPromMetrics):
                 self._counters[name, engine] = metric.labels(*values)
         self._cache_info = self._gauge_cls(
             name="vllm:kvstore_cache_info",
-            documentation="Name of this engine's own prefix cache among the store's nodes.",
+            documentation="Name of this engine's own prefix cache among the store's nodes; 1 while it is published, else 0.",
+            multiprocess_mode="mostrecent",
             labelnames=[*labelnames, "cache"],
         )
         self._labels = per_engine_labelvalues
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Add the counts of one interval. vLLM calls this when it collects statistics."""
-        if CACHE_NAME in transfer_stats_data:
-            self._cache_info.labels(*self._labels[engine_idx], transfer_stats_data[CACHE_NAME]).set(1)
+        if CACHE_INFO in transfer_stats_data:
+            name, is_published = transfer_stats_data[CACHE_INFO]
+            self._cache_info.labels(*self._labels[engine_idx], name).set(is_published)
         for name, value in transfer_stats_data.items():
             counter = self._counters.get((name, engine_idx))
             if counter is not None:

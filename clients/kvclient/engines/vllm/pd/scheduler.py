@@ -30,7 +30,7 @@ from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, reques
 from kvclient.engines.vllm.pd.params import Role, Transfer
 from kvclient.engines.vllm.pd.plan import AbandonJob, AwaitJob, CopyJob, PdPlan, PdWorkerOutput, SendJob
 from kvclient.engines.vllm.plan import WorkerOutput
-from kvclient.engines.vllm.scheduler.scheduler_connector import BlockPool
+from kvclient.engines.vllm.scheduler.contracts import BlockPool
 
 _log = logging.getLogger(__name__)
 _SEND_FAILURES = 2

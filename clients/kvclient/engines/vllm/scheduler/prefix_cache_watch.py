@@ -69,7 +69,9 @@ class PrefixCacheWatch:
             count=self._count,
             tls=hook.tls(),
             token=hook.client_options().shown_token(),
+            setting_names=("tls_ca, tls_cert and tls_key", "token_file"),
         )
+        self._is_abandoned = False
         self.name = self._publication.node_id
         """Name of the cache among the store's nodes."""
         self._publication.start()
@@ -93,19 +95,20 @@ class PrefixCacheWatch:
     def computed(self, request: HashedRequest, first: int, parent: BlockKey | None, keys: Sequence[BlockKey]) -> int:
         """Receive blocks that a request has filled, or shares. Returns how many of them vLLM has hashed."""
         hashes = request.block_hashes[first : first + len(keys)]
-        if hashes and self._is_published:
+        if hashes:
             self._tracker.offer(CacheOffer(first, parent, keys[: len(hashes)], hashes))
         return len(hashes)
 
     @property
-    def _is_published(self) -> bool:
-        return self._publication is not None and not self._publication.denied
+    def is_published(self) -> bool:
+        """Whether the index follows this cache."""
+        return self._publication is not None and self._publication.is_connected and not self._is_abandoned
 
     def step(self) -> None:
         """Check a part of the blocks, once per step."""
         now_s = time.monotonic()
         elapsed_s, self._last_s = now_s - self._last_s, now_s
-        if self._pool is not None and self._is_published:
+        if self._pool is not None:
             self._tracker.step(self._missing, elapsed_s)
 
     def _missing(self, blocks: Sequence[KnownBlock]) -> Sequence[KnownBlock]:
@@ -116,6 +119,11 @@ class PrefixCacheWatch:
 
     def clear(self) -> None:
         """Forget all blocks: vLLM has cleared its prefix cache."""
+        self._tracker.clear()
+
+    def abandon(self) -> None:
+        """Forget all blocks, and tell routers to ignore this cache: following the pool failed."""
+        self._is_abandoned = True
         self._tracker.clear()
 
     def close(self) -> None:

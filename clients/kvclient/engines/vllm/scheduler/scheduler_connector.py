@@ -25,9 +25,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Final
 
-from kvclient import BlockKey, Tier
+from kvclient import Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
 from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, is_hashable, request_extras
@@ -35,6 +35,7 @@ from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.request_paths import request_paths
+from kvclient.engines.vllm.scheduler.contracts import BlockPool, CacheWatch, StoreObserver
 from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLookup, PrefixMatch
 from kvclient.engines.vllm.scheduler.reads_ahead import ReadsAhead
 from kvclient.engines.vllm.scheduler.session_hints import SessionHintQueue
@@ -43,47 +44,8 @@ from kvclient.engines.vllm.scheduler.verdicts import Verdicts
 _log = logging.getLogger(__name__)
 _STORE_FAILURES = 2
 """Stores of a request that may fail before nothing more of it is stored."""
-
-
-class BlockPool(Protocol):
-    """The methods of the engine's block pool that the connector calls."""
-
-    blocks: Sequence[Any]
-
-    def touch(self, blocks: Sequence[Any]) -> None:
-        """Increase the use count of blocks."""
-
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Decrease the use count of blocks."""
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """Remove blocks from the prefix cache; requests that use them keep them."""
-
-
-class StoreObserver(Protocol):
-    """Receives which blocks are stored, to announce them."""
-
-    def planned(self, request: Any, first: int, keys: Sequence[BlockKey]) -> object:  # noqa: ANN401
-        """Receive blocks of a request that will be stored, and return what ``stored`` receives."""
-
-    def stored(self, plan: Any) -> None:  # noqa: ANN401
-        """Receive that planned blocks were stored."""
-
-    def found(self, request: Any, keys: Sequence[BlockKey]) -> None:  # noqa: ANN401
-        """Receive the leading blocks of a request that the store holds."""
-
-
-class CacheWatch(Protocol):
-    """Receives which blocks the engine's own prefix cache may hold."""
-
-    def bind_pool(self, pool: Any) -> None:  # noqa: ANN401
-        """Receive the engine's block pool."""
-
-    def computed(self, request: Any, first: int, parent: BlockKey | None, keys: Sequence[BlockKey]) -> int:  # noqa: ANN401
-        """Receive consecutive blocks of a request. Returns how many of them the engine has hashed."""
-
-    def step(self) -> None:
-        """Check a part of the known blocks, once per step."""
+_NEVER: Final = 1 << 62
+"""More tokens than any request has."""
 
 
 @dataclass(slots=True)
@@ -110,6 +72,10 @@ class RequestState:
     """The chain has a gap, so that later blocks would not be found."""
     watched_blocks: int = 0
     """Leading blocks that ``CacheWatch`` knows."""
+    idle_from: int = 0
+    """With at least this many computed tokens before a step (fewer: it was preempted) ..."""
+    idle_until: int = 0
+    """... and fewer than this after it, there is nothing to store and nothing to report."""
 
 
 @dataclass(slots=True)
@@ -431,39 +397,60 @@ class SchedulerConnector:
         self._step_pages = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
         self._loads, self._pending = [], {}
         self._wait_left_s = self._options.lookup_wait_s
-        if self._pool is not None and self._options.hook.store:
-            for request_id, tokens in scheduled.items():
-                state = self._requests.get(request_id)
-                if state is None or state.store_ended:
-                    continue
-                request = state.request
-                computed = request.num_computed_tokens + tokens
-                if computed < (state.stored_blocks + 1) * self._block_tokens or not self._settled(state):
-                    continue  # nearly every step of a request that decodes
-                computed -= len(drafts.get(request_id, ()))
-                full = min(computed, request.num_tokens) // self._block_tokens
-                if full > state.stored_blocks and (job := self._plan_store(state, full, resolve(request_id))) is not None:
-                    stores.append(job)
-        if self._cache is not None:
-            self._report_computed(self._cache, scheduled, drafts)
-            self._cache.step()
-        return plan
-
-    def _report_computed(self, cache: CacheWatch, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> None:
-        """Report the blocks that requests fill in this step. The engine has entered them into its prefix cache already."""
-        for request_id, tokens in scheduled.items():
+        storing = self._pool is not None and self._options.hook.store
+        filled: list[tuple[RequestState, int]] = []
+        for request_id, tokens in scheduled.items() if storing or self._cache is not None else ():
             state = self._requests.get(request_id)
             if state is None:
                 continue
-            request, known = state.request, state.watched_blocks
-            if request.num_computed_tokens < known * self._block_tokens:  # it was preempted
-                known = state.watched_blocks = request.num_computed_tokens // self._block_tokens
-            computed = min(request.num_computed_tokens + tokens - len(drafts.get(request_id, ())), request.num_tokens)
-            if computed < (known + 1) * self._block_tokens:
+            before = state.request.num_computed_tokens
+            if state.idle_from <= before and before + tokens < state.idle_until:
                 continue  # nearly every step of a request that decodes
-            keys = state.keys.upto(request.all_token_ids, computed // self._block_tokens)
-            parent = keys[known - 1] if known else None
-            state.watched_blocks += cache.computed(request, known, parent, keys[known:])
+            computed = min(before + tokens - len(drafts.get(request_id, ())), state.request.num_tokens)
+            full = computed // self._block_tokens
+            filled.append((state, full))
+            if storing and not state.store_ended and full > state.stored_blocks and self._settled(state):
+                job = self._plan_store(state, full, resolve(request_id)) if full > state.stored_blocks else None
+                if job is not None:
+                    stores.append(job)
+        if self._cache is not None:
+            self._watch(self._cache, filled)
+        for state, _ in filled:
+            self._plan_idle(state)
+        return plan
+
+    def _watch(self, cache: CacheWatch, filled: Iterable[tuple[RequestState, int]]) -> None:
+        """Have the engine's prefix cache followed. A failure of that must not end the engine: it is no longer followed."""
+        try:
+            for state, full in filled:
+                self._report_computed(cache, state, full)
+            cache.step()
+        except Exception:  # noqa: BLE001  # edge: the engine's internals may be others than expected
+            self.counters.add("bugs")
+            _log.exception("the engine's own prefix cache is no longer published: unexpected error")
+            self._cache = None
+            cache.abandon()
+
+    def _report_computed(self, cache: CacheWatch, state: RequestState, full: int) -> None:
+        """Report the blocks that a request fills in this step. The engine has entered them into its prefix cache already."""
+        request = state.request
+        state.watched_blocks = min(state.watched_blocks, request.num_computed_tokens // self._block_tokens)  # it was preempted
+        known = state.watched_blocks
+        if full <= known or (state.lookup is not None and not state.lookup.done()):  # its thread still makes the keys
+            return
+        keys = state.keys.upto(request.all_token_ids, full)
+        parent = keys[known - 1] if known else None
+        state.watched_blocks += cache.computed(request, known, parent, keys[known:])
+
+    def _plan_idle(self, state: RequestState) -> None:
+        """Note until when a request has nothing to store and nothing to report."""
+        block, store, watched = self._block_tokens, _NEVER, _NEVER
+        if self._options.hook.store and not state.store_ended:
+            store = (state.stored_blocks + 1) * block
+        if self._cache is not None:
+            watched = (state.watched_blocks + 1) * block
+        state.idle_from = 0 if self._cache is None else state.watched_blocks * block
+        state.idle_until = min(store, watched)
 
     def _chunks(self, scheduled: Mapping[str, int], plan: StepPlan) -> list[tuple[int, int]] | None:
         """Return the tokens that a step computes: by request, those in the cache and the new ones; None: it does more."""
@@ -583,6 +570,7 @@ class SchedulerConnector:
         if state is None:
             return
         state.stored_blocks = min(state.stored_blocks, pins.first)
+        state.idle_until = 0
         state.store_failures += 1
         if state.store_failures == _STORE_FAILURES:
             self._end_store(state, "stores_given_up")
@@ -607,6 +595,7 @@ class SchedulerConnector:
                 state.load_failed = True
                 state.loading = {}
                 state.stored_blocks = 0  # what was promised is not all there: the store says itself what it lacks
+                state.idle_until = 0
                 self.counters.add("loads_failed")
                 computed.add(request_id)
         return computed
