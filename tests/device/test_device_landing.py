@@ -276,7 +276,7 @@ def test_landing_client_of_sleeping_engine_reads_later(volume: Volume, engine_of
         wait_until(lambda: any("forced" in line for line in ring.reader.describe()))
         assert not reader.reads_disks(volume.stored)
         copier.resume()
-        assert reader.reads_disks(volume.stored)
+        wait_until(lambda: reader.reads_disks(volume.stored), "the kernels were tried out")
 
 
 # ---- whether there is a ring ----

@@ -41,7 +41,7 @@ HEAL_S = 60.0
 DEADLINE_S = 3.0
 SLACK_S = 2.0
 """Tolerance of a deadline on a loaded machine."""
-WINDOW_S = 0.25
+WINDOW_S, WINDOW_LOADS = 0.25, 10
 SHARD_WAIT, SLOW_S = "100ms", 0.25
 """Longer than by default: a busy machine may not run a shard for some time."""
 TURNS = sample(1, of=4)
@@ -62,9 +62,17 @@ class Load:
         return sum(hits) / (len(hits) * BLOCKS) if hits else 1.0
 
     def windows(self, began_s: float, ended_s: float) -> list[float]:
-        """The share of hits in each window of an interval."""
-        count = int((ended_s - began_s) / WINDOW_S) + 1
-        return [self.share(began_s + WINDOW_S * at, began_s + WINDOW_S * (at + 1)) for at in range(count)]
+        """The share of hits in each window of an interval: ``WINDOW_S``, or longer for ``WINDOW_LOADS`` loads.
+
+        A load may miss a few blocks while a shard is away, and a busy machine makes few loads.
+        """
+        shares, first_s, loads = [], began_s, 0
+        for at_s, _, _ in [call for call in self.calls if began_s <= call[0] < ended_s]:
+            if loads >= WINDOW_LOADS and at_s - first_s >= WINDOW_S:
+                shares.append(self.share(first_s, at_s))
+                first_s, loads = at_s, 0
+            loads += 1
+        return shares or [self.share(began_s, ended_s)]
 
 
 class Bed:
