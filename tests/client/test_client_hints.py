@@ -1,4 +1,4 @@
-"""Hints on their way: to nodes that ended the session, to a node that does not answer, and after a bug in the thread."""
+"""Hints to nodes that ended the session, to a node that does not answer, and after a bug in the thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number that tells nodes that the list of nodes has changed."""
+"""The number by which nodes notice that the list of nodes has changed."""
 
 from __future__ import annotations
 

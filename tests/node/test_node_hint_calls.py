@@ -23,7 +23,7 @@ KEEP = node_pb2.HintRequest(session_id=bytes(16), session="chat", kind=node_pb2.
 
 @pytest.fixture
 def parts() -> Iterator[MagicMock]:
-    """Parts of a node that takes two calls with hints at once."""
+    """Parts of a node that accepts two calls with hints at once."""
     counters = Counters()
     made = MagicMock(counters=counters, hint_calls=WaitThreads(2, "hints", counters, threads=1))
     made.config.load_threads = 1

@@ -174,7 +174,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return {(session.namespace, session.name, session.part) for session in self.ledger.over(math.inf)}
 
     def protect(self, tenant: int, hint: SessionHint, part: int = 0) -> int:
-        """Keep a part until it grows no more. Each call displaces only so many parts of other sessions."""
+        """Keep a part until it grows no more. Each call displaces only a few parts of other sessions."""
         namespace = self.namespaces[tenant]
         while True:
             before = self.parts()

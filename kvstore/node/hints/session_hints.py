@@ -1,7 +1,7 @@
 """Applies hints about sessions to the blocks of this node.
 
-A protected block stays in the last tier of the node: on its volumes, or in DRAM if it has no volume. It may be evicted from DRAM
-if the node has volumes, and is read back shortly before the session's next turn. An ended session's blocks are evicted first.
+A protected block stays in the last tier of the node: on its volumes, or in DRAM of a node without volumes. If there are volumes,
+it may be evicted from DRAM, and is read back shortly before the session's next turn. An ended session's blocks are evicted first.
 Rules of operators outrank hints: kept namespaces, times to live, quotas and evictions on request.
 """
 
@@ -53,7 +53,7 @@ class HintResult(NamedTuple):
 
 @dataclass(slots=True)
 class TenantTotals:
-    """What one tenant hinted since the node started."""
+    """Hints of one tenant since the node started."""
 
     keeps: int = 0
     ends: int = 0
@@ -139,7 +139,7 @@ class SessionHints:
         Args:
             namespace: of the session.
             name: the session.
-            keys: its chain, from the head; empty: what it protected.
+            keys: its chain, from the head; empty: the chain that it protected.
         """
         if not self._share:
             return self._ignored()
@@ -255,12 +255,12 @@ class SessionHints:
             return self._ledger.bytes_by_tenant
 
     def totals(self) -> dict[str, TenantTotals]:
-        """Return what each tenant hinted since the node started."""
+        """Return the hints of each tenant since the node started."""
         with self._residency.lock:
             return dict(self._totals)
 
     def _totals_of(self, tenant: str) -> TenantTotals:
-        """Return a tenant's totals; beyond the limit of tenants, totals that nobody reads."""
+        """Return a tenant's totals; beyond the limit of tenants, totals that are not kept."""
         with self._residency.lock:
             if tenant not in self._totals and len(self._totals) >= MAX_TENANTS_TOLD:
                 return TenantTotals()

@@ -1,4 +1,4 @@
-"""What publication reads of a node's blocks. ``BlockTable`` implements it, and so does the cache of an engine."""
+"""The blocks that a publisher reads: those of a node (``BlockTable``), or those of an engine's cache."""
 
 from __future__ import annotations
 

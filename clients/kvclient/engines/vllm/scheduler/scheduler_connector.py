@@ -73,9 +73,9 @@ class RequestState:
     watched_blocks: int = 0
     """Leading blocks that ``CacheWatch`` knows."""
     idle_from: int = 0
-    """With at least this many computed tokens before a step (fewer: it was preempted) ..."""
+    """A step that begins with fewer computed tokens follows a preemption, so its blocks are reported again."""
     idle_until: int = 0
-    """... and fewer than this after it, there is nothing to store and nothing to report."""
+    """A step that ends with fewer computed tokens fills no block: there is nothing to store and nothing to report."""
 
 
 @dataclass(slots=True)
@@ -409,8 +409,9 @@ class SchedulerConnector:
             computed = min(before + tokens - len(drafts.get(request_id, ())), state.request.num_tokens)
             full = computed // self._block_tokens
             filled.append((state, full))
-            if storing and not state.store_ended and full > state.stored_blocks and self._settled(state):
-                job = self._plan_store(state, full, resolve(request_id)) if full > state.stored_blocks else None
+            wanted = storing and not state.store_ended and full > state.stored_blocks
+            if wanted and self._settled(state) and full > state.stored_blocks:  # the lookup may have found more stored blocks
+                job = self._plan_store(state, full, resolve(request_id))
                 if job is not None:
                     stores.append(job)
         if self._cache is not None:
@@ -420,12 +421,12 @@ class SchedulerConnector:
         return plan
 
     def _watch(self, cache: CacheWatch, filled: Iterable[tuple[RequestState, int]]) -> None:
-        """Have the engine's prefix cache followed. A failure of that must not end the engine: it is no longer followed."""
+        """Report filled blocks of the engine's prefix cache. If that fails, the cache is not published any more."""
         try:
             for state, full in filled:
                 self._report_computed(cache, state, full)
             cache.step()
-        except Exception:  # noqa: BLE001  # edge: the engine's internals may be others than expected
+        except Exception:  # noqa: BLE001  # edge: the engine's internals may differ from the tested ones
             self.counters.add("bugs")
             _log.exception("the engine's own prefix cache is no longer published: unexpected error")
             self._cache = None
@@ -443,7 +444,7 @@ class SchedulerConnector:
         state.watched_blocks += cache.computed(request, known, parent, keys[known:])
 
     def _plan_idle(self, state: RequestState) -> None:
-        """Note until when a request has nothing to store and nothing to report."""
+        """Set the range of computed tokens in which a request has nothing to store and nothing to report."""
         block, store, watched = self._block_tokens, _NEVER, _NEVER
         if self._options.hook.store and not state.store_ended:
             store = (state.stored_blocks + 1) * block
