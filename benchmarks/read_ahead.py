@@ -207,7 +207,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))
     try:
         total = options.pick(full=64 << 20, quick=64 << 20, smoke=4 << 20)
-        measure(options, folder, total, options.pick(full=16, quick=16, smoke=4), options.pick(full=30, quick=30, smoke=4))
+        measure(options, folder, total, options.pick(full=16, quick=16, smoke=4), options.pick(full=60, quick=30, smoke=4))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES, ALL_EXAMPLES = 40, 100
 """Hypothesis examples per test that sets no number, without and with ``--thorough``."""
 
-# Garbage collections over all modules and tests took up to a sixth of the time. Called again when the tests are collected.
+# Otherwise garbage collections walk all modules and tests again and again. Called once more when the tests are collected.
 freeze_startup_objects()
 
 # A test that counts under an undeclared metric name fails.

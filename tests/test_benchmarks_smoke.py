@@ -28,12 +28,12 @@ def write_trace(file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-ALREADY_TESTED = {"netlab_engines", "netlab_loads", "netlab_traffic_class", "simulate_lab"}
-"""Scripts whose beds ``tests/netlab`` runs."""
+THOROUGH = {"netlab_engines", "netlab_traffic_class"}
+"""Scripts whose beds ``tests/netlab`` runs. Their records and reports are made with ``--thorough`` alone."""
 
 
 def marked(script: str) -> Any:
-    return pytest.param(script, marks=pytest.mark.thorough) if script in ALREADY_TESTED else script
+    return pytest.param(script, marks=pytest.mark.thorough) if script in THOROUGH else script
 
 
 @pytest.mark.parametrize("script", [marked(script) for script in run_all.SCRIPTS])

@@ -5,6 +5,7 @@ The store is real: a metadata server and a node as processes, and the arena in s
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,7 +92,7 @@ def engine(options: harness.Options, way: str, blocks: int) -> Iterator[Engine |
         try:
             made = Engine(stack, options, way, blocks)
         except InvalidArgument as error:
-            print(f"{way}: not measured: {error}")
+            print(f"{way}: not measured: {error}", file=sys.stderr)
             yield None
             return
         yield made

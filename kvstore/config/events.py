@@ -63,7 +63,8 @@ class EventsSection(Section):
         default=(), description="publish only volumes of these nodes; unset: all"
     )
     tiers: Annotated[tuple[Literal["hbm", "dram", "nvme"], ...], BeforeValidator(parse_list)] = Field(
-        default=(), description="publish only volumes of these tiers: hbm, dram, nvme; unset: all, without a model dram and nvme"
+        default=(),
+        description="publish only volumes of these tiers: hbm, dram, nvme; unset: all if a model is set, otherwise dram and nvme",
     )
     max_blocks: int = Field(
         default=10_000_000,

@@ -48,9 +48,9 @@ MAX_DATA_CONNECTIONS = 256
 MAX_HELD_CONNECTIONS = 64
 """Of one client to one node: handoffs under way. Each has a connection while its prompt is computed."""
 MAX_SESSIONS = 256
-"""Of one node."""
+"""Maximum number of sessions of one node."""
 MAX_SESSIONS_OVER_TCP = MAX_SESSIONS // 2
-"""Of these: callers of the TCP port cannot lock out the engines of this host, which use the unix socket."""
+"""Maximum number of sessions of one node over TCP. The others are left to the engines of its host, which use the unix socket."""
 TENANT_SHARE = 4
 """A tenant that is confined by its token may use at most this fraction (1/n) of each shared resource: waiting calls, sessions
 over TCP, subscriptions, staging buffers."""

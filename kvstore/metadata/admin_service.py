@@ -31,6 +31,7 @@ from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.membership.server_table import ServerTable
+from kvstore.metadata.membership.view import is_engine_cache
 from kvstore.metadata.retention.policies import (
     RetentionPolicies,
     format_quota,
@@ -106,7 +107,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
     async def DescribeServer(self, request: pb.DescribeServerRequest, context: Context) -> pb.DescribeServerResponse:
         parts = self._parts
         stats = parts.index.stats()
-        statuses = [status for status in parts.nodes.statuses() if status.node.control_address]  # not the caches of engines
+        statuses = [status for status in parts.nodes.statuses() if not is_engine_cache(status.node)]
         alive = sum(status.alive for status in statuses)
         refused = sum(bool(status.refused) for status in statuses)
         answer = pb.DescribeServerResponse(

@@ -14,6 +14,7 @@ from kvstore.metadata.events.contract import EventSource
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.membership.server_table import ServerTable
+from kvstore.metadata.membership.view import is_engine_cache
 from kvstore.metadata.roles.roles import Roles
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import SchedulerService
@@ -82,7 +83,7 @@ class MetadataGauges:
             yield Sample(metadata_metrics.INDEX_DISK_FREE_BYTES, disk.free_bytes)
         yield from _of_shards(self._index.backend())
         yield Sample(metadata_metrics.METADATA_SERVERS, len(self._servers.servers()))
-        statuses = [status for status in self._nodes.statuses() if status.node.control_address]  # not the caches of engines
+        statuses = [status for status in self._nodes.statuses() if not is_engine_cache(status.node)]
         alive = sum(status.alive for status in statuses)
         yield Sample(metadata_metrics.NODES, alive, {"state": "alive"})
         refused = sum(bool(status.refused) for status in statuses)

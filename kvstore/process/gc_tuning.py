@@ -11,11 +11,7 @@ the default of 700 allocations. Almost none of them is part of a cycle."""
 
 
 def collect_rarely() -> None:
-    """Collect less often.
-
-    Called before imports, it shortens the start of a command by a quarter, because objects of imported modules are not scanned
-    repeatedly.
-    """
+    """Collect less often. Before imports, it shortens the start of a command: objects of modules are not scanned repeatedly."""
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 

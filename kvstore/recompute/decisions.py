@@ -23,8 +23,8 @@ from kvstore.recompute.verdict import Choice, FoundPrefix, LoadVerdict, Overlap,
 PROBE_SHARE = 0.02
 """Share of the time of verdicts against loading that may be spent on probes."""
 PROBE_TIME = 0.2
-"""Share of the time of its verdict that a probe may take: one verdict in ten is a probe. It doubles, up to the whole time, with
-each probe that ends early, so that sources with a long fixed cost are found, too."""
+"""Share of the time of its verdict that a probe may take: at first, one verdict in ten is a probe. It doubles with each probe
+that ends early, up to the whole time and one verdict in 50, so that sources with a long fixed cost are found, too."""
 PROBE_BLOCKS = 0.5
 """Share of the refused blocks that a probe loads, in relation to its share of the time. Without fixed cost, a source that is
 worth loading from brings them in half of the probe's time."""
@@ -71,9 +71,9 @@ class LoadDecisions:
         self._least_blocks = max(1, -(-least_tokens // block_tokens))
         self._deadline_s = deadline_s
         self._probe_s = self._probe_share = 0.0
-        """What the next probe may take: in seconds, and in times of its verdict. So short requests do not pay for long ones."""
+        """Budget of the next probe: in seconds, and as a multiple of its verdict's time. The smaller one applies."""
         self._probe_time = PROBE_TIME
-        """Share of the next probe."""
+        """Share of its verdict's time that the next probe may take."""
         self._delays_s: deque[float] = deque(maxlen=DELAYS)
         self.loads = LoadEstimates()
         self.prices = PriceCorrection()

@@ -64,15 +64,15 @@ class Load:
     def windows(self, began_s: float, ended_s: float) -> list[float]:
         """The share of hits in each window of an interval: ``WINDOW_S``, or longer for ``WINDOW_LOADS`` loads.
 
-        A load may miss a few blocks while a shard is away, and a busy machine makes few loads.
+        A load may miss a few blocks while a shard is away, and a busy machine makes few loads. The last window has the rest.
         """
-        shares, first_s, loads = [], began_s, 0
+        shares, first_s, last_s, loads = [], began_s, began_s, 0
         for at_s, _, _ in [call for call in self.calls if began_s <= call[0] < ended_s]:
             if loads >= WINDOW_LOADS and at_s - first_s >= WINDOW_S:
                 shares.append(self.share(first_s, at_s))
-                first_s, loads = at_s, 0
+                last_s, first_s, loads = first_s, at_s, 0
             loads += 1
-        return shares or [self.share(began_s, ended_s)]
+        return [*shares[:-1], self.share(last_s, ended_s)]
 
 
 class Bed:

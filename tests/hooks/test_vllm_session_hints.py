@@ -52,9 +52,17 @@ def test_hint_absent_or_invalid_computes_no_keys(params: object) -> None:
 
 
 def test_hint_of_nothing_stored_is_not_queued() -> None:
-    queue = SessionHintQueue(ConnectorCounters())
+    queue = SessionHintQueue(counters := ConnectorCounters())
     queue.ended(asks(HINT.fields()), list)
     assert not len(queue)
+    assert counters.totals()["hints_refused"] == 1
+
+
+def test_end_of_session_needs_no_stored_blocks() -> None:
+    """The node evicts the blocks that the session protects."""
+    queue = SessionHintQueue(ConnectorCounters())
+    queue.ended(asks({"session": "chat", "end": True}), list)
+    assert [job.keys for job in queue.take()] == [[]]
 
 
 def test_hint_invalid_many_times_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,6 +232,17 @@ def test_verdict_probe_ends_soon_out_of_the_batch(clock: Clock, mode: str) -> No
     assert made.counters.totals()["verdicts_probe"] == 1
 
 
+def test_verdict_probe_that_ended_early_is_no_failed_load(clock: Clock) -> None:
+    made, shelf = beyond(clock)
+    shelf.price = QuotedPrice(LinkPrice(1e-4, 1e-3, 8), clock.now_s)
+    assert load(made, "a") == 8 * BLOCK
+    assert made.on_loads_failed(set(), {"a"}) == {"a"}
+    ended(made, "a", 10.0)
+    name, _, _ = probe(made)
+    assert made.on_loads_failed(set(), {name}) == {name}
+    assert made.counters.totals()["loads_failed"] == 1
+
+
 @pytest.mark.parametrize("arrived", [0, 2])
 def test_verdict_probe_that_ended_early_changes_nothing(clock: Clock, arrived: int) -> None:
     made, shelf = beyond(clock)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, create_autospec
 
 import pytest
 
 from kvproto.v1 import admin_pb2, node_pb2
 from kvstore.core.errors import CapacityExceeded
 from kvstore.core.types import BlockKey
-from kvstore.node.hints.session_hints import HintResult
+from kvstore.node.hints.session_hints import HintResult, SessionHints
 from kvstore.node.rpc.admin_service import NodeAdminServicer
 from kvstore.node.rpc.service import NodeServicer
 from kvstore.node.rpc.wait_threads import WaitThreads
@@ -27,6 +27,7 @@ def parts() -> Iterator[MagicMock]:
     counters = Counters()
     made = MagicMock(counters=counters, hint_calls=WaitThreads(2, "hints", counters, threads=1))
     made.config.load_threads = 1
+    made.hints = create_autospec(SessionHints, instance=True)
     made.hints.keep.return_value = HintResult(protected=3)
     yield made
     made.hint_calls.close()

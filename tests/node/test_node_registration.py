@@ -17,10 +17,10 @@ from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, VolumeId
+from kvstore.node.publish.contract import PublishedBlocks
 from kvstore.node.publish.publisher import BATCHES_IN_FLIGHT, IndexPublisher
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
-from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.errors import abort_arguments
 from kvstore.tiers.contract import VolumeUsage
@@ -74,7 +74,7 @@ def publishing(
             boot_id=secrets.token_bytes(16),
             volumes=[common_pb2.VolumeInfo(volume_id=volume) for volume in volumes],
         ),
-        cast("BlockTable", SimpleNamespace(memory_volume=dram, node_volumes=[], snapshot=list)),
+        cast("PublishedBlocks", SimpleNamespace(memory_volume=dram, node_volumes=[], held_by=lambda _: [])),
         log,
         counters,
         tls=None,

@@ -85,8 +85,8 @@ def test_gpu_benchmarks_keep_records_on_a_bare_image(image: Path, tmp_path: Path
     assert {record.parameters["layout"] for record in records} == {"split", "page", "block-major"}
 
 
-def test_gds_benchmark_imports_on_a_bare_image(image: Path) -> None:
-    code = "import sys; sys.path.insert(0, 'benchmarks'); import gds_read, rig.gds_child"
+def test_other_gpu_benchmarks_import_on_a_bare_image(image: Path) -> None:
+    code = "import sys; sys.path.insert(0, 'benchmarks'); import gds_read, hbm_pool, rig.gds_child"
     environment = {"PATH": "", "PYTHONPATH": os.pathsep.join((".", "clients", "proto"))}
     python = str(image / "bin" / "python")
     subprocess.run([python, "-c", code], cwd=REPOSITORY, env=environment, check=True, capture_output=True, timeout=RUN_S)

@@ -16,6 +16,7 @@ from kvstore.router.health.engine_metrics import EngineMetrics, parse_metrics
 from kvstore.router.main import make_context
 from kvstore.router.placement.balancer import RotationOrder, least_loaded
 from kvstore.router.placement.inflight import EngineWork, InflightEntry, InflightTokens
+from kvstore.router.prompts.prefix_lookup import joined
 from kvstore.router.prompts.prefix_memory import MAX_TEXT_BYTES, PIECE_BYTES, PrefixMemory, text_chain
 from kvstore.router.prompts.prompt_facts import PromptFacts, PromptReader, StoreHits
 from kvstore.router.prompts.request_body import CHAT, COMPLETIONS, parse_body
@@ -291,3 +292,9 @@ def test_router_config_invalid_value_rejected(wrong: dict[str, object]) -> None:
 def test_router_config_value_out_of_range_rejected(wrong: dict[str, int]) -> None:
     with pytest.raises(ValidationError):
         RouterConfig(engines=(E0,), **wrong)  # type: ignore[arg-type]
+
+
+def test_caches_count_only_if_all_namespaces_were_looked_up() -> None:
+    one, two = StoreHits(100, {}, {"a": 64}), StoreHits(200, {}, {"a": 32, "b": 16})
+    assert joined([one, two]) == StoreHits(200, {}, {"a": 64, "b": 16})
+    assert joined([one, StoreHits(200, {})]) == StoreHits(200, {})

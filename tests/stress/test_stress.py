@@ -115,6 +115,7 @@ def test_stress_wrong_mix_is_a_usage_error(mix: str) -> None:
     ("arguments", "words"),
     [
         (["--clients", "64", "--sessions", "8"], "is 512; a node takes at most 256 sessions"),
+        (["--clients", "32", "--sessions", "8", "--node", "127.0.0.1:1"], "is 256; a node takes at most 128 sessions over TCP"),
         (["--clients", "32", "--sessions", "8", "--node", "none"], "is 256; a node takes at most 128 sessions over TCP"),
         (["--clients", "8", "--sessions", "2"], "--size is less than one request per session: 16 sessions"),
     ],

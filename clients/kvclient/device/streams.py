@@ -45,7 +45,10 @@ class UnknownEnd:
 
 
 def done_or_failed(event: Event) -> bool:
-    """Whether all work before an event has ended, or the device failed and writes no more. ``UnknownEnd``: counts as failed."""
+    """Whether all work before an event has ended, or the device failed.
+
+    True for ``UnknownEnd``, too, whose work may still run: check for it before memory is used again.
+    """
     try:
         return event.done()
     except Internal:

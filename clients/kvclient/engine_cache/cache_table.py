@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from kvclient.engine_cache.tracker import CacheChanges, CacheSpace, Place
-from kvstore.core.types import BlockKey, NamespaceId, VolumeId
+from kvstore.core.keys import NamespaceKeyMask
+from kvstore.core.types import BlockKey, NamespaceId, VolumeId, unpack_keys
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.tiers.contract import VolumeUsage
@@ -65,9 +66,6 @@ class CacheTable:
         """By key in the store."""
         self._waiting: dict[BlockKey, _Fields | None] = {}
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def held_by(self, volume: VolumeId) -> Sequence[PublishedBlock]:
         """Return all published blocks."""
         with self._lock:
@@ -76,11 +74,12 @@ class CacheTable:
 
     def merge(self, changes: CacheChanges) -> None:
         """Add changes to those that wait. A block that was held for less time than it waited is not published."""
+        published = _published(changes.space, {key: place for key, place in changes.blocks.items() if place is not None})
         for key, place in changes.blocks.items():
             if (key in self._blocks) == (place is not None):
                 self._waiting.pop(key, None)
             else:
-                self._waiting[key] = None if place is None else _published(changes.space, key, place)
+                self._waiting[key] = published.get(key)
 
     def publish(self, most: int) -> tuple[int, int]:
         """Publish the oldest changes that wait, at most ``most``. Returns the numbers of added and removed blocks."""
@@ -98,12 +97,12 @@ class CacheTable:
         return added, len(changes) - added
 
 
-def _published(space: CacheSpace, key: BlockKey, place: Place) -> _Fields:
-    parent, depth = place
-    return _masked(space, key), None if parent is None else _masked(space, parent), depth, space.namespace
-
-
-def _masked(space: CacheSpace, key: BlockKey) -> BlockKey:
-    """Return the key of a block in the namespace of caches, as ``NamespaceKeyMask`` does for many."""
-    mask = int.from_bytes(space.chain) ^ int.from_bytes(space.namespace)
-    return BlockKey((int.from_bytes(key) ^ mask).to_bytes(len(key)))
+def _published(space: CacheSpace, places: Mapping[BlockKey, Place]) -> dict[BlockKey, _Fields]:
+    """Return the fields of blocks in the namespace of caches, by key in the store."""
+    mask = NamespaceKeyMask(space.chain, space.namespace)
+    keys = unpack_keys(mask.keys(list(places)))
+    parents = unpack_keys(mask.keys([parent or key for key, (parent, _) in places.items()]))
+    return {
+        key: (masked, None if parent is None else masked_parent, depth, space.namespace)
+        for (key, (parent, depth)), masked, masked_parent in zip(places.items(), keys, parents, strict=True)
+    }

@@ -121,7 +121,7 @@ class CachePublication:
                 self._count("cache_removed_blocks", removed)
                 self._count_failures()
                 self._note_denial()
-            except Exception:  # noqa: BLE001  # thread edge: the engine must not notice, and anti-entropy repairs the index
+            except Exception:  # noqa: BLE001  # thread edge: a stale entry costs a router a worse choice
                 self._count("bugs", 1)
                 _log.exception("cache not published: unexpected error, trying again")
 

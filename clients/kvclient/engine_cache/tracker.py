@@ -2,8 +2,8 @@
 
 A block is held if the engine's pool holds it in all KV cache groups. The pool reports nothing, so each step checks some of the
 known blocks in turn. The more time has passed since the last step, the more blocks it checks: a round takes about ``ROUND_S``.
-Steps that follow each other slowly are long, so a check of more blocks is a small part of them. An engine without steps allocates
-no pages, so its cache does not change.
+A step checks at most ``MOST_CHECKS`` of them, so one after a pause stays short. An engine without steps allocates no pages, so
+its cache does not change.
 
 Blocks are plain tuples of bytes, which the garbage collector skips: objects would lengthen its pauses in the engine's process.
 """
@@ -117,7 +117,10 @@ class CacheTracker:
         return len(self._held)
 
     def offer(self, offer: CacheOffer) -> None:
-        """Receive blocks that the engine may hold from now on. At most ``most`` blocks wait; the oldest are ignored."""
+        """Receive blocks that the engine may hold from now on.
+
+        At most ``most`` blocks wait, or one longer offer. The oldest offers are ignored.
+        """
         self._offers.append(offer)
         self._offered += len(offer.keys)
         while self._offered > self._most and len(self._offers) > 1:

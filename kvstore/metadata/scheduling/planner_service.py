@@ -25,6 +25,7 @@ from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.membership.view import is_engine_cache
 from kvstore.metadata.scheduling.link_rates import LinkRates, link_rates
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -263,8 +264,8 @@ class PlannerService:
         """Tell the planner of nodes that joined, restarted or left. It does not use draining nodes."""
         records = self._nodes.view().nodes
         for node_id, record in records.items():
-            if not record.control_address:
-                continue  # the cache of an engine, which serves no reads
+            if is_engine_cache(record):
+                continue
             alive = self._nodes.is_alive(node_id) and not self._nodes.is_draining(node_id)
             if not alive and node_id in self._known:
                 del self._known[node_id]

@@ -8,7 +8,7 @@
 4. A long chain is kept in parts of ``PART_KEYS`` keys, so that a caller can release its lock between two parts. Within a session,
    later parts lose their protection first. For the same reason one call displaces at most ``DISPLACED_AT_ONCE`` parts.
 5. Shared blocks cost their tenant nothing, but each session keeps its own list of keys. So the keys of all lists of a tenant are
-   limited too.
+   limited too. At this limit, a session protects fewer blocks and displaces no other session.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class HintLedger:
     ) -> Kept:
         """Protect a session, or a part of one, instead of what it protected before.
 
-        A later part is protected only while the part before it is.
+        A later part requires that the part before it is protected when this is called.
 
         Args:
             tenant: of the namespace.

@@ -223,12 +223,12 @@ def hits_of(lookup: Lookup, block_tokens: int, cached: Mapping[str, int] | None 
 
 
 def joined(hits: Sequence[StoreHits]) -> StoreHits:
-    """Return the longest hit of several namespaces, with the caches of all."""
+    """Return the longest hit of several namespaces, with the caches of all. If one was not looked up, no cache counts."""
     cached: dict[str, int] = {}
     for one in hits:
         for cache, tokens in (one.cache_tokens or {}).items():
             cached[cache] = max(cached.get(cache, 0), tokens)
-    known = any(one.cache_tokens is not None for one in hits)
+    known = all(one.cache_tokens is not None for one in hits)
     return replace(max(hits, key=lambda found: found.hit_tokens), cache_tokens=cached if known else None)
 
 

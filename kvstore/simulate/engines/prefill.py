@@ -34,7 +34,7 @@ class AttentionTime:
         return self._engine.attention_seconds(PrefillChunk(cached, tokens))
 
     def seconds(self, work: float) -> float:
-        """Return the work."""
+        """Return the time of an amount of work, which already is in seconds."""
         return work
 
 

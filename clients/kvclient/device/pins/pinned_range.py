@@ -274,12 +274,12 @@ class PinnedRange:
                 self._changed.notify_all()
 
     def _note_refusal(self, error: str) -> None:
-        """Count a kernel that populates nothing: the driver finds the pages itself, which is slower."""
+        """Count and log once that the kernel refused to populate pages. The driver then finds them itself, which is slower."""
         with self._changed:
             first, self._populate_refused = not self._populate_refused, True
         if first:
             self._counters.add(device_metrics.DEVICE_POPULATE_REFUSED)
-            _log.info("arena not populated: the driver finds its pages, slower (error=%s)", error)
+            _log.info("arena not populated: pinning is slower (error=%s)", error)
 
     def _pin_chunks(self) -> None:
         if self._after is not None:

@@ -303,7 +303,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         hashed = blocks.has_equal_pages and config.hash_block_size in {None, blocks.block_tokens}
         if not hashed or any(kind.startswith(("sliding", "chunked")) for kind in kinds):
             self.scheduler_side.counters.add("cache_not_published")
-            _log.info("the engine's own prefix cache is not published: its groups keep different parts of a prefix")
+            _log.info(
+                "prefix cache not published: sliding windows, chunked attention or pages of several sizes (kinds=%s)",
+                sorted(kinds),
+            )
             return None
         block_bytes = sum(spec.block_bytes for group in shards for spec in group)
         with unbound():

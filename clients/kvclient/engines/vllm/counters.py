@@ -32,7 +32,8 @@ COUNTERS = {
     "pages_uncached": "Pages taken out of the engine's prefix cache because a layer-wise load did not fill them.",
     "loads_aborted": "Loads that were given up because their request ended.",
     "load_blocks": "Blocks loaded, per group and worker.",
-    "load_missing_blocks": "Blocks found but not loaded, per group and worker.",
+    "load_missing_blocks": "Blocks found but not loaded, per group and worker; without those of probes.",
+    "probe_missing_blocks": "Blocks that probes of slow sources did not load in their short time, per worker.",
     "load_bytes": "Bytes loaded.",
     "load_dram_bytes": "Bytes loaded from DRAM.",
     "load_nvme_bytes": "Bytes loaded from NVMe.",
@@ -101,7 +102,7 @@ COUNTERS = {
     "cache_inventories": "Times that too many changes of the engine's own prefix cache waited: all blocks are published again.",
     "cache_not_published": "Starts with a model or setting whose own prefix cache cannot be published.",
     "hints": "Hints about sessions, of requests that ended.",
-    "hints_refused": "Hints that were invalid, too many in one step, or of changed weights: ignored.",
+    "hints_refused": "Hints that were ignored: invalid, too many in one step, of changed weights, or without stored blocks.",
     "resets": "Resets of the cache: from then on the store is used under another weights epoch.",
     "bugs": "Failures that should be impossible; each is logged.",
 }

@@ -21,7 +21,7 @@ _MOST_FILE_BYTES = 16 << 20
 _MOST_ERROR = 0.2
 """Largest median error of a fit, as a share of the sample, that is no failure."""
 _LEAST_GROWTH = 1e-6
-"""A usual prompt takes longer than an empty one by more than this share, which is more than rounding."""
+"""Minimum relative growth of the fitted time from an empty to a typical prompt. Less is an error of rounding."""
 _HEADER = "tokens,context,seconds"
 _LENGTHS = "256,512,1024,2048,4096,8192"
 

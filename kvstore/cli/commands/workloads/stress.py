@@ -124,7 +124,7 @@ def stress(
     from kvstore.stress.plan import StressPlan
     from kvstore.stress.run import run_stress
 
-    _check_sessions(clients * sessions, local=node != "none")
+    _check_sessions(clients * sessions, local=node == "auto" or node.startswith("unix:"))
     plan = StressPlan(
         metadata=config.client.metadata,
         node=None if node == "none" else node,

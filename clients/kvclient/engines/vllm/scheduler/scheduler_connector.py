@@ -597,7 +597,8 @@ class SchedulerConnector:
                 state.loading = {}
                 state.stored_blocks = 0  # what was promised is not all there: the store says itself what it lacks
                 state.idle_until = 0
-                self.counters.add("loads_failed")
+                if self._verdicts is None or self._verdicts.probe_limit_s(request_id) is None:
+                    self.counters.add("loads_failed")
                 computed.add(request_id)
         return computed
 

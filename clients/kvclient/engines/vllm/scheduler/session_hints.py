@@ -71,7 +71,9 @@ class SessionHintQueue:
             self._counters.add("hints_refused")
             _limited.warning("hint ignored: too many requests with hints ended in one step (limit=%d)", MAX_WAITING)
             return
-        if not (keys := stored_keys()):
+        keys = stored_keys()
+        if not keys and not hint.end:
+            self._counters.add("hints_refused")
             return
         self._counters.add("hints")
         self._waiting.append(HintJob(hint, list(keys)))

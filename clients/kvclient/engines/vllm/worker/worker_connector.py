@@ -46,14 +46,17 @@ class InflightGroupLoad:
         job: blocks and pages of the load.
         handle: the load; None: it could not even begin.
         pages: of the group.
+        probe: the load ends early if its source is slow.
     """
 
-    def __init__(self, job: GroupLoad, handle: LoadHandle | None, pages: Pages) -> None:
+    def __init__(self, job: GroupLoad, handle: LoadHandle | None, pages: Pages, *, probe: bool = False) -> None:
         self.group = job.group
         self._block_ids = job.block_ids
         self._behind = job.behind
         self._handle = handle
         self._pages = pages
+        self._missed = "probe_missing_blocks" if probe else "load_missing_blocks"
+        """The counter of blocks that are not loaded."""
         self._spoiled = handle is None
         self.result: LoadResult | None = None
         """Result of the load, after its end."""
@@ -100,7 +103,7 @@ class InflightGroupLoad:
             _count_load(counters, result)
         missing = self._block_ids[good:]
         if missing:
-            counters.add("load_missing_blocks", len(missing))
+            counters.add(self._missed, len(missing))
             self._pages.clear([*missing, *self._behind])
         return missing
 
@@ -322,7 +325,7 @@ class WorkerConnector:
             except (KVStoreError, KeyError):  # a scheduler and a worker of different minds: the pages count as not loaded
                 self.counters.add("bugs")
                 _log.exception("a load could not begin: it counts as failed")
-            parts.append(InflightGroupLoad(part, handle, pages))
+            parts.append(InflightGroupLoad(part, handle, pages, probe=job.limit_s is not None))
         return InflightLoad(job.request_id, parts)
 
     def wait_layer(self, name: str) -> None:
