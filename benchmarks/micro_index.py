@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -141,15 +140,15 @@ def keep_lookups(options: Options, indexes: dict[int, Filled]) -> None:
 
 def main() -> None:
     """Measure all sizes."""
-    sizes = argparse.ArgumentParser(add_help=False)
-    sizes.add_argument("--blocks", type=int, nargs="+")
-    arguments = list(sys.argv)
-    chosen, sys.argv[1:] = sizes.parse_known_args()
-    options = harness.options("micro_index", __doc__)
-    sys.argv[:] = arguments  # a record contains the whole command
-    sizes_by_mode = options.pick(full=[10_000, 1_000_000, 10_000_000], quick=[10_000, 1_000_000], smoke=[3_200])
+
+    def own(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--blocks", type=int, nargs="+", help="blocks of each index (default: those of the mode)")
+
+    options = harness.options("micro_index", __doc__, arguments=own)
+    by_mode = options.pick(full=[10_000, 1_000_000, 10_000_000], quick=[10_000, 1_000_000], smoke=[3_200])
     with tempfile.TemporaryDirectory(prefix="micro-index-", dir=options.scratch) as folder:
-        indexes = {blocks: fill(Path(folder) / str(blocks), blocks, options.seed) for blocks in chosen.blocks or sizes_by_mode}
+        chosen = options.extra.blocks or by_mode
+        indexes = {blocks: fill(Path(folder) / str(blocks), blocks, options.seed) for blocks in chosen}
         keep_sizes(options, indexes)
         keep_lookups(options, indexes)
         for blocks, filled in indexes.items():

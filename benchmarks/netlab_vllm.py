@@ -179,11 +179,11 @@ class Bed:
         prefill, decode = engines
         before = self._counts(prefill)
         transfer = uuid.uuid4().hex
-        there = {"do_remote_decode": True, "transfer_id": transfer, "decode_node": DECODE, "path_policy": policy}
-        here = {"do_remote_prefill": True, "transfer_id": transfer}
+        prefill_params = {"do_remote_decode": True, "transfer_id": transfer, "decode_node": DECODE, "path_policy": policy}
+        decode_params = {"do_remote_prefill": True, "transfer_id": transfer}
         began_s = time.perf_counter()
-        first = self._asking.submit(prefill.complete, prompt, 1, kv_transfer_params=there)
-        second = self._asking.submit(decode.complete, prompt, 1, kv_transfer_params=here)
+        first = self._asking.submit(prefill.complete, prompt, 1, kv_transfer_params=prefill_params)
+        second = self._asking.submit(decode.complete, prompt, 1, kv_transfer_params=decode_params)
         (token,) = token_ids_of(second.result())
         seconds = time.perf_counter() - began_s
         if token_ids_of(first.result()) != [token]:
@@ -324,7 +324,7 @@ def measure(options: Options, folder: Path, series: Series) -> None:
     print(links.describe(), flush=True)
     dice = random.Random(options.seed)
     contexts = [dice.choices(range(32, 127), k=tokens) for _ in range(2)]
-    told: dict[str, list[Answer]] = {policy: [] for policy in POLICIES}
+    answers: dict[str, list[Answer]] = {policy: [] for policy in POLICIES}
     first_tokens: dict[int, int] = {}
     policies = series.policies
     with series.bed(links, tokens, extra.load_mode, extra.layer_group, folder) as bed:
@@ -341,7 +341,7 @@ def measure(options: Options, folder: Path, series: Series) -> None:
             answer = bed.ask(contexts[round_number % 2] + tail, policy)
             if first_tokens.setdefault(round_number, answer.token) != answer.token:
                 sys.exit("WRONG TOKEN: the policies do not agree")
-            told[policy].append(answer)
+            answers[policy].append(answer)
             loaded = sum(answer.bytes.values())
             if loaded < tokens // BLOCK * BLOCK * KV_BYTES:
                 sys.exit(f"only {loaded} bytes of the context were loaded: {answer}")
@@ -356,11 +356,31 @@ def measure(options: Options, folder: Path, series: Series) -> None:
         "context_tokens": tokens,
         **({"load_mode": extra.load_mode, "layer_group": extra.layer_group} if series.bed is Bed else {}),
     }
+    _keep_figures(options, series, shared, samples, answers)
+
+
+def _keep_figures(
+    options: Options,
+    series: Series,
+    shared: dict[str, Any],
+    samples: Mapping[str, Sequence[float]],
+    answers: Mapping[str, Sequence[Answer]],
+) -> None:
+    """Record the figure of each policy.
+
+    Args:
+        options: of the benchmark.
+        series: what was measured.
+        shared: parameters of all figures.
+        samples: by policy: times to first token.
+        answers: by policy: answers, also those of warm-up rounds before ``samples``.
+    """
+    policies = series.policies
     for policy in policies:
-        answers = told[policy][-len(samples[policy]) :]
-        share = statistics.median(one.load_seconds / one.seconds for one in answers)
-        handed = statistics.median(one.handoff_seconds for one in answers)
-        over = {path: statistics.median(one.bytes[path] for one in answers) / 1e6 for path in answers[0].bytes}
+        measured = answers[policy][-len(samples[policy]) :]
+        share = statistics.median(one.load_seconds / one.seconds for one in measured)
+        handed = statistics.median(one.handoff_seconds for one in measured)
+        over = {path: statistics.median(one.bytes[path] for one in measured) / 1e6 for path in measured[0].bytes}
         options.keep(
             Figure(
                 series.name,
@@ -382,7 +402,7 @@ def measure(options: Options, folder: Path, series: Series) -> None:
 
 
 def main() -> None:
-    """Parse the arguments of this script."""
+    """Run the chosen measurements."""
 
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--snic-mbit", type=float, default=200.0, help="rate of each storage link (default 200); compute: 5x")

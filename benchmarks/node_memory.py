@@ -35,7 +35,7 @@ from rig import CALL_S, OPTIONS, Chains, cluster, found, spec, stored
 LAYERS = 32
 BLOCK_BYTES = 4096
 CHAIN_BLOCKS = 32
-BATCH_BLOCKS = 4096
+BATCH_BLOCKS, FEW_BLOCKS = 4096, 512
 DRAM_BYTES = 64 << 20
 CHURN_FACTOR = 6
 """Blocks stored per block that the churned volume holds: the volume itself, four evicted keys per block, and a margin."""
@@ -78,10 +78,11 @@ class Bed:
         return next(int(tier.blocks) for tier in tiers if "nvme" in tier.volume_id)
 
     def fill(self, client: KVClient, chains: Chains, blocks: int) -> None:
-        """Store ``count`` blocks, make them durable, and wait until the index contains them."""
-        last = None
-        for _ in range(-(-blocks // BATCH_BLOCKS)):
+        """Store at least ``blocks`` blocks, make them durable, and wait until the index contains them."""
+        last, filled = None, 0
+        while filled < blocks:
             last = chains.next()
+            filled += len(last.keys)
             for at in range(0, len(last.keys), CHAIN_BLOCKS):
                 stored(client.store(last.keys[at : at + CHAIN_BLOCKS], last.payload[at : at + CHAIN_BLOCKS]))
         assert last is not None
@@ -108,9 +109,10 @@ def _node(blocks: int) -> NodeSpec:
 def measure_filled(options: Options, folder: Path, sizes: list[int]) -> None:
     """Measure with a volume that holds all blocks."""
     cache = spec(BLOCK_BYTES, LAYERS)
-    chains = Chains(cache, BATCH_BLOCKS, options.seed, CHAIN_BLOCKS)
+    batch = options.pick(full=BATCH_BLOCKS, quick=BATCH_BLOCKS, smoke=FEW_BLOCKS)
+    chains = Chains(cache, batch, options.seed, CHAIN_BLOCKS)
     steps = Steps()
-    with cluster(_node(sizes[-1] + 2 * BATCH_BLOCKS), folder) as store:
+    with cluster(_node(sizes[-1] + 2 * batch), folder) as store:
         empty = rss_anon(store.node("bench"))
         bed = Bed(store)
         with KVClient.connect(store.metadata_address, cache, node=store.node("bench").local_socket, options=OPTIONS) as client:
@@ -131,7 +133,8 @@ def measure_filled(options: Options, folder: Path, sizes: list[int]) -> None:
 def measure_churned(options: Options, folder: Path, blocks: int) -> None:
     """Measure with a volume that evicts."""
     cache = spec(BLOCK_BYTES, LAYERS)
-    chains = Chains(cache, BATCH_BLOCKS, options.seed, CHAIN_BLOCKS)
+    batch = options.pick(full=BATCH_BLOCKS, quick=BATCH_BLOCKS, smoke=FEW_BLOCKS)
+    chains = Chains(cache, batch, options.seed, CHAIN_BLOCKS)
     with cluster(_node(blocks), folder) as store:
         empty = rss_anon(store.node("bench"))
         bed = Bed(store)

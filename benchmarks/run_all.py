@@ -42,7 +42,8 @@ SCRIPTS = sorted(
 SUITES: dict[str, tuple[str, ...]] = {
     "store": ("dram_hit", "tcp_load", "put_get", "nvme_client", "lookup"),
     "parts": (
-        "data_plane", "device_copies", "dram_copy", "forwarding", "gds_read", "hbm_pool", "interpreter_wait", "load_choice",
+        "data_plane", "device_copies", "device_pipeline", "dram_copy", "forwarding", "gds_read", "hbm_pool", "interpreter_wait",
+        "load_choice",
         "lookup_growth", "micro_index", "nixl_transport", "node_memory", "nvme", "observe_cost", "planner", "rest_cost",
         "scheduling", "read_ahead", "sharded_index", "small_loads", "verified_cpu",
     ),

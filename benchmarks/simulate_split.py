@@ -35,7 +35,7 @@ def results(agents: int, seed: int) -> list[SimResult]:
 
 
 def main() -> None:
-    """Parse the arguments of this script."""
+    """Run the simulations."""
     options = harness.options("simulate_split", __doc__)
     for agents in options.pick(full=AGENTS, quick=(1, 11), smoke=(1,)):
         rounds = [results(agents, options.seed + round_number) for round_number in range(options.repetitions)]

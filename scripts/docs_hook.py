@@ -29,7 +29,7 @@ GENERATED: Final[Mapping[str, Callable[[], str]]] = {
     "rest": rest.pages,
 }
 """Generators of ``<!-- generated: NAME -->``."""
-_DIRECTIVE: Final = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
+_DIRECTIVE: Final = re.compile(r"^<!-- generated: (.+?) -->" + included.PLACEHOLDER, re.MULTILINE)
 _TITLE: Final = re.compile(r"^# .+$", re.MULTILINE)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +16,7 @@ from kvstore.observe import counters
 from kvstore.process.gc_tuning import freeze_startup_objects
 from nursery import Nurseries
 from samples import be_thorough
+from support.unexpected_errors import fail_on_unexpected_errors
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES, ALL_EXAMPLES = 40, 100
@@ -57,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    fail_on_unexpected_errors()
     if config.getoption("--thorough"):
         be_thorough()
         most = max(settings.default.max_examples, ALL_EXAMPLES)
@@ -65,9 +68,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--record-times") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(TimeRecorder())
     if not config.getoption("--plain-daemons"):
-        nurseries = Nurseries()
+        folder, owner = getattr(config, "workerinput", {}).get("nurseries", (None, None))
+        nurseries = Nurseries(folder and Path(folder), owner)
         Children.launcher, Children.engines = nurseries, nurseries.serve
+        Nurseries.current = nurseries
         config.add_cleanup(nurseries.close)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: Any) -> None:
+    """Let a worker share the nurseries of this run."""
+    if Nurseries.current is not None:
+        node.workerinput["nurseries"] = (str(Nurseries.current.folder), Nurseries.current.owner)
 
 
 def pytest_collection_finish() -> None:

@@ -1,87 +1,86 @@
-"""Daemons for tests, forked from a process that has already imported their modules, in a tenth of the processor time.
+"""Daemons, commands and benchmarks for tests, forked from a process that has already imported their modules.
 
-A daemon needs a second of a core to import its modules, a served vLLM ten, and the tests start more than a thousand daemons. So a
-test process keeps one *nursery* per kind: a single-threaded Python that has imported only the modules of that kind, and forks a
-child for each start. The child is an ordinary process: arguments, environment, folder, outputs and exit code are those of a plain
-start, and it runs the same ``main``. If environment variables could have changed the imports, a daemon is started the plain way;
-with ``--plain-daemons`` all are.
+A daemon needs a second of a core to import its modules, a command half a second, a served vLLM ten, and the tests start
+thousands. So a test run keeps one *nursery* per kind: a single-threaded Python that has imported only the modules of that
+kind, and forks a child for each start (``nursery_process.py``). The child is an ordinary process: arguments, environment, folder,
+outputs and exit code are those of a plain start, and it runs the same ``main``. Only nodes of test processes have one variable
+more (``QUICK_NODE``). If environment variables could have changed the imports, the process is started the plain way; with
+``--plain-daemons`` all are.
 
-A nursery ends when its test process does, and its children end with it.
+A nursery serves all test processes of a run. It ends when the run does, and its children end with it. A child also ends with the
+process that asked for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
-import importlib
+import fcntl
 import json
-import multiprocessing
 import os
-import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import IO, Any, NoReturn
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, ClassVar
 
-from kvstore.embedded.children import die_with_parent, start
+from kvstore.embedded.children import start
+from kvstore.embedded.temp_dirs import TempDir
 
 IMPORTED = {
     "metadata": ("kvstore.cli.commands.daemons.servers", "kvstore.metadata.main", "kvstore.observe.http"),
-    "node": ("kvstore.cli.commands.daemons.servers", "kvstore.node.main", "kvstore.observe.http"),
+    "node": (
+        "kvstore.cli.commands.daemons.servers",
+        "kvstore.node.main",
+        "kvstore.observe.http",
+        "grpc._channel",
+        "encodings.idna",
+    ),
     "router": ("kvstore.cli.commands.daemons.router", "kvstore.router.main"),
     "admin": ("kvstore.cli.commands.daemons.admin", "kvstore.admin.main"),
 }
 """Modules that each daemon imports before it serves; the first is the module of its command."""
+COMMAND = "command"
+"""The kind of all other commands."""
+SCRIPT = "script"
+"""The kind of the benchmarks."""
 SERVER = "vllm.entrypoints.openai.api_server"
-SERVES = (
-    SERVER,
-    "vllm.entrypoints.launchers.api_server.entry",
-    "vllm.v1.engine.async_llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.llama",
-    "kvclient.engines.vllm.pd_connector",
-)
-"""Modules that a served engine imports before it serves."""
+"""The kind of a served vLLM."""
+QUICK_NODE = {"KVSTORE_NODE__PREFAULT": "false"}
+"""A node needs a tenth of a second of a core to touch 64 MiB in advance. Nodes that commands start do so."""
 MESSAGE_BYTES = 1 << 18
 PLAIN = [sys.executable, "-m", "kvstore.cli"]
 SERVED = [sys.executable, "-m", SERVER]
 TASKSET = ["taskset", "--cpu-list"]
 READY = b"ready"
-CLONE_NEWNET = 0x40000000
-SEEN_BY_IMPORTS = (
-    "GRPC_",
-    "KVSTORE_NATIVE",
-    "LC_",
-    "LANG",
-    "NPY_",
-    "OTEL_",
-    "PROMETHEUS_",
-    "PROTOCOL_BUFFERS_",
-    "PYDANTIC_",
-    "PYTHON",
-)
-"""Prefixes of variables that imports read. Not ``LD_``: the loader reads it at an exec, and vLLM sets it in the test process."""
-OF_ONE_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
+REFUSED = b"refused"
+OF_ONE_ENGINE = {
+    "TOKENIZERS_PARALLELISM",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_SERVER_DEV_MODE",
+}
 """Variables that engines read when they start, not when they are imported."""
 
 
 class Nursling(subprocess.Popen[bytes]):
     """A child of a nursery, with the interface of ``Popen`` as far as tests use it: signals, ``poll`` and ``wait``."""
 
-    def __init__(self, argv: Sequence[str], pid: int, ended: int) -> None:
+    def __init__(self, argv: Sequence[str], pid: int, connection: socket.socket) -> None:
         self.args = list(argv)
         self.pid = pid
         self.returncode: int | None = None
         self.stdin = self.stdout = self.stderr = None
         self._child_created = False  # the nursery reaps the child, not Popen
-        self._ended = ended
+        self._ended = connection.detach()
         self._reading = threading.Lock()
 
     def __del__(self) -> None:
@@ -109,30 +108,27 @@ class Nursling(subprocess.Popen[bytes]):
                         self.returncode = int(said) if said else -signal.SIGKILL
 
 
-@dataclass(frozen=True)
-class _Nursery:
-    """The nursery of one kind: its process, its socket, and the environment variables that its imports may have read."""
+class Launchers:
+    """Starts daemons from the nurseries whose sockets are in a folder, and in the plain way without one. Thread-safe.
 
-    process: subprocess.Popen[bytes]
-    asked: socket.socket
-    seen: dict[str, str]
+    Args:
+        folder: of the sockets.
+        of_nodes: variables of nodes, if this process does not set them.
+    """
 
-
-class Nurseries:
-    """The nurseries of one test process, each started on first use. A ``Launcher``; thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._begun: dict[str, _Nursery] = {}
+    def __init__(self, folder: Path, of_nodes: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self._of_nodes = of_nodes or {}
 
     def __call__(
         self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes], netns: int | None = None
     ) -> subprocess.Popen[bytes]:
-        command = argv[len(PLAIN)] if list(argv[: len(PLAIN)]) == PLAIN else ""
-        if command in IMPORTED:
+        """A ``Launcher``."""
+        if list(argv[: len(PLAIN)]) == PLAIN:
             assert stdin == subprocess.DEVNULL
-            asked = {"arguments": list(argv[len(PLAIN) :]), "environment": dict(os.environ)}
-            process = self._from(command, _seen_by_imports(), asked, argv, stdout, stderr, netns)
+            kind = argv[len(PLAIN)] if argv[len(PLAIN)] in IMPORTED else COMMAND
+            environment = {**(self._of_nodes if kind == "node" else {}), **os.environ}
+            process = self._from(kind, argv, argv[len(PLAIN) :], environment, stdout, stderr, netns)
             if process is not None:
                 return process
         return start(argv, stdin=stdin, stdout=stdout, stderr=stderr, netns=netns)
@@ -143,162 +139,159 @@ class Nurseries:
         """An ``EngineLauncher``."""
         cores, words = ([int(argv[2])], argv[3:]) if list(argv[:2]) == TASKSET else (None, argv)
         if list(words[: len(SERVED)]) == SERVED:
-            asked = {"arguments": list(words[len(SERVED) :]), "environment": dict(env), "session": new_session, "cores": cores}
-            # What differs from this process: vLLM and its libraries, once imported here, change this process's environment, too.
-            own = {name: value for name, value in env.items() if os.environ.get(name) != value}
-            seen = {name: value for name, value in own.items() if name not in OF_ONE_ENGINE}
-            process = self._from(SERVER, seen, asked, argv, stdout, stderr)
+            process = self._engine(argv, words[len(SERVED) :], env, stdout, stderr, session=new_session, cores=cores)
             if process is not None:
                 return process
         return start(argv, stdout=stdout, stderr=stderr, env=env, new_session=new_session)
 
+    def run_engine(
+        self, argv: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes], env: Mapping[str, str], new_session: bool
+    ) -> subprocess.Popen[bytes]:
+        """Start ``[sys.executable, SCRIPT, ARGUMENTS...]``, a script that imports vLLM."""
+        process = self._engine(argv, argv[1:], env, stdout, stderr, session=new_session)
+        return process or start(argv, stdout=stdout, stderr=stderr, env=env, new_session=new_session)
+
+    def run_script(self, argv: Sequence[str], stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start ``[sys.executable, SCRIPT, ARGUMENTS...]``."""
+        assert argv[0] == sys.executable
+        process = self._from(SCRIPT, argv, argv[1:], os.environ, stdout, stderr)
+        return process or start(argv, stdout=stdout, stderr=stderr)
+
+    def begin(self, kind: str, seen: Mapping[str, str] | None = None) -> None:
+        """Start the nursery of a kind if there is none and this process may."""
+
+    def _engine(
+        self,
+        argv: Sequence[str],
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        **more: Any,
+    ) -> Nursling | None:
+        # What differs from this process: vLLM and its libraries, once imported here, change this process's environment, too.
+        own = {name: value for name, value in env.items() if os.environ.get(name) != value}
+        seen = {name: value for name, value in own.items() if name not in OF_ONE_ENGINE}
+        return self._from(SERVER, argv, arguments, env, stdout, stderr, seen=seen, **more)
+
     def _from(
         self,
         kind: str,
-        seen: dict[str, str],
-        asked: dict[str, Any],
         argv: Sequence[str],
+        arguments: Sequence[str],
+        env: Mapping[str, str],
         stdout: IO[bytes],
         stderr: IO[bytes],
         netns: int | None = None,
+        **more: Any,
     ) -> Nursling | None:
-        """Fork a child from a kind's nursery. Returns None if imports could differ in this environment."""
+        """Fork a child from a kind's nursery. Returns None if there is none, or imports could differ in this environment."""
+        self.begin(kind, more.get("seen"))
+        asked = {"arguments": list(arguments), "environment": dict(env), "folder": os.getcwd(), **more}
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+            connection.connect(str(self.folder / kind))
+            with open(os.devnull, "rb") as nothing:
+                given = [nothing.fileno(), stdout.fileno(), stderr.fileno(), *([] if netns is None else [netns])]
+                socket.send_fds(connection, [json.dumps(asked).encode()], given)
+            said = connection.recv(16)
+        except (FileNotFoundError, ConnectionError):
+            said = REFUSED
+        assert said, f"the nursery of {kind} has ended: see its error above"
+        if said == REFUSED:
+            connection.close()
+            return None
+        return Nursling(argv, int(said), connection)
+
+
+class Nurseries(Launchers):
+    """The nurseries of a test run, each started on first use.
+
+    Args:
+        folder: of the sockets; None: of a new run, which ``close`` ends.
+        owner: process whose end ends the nurseries; None: this one.
+
+    Attributes:
+        current: those of this test process, if it has any.
+    """
+
+    current: ClassVar[Nurseries | None] = None
+
+    def __init__(self, folder: Path | None = None, owner: int | None = None) -> None:
+        self._sockets = TempDir("kvs-", Path("/tmp")) if folder is None else None
+        super().__init__(folder if self._sockets is None else self._sockets.path, QUICK_NODE)  # type: ignore[arg-type]
+        self.owner = os.getpid() if owner is None else owner
+        self._lock = threading.Lock()
+        self._begun: dict[str, subprocess.Popen[bytes] | None] = {}
+
+    def begin(self, kind: str, seen: Mapping[str, str] | None = None) -> None:
+        """Start the nursery of a kind if there is none. ``seen``: variables that its imports read; None: the daemons'."""
         with self._lock:
-            nursery = self._begun.get(kind)
-            if nursery is None:
-                nursery = self._begun[kind] = _begin(kind, seen)
-            if nursery.seen != seen:
-                return None
-            given = [stdout.fileno(), stderr.fileno(), *([] if netns is None else [netns])]
-            return _fork(nursery, argv, asked, given)
+            if kind not in self._begun:
+                with (self.folder / f"{kind}.lock").open("w") as one_of_the_run:
+                    fcntl.flock(one_of_the_run, fcntl.LOCK_EX)
+                    self._begun[kind] = None if (self.folder / kind).exists() else self._start(kind, seen)
+
+    def _start(self, kind: str, seen: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
+        began, begins = os.pipe()
+        with os.fdopen(began, "rb") as said, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(self.folder / kind))
+            listener.listen(64)
+            program = Path(__file__).with_name("nursery_process.py")
+            words = [kind, str(self.folder), str(self.owner), str(listener.fileno()), str(begins), json.dumps(seen)]
+            process = subprocess.Popen(
+                [sys.executable, str(program), *words],
+                env={**os.environ, **(seen or {}), "OPENBLAS_NUM_THREADS": "1"},  # it would start threads on import
+                pass_fds=[listener.fileno(), begins],
+                stdin=subprocess.DEVNULL,
+            )
+            os.close(begins)
+            assert said.read() == READY, f"the nursery of {kind} did not start: see its error above"
+        return process
 
     def close(self) -> None:
-        """End all nurseries."""
-        for nursery in self._begun.values():
-            nursery.asked.close()
-        for nursery in self._begun.values():
-            nursery.process.wait(10)
+        """End the run's nurseries, if this process began the run."""
+        if self._sockets is None:
+            return
+        for process in filter(None, self._begun.values()):
+            process.kill()
+            process.wait(10)
         self._begun.clear()
+        self._sockets.close()
 
 
-def _seen_by_imports() -> dict[str, str]:
-    """Return the variables that a daemon's modules and their libraries may read while they are imported."""
-    return {name: value for name, value in os.environ.items() if name.startswith(SEEN_BY_IMPORTS)}
+def cli(*daemons: str) -> list[str]:
+    """The words that run ``kvstore``, to be followed by its arguments: forked from the nursery of commands, if there is one.
+
+    Args:
+        daemons: kinds of daemons that the command starts, which are then forked, too.
+    """
+    nurseries = Nurseries.current
+    if nurseries is None:
+        return PLAIN
+    for kind in (COMMAND, *daemons):
+        nurseries.begin(kind)
+    program = Path(__file__).with_name("nursery_command.py")
+    return [sys.executable, "-I", "-S", str(program), str(nurseries.folder)]
 
 
-def _begin(kind: str, seen: dict[str, str]) -> _Nursery:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, __file__, kind, str(theirs.fileno())],
-            env={**os.environ, **seen, "OPENBLAS_NUM_THREADS": "1"},  # it would start threads on import
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-    assert ours.recv(16) == READY, f"the nursery of {kind} did not start: see its error above"
-    return _Nursery(process, ours, seen)
+def run_engine(
+    argv: Sequence[str], timeout_s: float, *, env: Mapping[str, str] = os.environ, new_session: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run ``[sys.executable, SCRIPT, ARGUMENTS...]``, a script that imports vLLM, and all processes of its session if it is new.
 
-
-def _fork(nursery: _Nursery, argv: Sequence[str], asked: dict[str, Any], given: Sequence[int]) -> Nursling:
-    ended, says = os.pipe()
-    try:
-        message = json.dumps({**asked, "folder": os.getcwd()}).encode()
-        socket.send_fds(nursery.asked, [message], [says, *given])
-        pid = int(nursery.asked.recv(16))
-    finally:
-        os.close(says)
-    return Nursling(argv, pid, ended)
-
-
-# ---------------------------------------------------------------- in the nursery
-def keep(kind: str, asked: socket.socket) -> None:
-    """Fork children until the test process has ended. Returns in each child, which then runs its daemon."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
-    sys.path[0] = os.getcwd()  # not the tests' folder, whose files are not modules of the daemon
-    if kind in IMPORTED:
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # like `main`, before gRPC is imported
-        importlib.import_module("kvstore.cli.app").root.get_command(None, kind)
-    for module in IMPORTED.get(kind, SERVES):
-        importlib.import_module(module)
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"{threads} threads cannot be forked"
-    gc.collect()
-    gc.freeze()
-    asked.send(READY)
-    says_of: dict[int, tuple[int, int]] = {}  # pidfd -> pid, pipe
-    poll = select.poll()
-    poll.register(asked.fileno(), select.POLLIN)
-    while True:
-        for fd, _ in poll.poll():
-            if fd != asked.fileno():
-                pid, says = says_of.pop(fd)
-                poll.unregister(fd)
-                os.close(fd)
-                with contextlib.suppress(BrokenPipeError):  # no test waits for it
-                    os.write(says, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
-                os.close(says)
-                continue
-            message, fds, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 4)
-            if not message:
-                os._exit(0)
-            pid = os.fork()
-            if pid == 0:
-                die_with_parent()
-                for pidfd, (_, pipe) in says_of.items():
-                    os.close(pidfd)
-                    os.close(pipe)
-                asked.close()
-                _become(json.loads(message), fds)
-                return
-            for given in fds[1:]:
-                os.close(given)
-            pidfd = os.pidfd_open(pid)
-            says_of[pidfd] = pid, fds[0]
-            poll.register(pidfd, select.POLLIN)
-            asked.send(str(pid).encode())
-
-
-def _become(asked: dict[str, Any], fds: Sequence[int]) -> None:
-    """Apply the arguments, environment, folder and outputs of a plain start, and the lab host's namespace if there is one."""
-    for number, fd in zip((1, 2), fds[1:3], strict=True):
-        os.dup2(fd, number)
-    for netns in fds[3:]:
-        if ctypes.CDLL(None, use_errno=True).setns(netns, CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "the host's namespace cannot be entered")
-    for fd in fds:
-        os.close(fd)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if asked.get("session"):
-        os.setsid()
-    if asked.get("cores"):
-        os.sched_setaffinity(0, asked["cores"])
-    os.chdir(asked["folder"])
-    for name in set(os.environ) - set(asked["environment"]):
-        del os.environ[name]
-    os.environ.update(asked["environment"])
-    sys.path[0] = asked["folder"]  # like `-m`
-    sys.argv = ["kvstore", *asked["arguments"]]
-
-
-def _fork_engine_core() -> None:
-    """Let vLLM fork the process of its engine core. On CPUs vLLM spawns that process, which then imports vLLM again."""
-    context = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore[assignment]
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the event loop that it wakes is the server's
-
-
-def main() -> NoReturn:
-    """``nursery.py KIND FD``."""
-    kind, asked = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
-    keep(kind, asked)
-    if kind == SERVER:
-        _fork_engine_core()
-        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
-    else:
-        importlib.import_module("kvstore.cli.app").main()
-    raise SystemExit(0)
-
-
-if __name__ == "__main__":
-    main()
+    Raises:
+        subprocess.TimeoutExpired: it did not end in time.
+    """
+    begin = start if Nurseries.current is None or find_spec("vllm") is None else Nurseries.current.run_engine
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        process = begin(argv, stdout=out, stderr=errors, env=env, new_session=new_session)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if new_session else os.kill)(process.pid, signal.SIGKILL)
+            process.wait()
+        said = [os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace") for file in (out, errors)]
+    return subprocess.CompletedProcess(argv, code, *said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ import pytest
 import hints
 import report
 import run_all
+from kvstore.embedded import children
 from kvstore.netlab.lab import available
 from kvstore.workload.generator import PROFILES, AgentWorkload
+from nursery import Nurseries
 
 
 def write_trace(file: Path) -> None:
@@ -53,8 +54,15 @@ def test_benchmark_tiny_run_keeps_records(script: str, tmp_path: Path) -> None:
     if script == "hints":
         write_trace(tmp_path / hints.TRACE)
         command += ["--traces", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = tmp_path / "said"
+    with said.open("wb") as out:
+        nurseries = Nurseries.current
+        start = children.start if nurseries is None else nurseries.run_script
+        process = start(command, stdout=out, stderr=out)
+    try:
+        assert process.wait(100) == 0, said.read_text()
+    finally:
+        process.kill()
     records = report.read_records(results)
     assert records
     for record in records:

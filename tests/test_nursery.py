@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.embedded.children import Launcher, start
-from nursery import Nurseries, Nursling
+from nursery import Nurseries, Nursling, cli
+from support.wait import wait_until
 
 KVSTORE = [sys.executable, "-m", "kvstore.cli"]
 WAIT_S = 30.0
@@ -100,6 +103,45 @@ def test_nursery_loader_variables_allow_forks(nurseries: Nurseries, tmp_path: Pa
     process = started(nurseries, tmp_path, "metadata", "--help")
     assert isinstance(process, Nursling)
     assert process.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [("config", "show"), ("nonsense",), ("status", "--metadata", "127.0.0.1:1"), ("volumes", "--help")]
+)
+def test_command_outputs_match_plain_start(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """In another folder, with a setting of the environment."""
+    environment = {**os.environ, "KVSTORE_NODE__DRAM": "3GiB"}
+    said = []
+    for words in (KVSTORE, cli()):
+        done = subprocess.run(
+            [*words, *arguments], capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path, env=environment
+        )
+        said.append((done.returncode, done.stdout, done.stderr))
+    assert said[0] == said[1]
+    assert said[0][1] or said[0][2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_command_signals_end_its_child(number: signal.Signals, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    command = ["metadata", "--listen", "127.0.0.1:0", "--index", str(tmp_path / "index"), "--ready-file", str(ready)]
+    process = subprocess.Popen([*cli("metadata"), *command], stderr=subprocess.DEVNULL)
+    wait_until(ready.exists)
+    child = json.loads(ready.read_text())["pid"]
+    assert child != process.pid
+    process.send_signal(number)
+    assert process.wait(WAIT_S) == (0 if number == signal.SIGTERM else -number)
+    wait_until(lambda: not Path(f"/proc/{child}").exists())
+
+
+def test_script_runs_like_a_plain_start(nurseries: Nurseries, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint(sys.argv[1:], __name__, sys.path[0], flush=True)\nsys.exit(len(sys.argv))\n")
+    with (tmp_path / "out").open("wb") as out:
+        process = nurseries.run_script([sys.executable, str(script), "a", "b"], out, out)
+        assert process.wait(WAIT_S) == 3
+    assert isinstance(process, Nursling)
+    assert (tmp_path / "out").read_text() == f"['a', 'b'] __main__ {tmp_path}\n"
 
 
 def test_nursery_daemons_end_with_their_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,7 @@ class Bed:
         self.device = device
         self.cache = case.cache(blocks + 8, device)
         self.copier = DeviceCopier(self.cache, strategy=way)  # type: ignore[arg-type]
+        self.copier.calibrate()  # only auto
         self.guard = self.copier.mapped(view)
         assert self.copier.wait_pinned(PIN_S)
         for report in self.copier.pin_reports():

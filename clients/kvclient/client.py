@@ -93,7 +93,7 @@ class KVClient:
             context.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict
         )
         self._hints = HintSender(context)
-        self._layerwise_stores: weakref.WeakSet[LayerwiseStore] = weakref.WeakSet()
+        self._unfinished: weakref.WeakSet[LayerwiseStore | PromptReceiver] = weakref.WeakSet()
         self._pid = os.getpid()
         self._closed = False
         self._metrics = self._serve_metrics(options.metrics_listen) if options.metrics_listen is not None else None
@@ -142,7 +142,7 @@ class KVClient:
         clock = MonotonicClock()
         incidents = LimitedLog(logging.getLogger("kvclient"), options.log_interval_s, clock.now_s)
         if metadata is None and (node is None or node == "auto"):
-            raise InvalidArgument("connect requires a metadata server, a node, or both")
+            raise InvalidArgument('connect requires a metadata server ("127.0.0.1:7400"), a node ("unix:/path"), or both')
         addresses = None if metadata is None else MetadataAddresses.parse(metadata)
         liveness = watch_servers(tls, incidents.counters)
         metadata_client = local = finder = None
@@ -491,7 +491,7 @@ class KVClient:
         chain = self._slice(keys, parent, depth)
         store = LayerwiseStore(self._context, chain, self._scope(deadline_s, self._context.options.default_deadline_s))
         store.begin()
-        self._layerwise_stores.add(store)
+        self._unfinished.add(store)
         return store
 
     def flush(self, timeout_s: float = 10.0) -> bool:
@@ -597,11 +597,11 @@ class KVClient:
             InvalidArgument: malformed keys, or a malformed ``transfer_id``.
             Unavailable: the client is closed.
         """
-        chain = self._slice(keys)
         check_sendable("transfer_id", check_transfer_id(transfer_id))
         scope = self._scope(deadline_s, self._context.options.default_deadline_s)
-        prompt = PromptReceiver(self._context, chain, scope, transfer_id)
+        prompt = PromptReceiver(self._context, self._slice(keys), scope, transfer_id)
         prompt.begin(self._context.part_threads.submit(prompt.run))
+        self._unfinished.add(prompt)
         return prompt
 
     # ---- state and end ----
@@ -671,8 +671,8 @@ class KVClient:
             self._metrics.stop()
         self._context.detach_pool()
         self._demotions.close()
-        for store in list(self._layerwise_stores):
-            store.abort()
+        for call in list(self._unfinished):
+            (call.cancel if isinstance(call, PromptReceiver) else call.abort)()
         self._runner.close()
         self._context.close()
 

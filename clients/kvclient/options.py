@@ -64,9 +64,12 @@ class ClientOptions:
         store_roles: preferred roles of that node, best first.
         space_wait_s: maximum wait of a store for space in the local node, per chunk; then the chunk is skipped.
         store_chunk_bytes: a store asks for slots for about this many bytes at a time.
-        load_chunk_bytes: a load asks the local node for about this many bytes at a time; they must be copied within one lease.
+        load_chunk_bytes: a load requests about this many bytes per call of the local node, and copies them within one lease.
         release_bytes: released leases are sent at once if they hold this many bytes, otherwise after milliseconds.
         copy_chunk_bytes: bytes copied, at most about, between two checks of deadline and cancellation.
+        pieces_in_flight: pieces of ``copy_chunk_bytes`` of a store that a device copies at once, while earlier ones are summed
+            and announced; a load then has up to two calls of ``load_chunk_bytes`` under way. 1: one after the other. Host memory
+            is always copied one after the other.
         lease_margin_s: a lease counts as ended this long before its nominal end.
         layer_group: without a local node: layers that arrive together in a layer-wise load.
         workers: threads for loads and stores in the background (``start_load``, ``start_store``, asyncio).
@@ -107,6 +110,7 @@ class ClientOptions:
     load_chunk_bytes: int = 1 << 30
     release_bytes: int = 64 << 20
     copy_chunk_bytes: int = 64 << 20
+    pieces_in_flight: int = 4
     lease_margin_s: float = 0.05
     layer_group: int = 1
     workers: int = 4
@@ -133,6 +137,7 @@ class ClientOptions:
             "store_chunk_bytes",
             "release_bytes",
             "copy_chunk_bytes",
+            "pieces_in_flight",
             "layer_group",
             "workers",
             "max_pending",

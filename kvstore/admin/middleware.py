@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _limited = LimitedLog(logger)
 
 PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json", RUNBOOK, *HEALTH_PAGES})
-QUESTIONS: Final = frozenset({"/v1/blocks/lookup"})
+READ_ONLY_POSTS: Final = frozenset({"/v1/blocks/lookup"})
 """POST paths that change nothing; their arguments do not fit into a URL."""
 SHARED: Final = "/v1/"
 """Prefix of the paths whose concurrent equal GET requests share one execution (``kvstore.admin.single_flight``)."""
@@ -62,9 +62,10 @@ ROLE: Final = "x-kvstore-role"
 """Response header with the role of the caller. Without tokens every caller on this host is an operator."""
 BODY_S: Final = 10.0
 """Timeout for receiving a request."""
-TAKE_S: Final = 10.0
+SEND_STALL_S: Final = 10.0
 """How long a client may stop reading a response before its connection is aborted."""
 _SPARE_S: Final = 5.0
+"""Added to the timeouts of queries and changes, so that a handler ends by its own timeout first, with a better error."""
 _ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
@@ -96,12 +97,12 @@ class AdminMiddleware:
             return  # websockets and lifespan are not supported
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
-        name = asked if _ID.fullmatch(asked) else secrets.token_hex(8)
-        before = request_id.set(name)
+        request_name = asked if _ID.fullmatch(asked) else secrets.token_hex(8)
+        before = request_id.set(request_name)
         self._counters.add(admin_metrics.REQUESTS)
-        answer = _ResponseSender(send, name, scope.get("state", {}).get(ABORT))
+        answer = _ResponseSender(send, request_name, scope.get("state", {}).get(ABORT))
         try:
-            await self._pass(scope, receive, answer, headers)
+            await self._respond(scope, receive, answer, headers)
         except _Disconnected:
             if answer.stalled:
                 self._counters.add(admin_metrics.ANSWERS_UNTAKEN)
@@ -110,7 +111,7 @@ class AdminMiddleware:
         finally:
             request_id.reset(before)
 
-    async def _pass(self, scope: Scope, receive: Receive, answer: _ResponseSender, headers: Headers) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, answer: _ResponseSender, headers: Headers) -> None:
         status = None
         try:
             await self._serve(scope, receive, answer, headers)
@@ -209,13 +210,13 @@ class AdminMiddleware:
         self._counters.add(admin_metrics.REQUESTS)
         error = InvalidArgument("not an HTTP request")
         self.count(error)
-        name = secrets.token_hex(8)
-        before = request_id.set(name)
+        request_name = secrets.token_hex(8)
+        before = request_id.set(request_name)
         try:
             answer = problem(error)
         finally:
             request_id.reset(before)
-        _add_headers(answer.headers, name)
+        _add_headers(answer.headers, request_name)
         return answer
 
     def count(self, error: KVStoreError) -> None:
@@ -274,7 +275,7 @@ class AdminMiddleware:
 
 def _may_change(scope: Scope) -> bool:
     """Whether a request may change something."""
-    return scope["method"] not in {"GET", "HEAD"} and scope["path"] not in QUESTIONS
+    return scope["method"] not in {"GET", "HEAD"} and scope["path"] not in READ_ONLY_POSTS
 
 
 def _describe(scope: Scope) -> str:
@@ -295,9 +296,9 @@ class _Disconnected(BaseException):
 class _ResponseSender:
     """Sends a response with the common headers, and aborts the connection of a client that stops reading."""
 
-    def __init__(self, send: Send, name: str, abort: Callable[[], None] | None) -> None:
+    def __init__(self, send: Send, request_name: str, abort: Callable[[], None] | None) -> None:
         self._send = send
-        self._name = name
+        self._request_name = request_name
         self._abort = abort
         self.role = ""
         """Role of the caller for the response header; the web page enables changes by it. Empty: public path."""
@@ -308,10 +309,10 @@ class _ResponseSender:
         if message["type"] == "http.response.start":
             self.begun = True
             headers = MutableHeaders(scope=message)
-            _add_headers(headers, self._name)
+            _add_headers(headers, self._request_name)
             if self.role:
                 headers[ROLE] = self.role
-        waiting = asyncio.timeout(TAKE_S)
+        waiting = asyncio.timeout(SEND_STALL_S)
         try:
             async with waiting:
                 await self._send(message)
@@ -329,9 +330,9 @@ def _copied(message: Message) -> Message:
     return {**message, "headers": list(message["headers"])} if "headers" in message else dict(message)
 
 
-def _add_headers(headers: MutableHeaders, name: str) -> None:
+def _add_headers(headers: MutableHeaders, request_name: str) -> None:
     """Add the headers that every response has."""
-    headers["x-request-id"] = name
+    headers["x-request-id"] = request_name
     headers["x-content-type-options"] = "nosniff"
     headers.setdefault("cache-control", "no-store")
 

@@ -67,7 +67,7 @@ _SUMMARIES = {
     "top": "Show live statistics: loads, bytes by path and tier, hits, latency, nodes.",
     "nodes": "List, inspect, drain and remove nodes.",
     "volumes": "List, evict, check and repair volumes.",
-    "namespaces": "List, inspect, evict, pin and invalidate namespaces.",
+    "namespaces": "List, inspect, evict, keep and invalidate namespaces.",
     "tenants": "List tenants with their usage, and set quotas.",
     "blocks": "Explain which blocks of a prompt hit, and why the others miss.",
     "plans": "Show planned loads and recent load decisions.",

@@ -12,7 +12,7 @@ from kvstore.config.client import ClientSection
 from kvstore.config.values import DurationMs, Size
 from kvstore.core.errors import InvalidArgument
 from kvstore.process.effective_config import EffectiveSetting
-from kvstore.rpc.address import check_address, is_unix, stays_on_host
+from kvstore.rpc.address import check_address, check_listen_address, is_unix, stays_on_host
 from kvstore.rpc.failover.addresses import MetadataAddresses
 
 
@@ -68,17 +68,10 @@ class AdminConfig(AdminSection):
         """
         check_address(self.listen)
         MetadataAddresses.parse(self.metadata)
-        serve_tls = self.tls.resolve()
+        has_tls = self.tls.resolve() is not None
         if is_unix(self.listen):
             raise InvalidArgument("the admin server listens on TCP only; set admin.listen to HOST:PORT", listen=self.listen)
-        if stays_on_host(self.listen):
-            return self
-        if self.tokens_file is None:
-            raise InvalidArgument("listening on a remote address requires tokens; set admin.tokens_file", listen=self.listen)
-        if serve_tls is None and not self.allow_insecure_remote:
-            raise InvalidArgument(
-                "listening on a remote address requires TLS, or tokens can be read in transit; set admin.tls, or"
-                " admin.allow_insecure_remote",
-                listen=self.listen,
-            )
+        if self.tokens_file is None and not stays_on_host(self.listen):
+            raise InvalidArgument("listening on a remote address requires tokens; set admin.tokens_file", address=self.listen)
+        check_listen_address(self.listen, "admin.", tls=has_tls, allow_insecure=self.allow_insecure_remote)
         return self

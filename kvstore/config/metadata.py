@@ -19,7 +19,7 @@ from kvstore.config.base import (
 from kvstore.config.values import DurationMs, Size
 from kvstore.core.errors import InvalidArgument
 from kvstore.process.effective_config import EffectiveSetting
-from kvstore.rpc.address import check_address, check_metrics_address, host_and_port, is_unix, stays_on_host
+from kvstore.rpc.address import check_address, check_listen_address, check_metrics_address, host_and_port, is_unix
 
 MIN_EVENTS_BYTES: Final = 1 << 20
 """About the largest batch of one long chain. A subscriber starts over if a single change does not fit."""
@@ -195,11 +195,8 @@ class MetadataConfig(MetadataSection):
             raise InvalidArgument(
                 "several metadata.workers require a TCP address; a unix socket belongs to one process", listen=self.listen
             )
-        if self.tls.resolve() is None and not self.allow_insecure_remote and not stays_on_host(self.listen):
-            raise InvalidArgument(
-                "listening on a remote address requires TLS; set metadata.tls, or metadata.allow_insecure_remote",
-                listen=self.listen,
-            )
+        has_tls = self.tls.resolve() is not None
+        check_listen_address(self.listen, "metadata.", tls=has_tls, allow_insecure=self.allow_insecure_remote)
         check_metrics_address(self.metrics_listen, allow_remote=self.allow_insecure_remote or self.allow_insecure_metrics)
         return self
 

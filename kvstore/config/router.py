@@ -13,7 +13,7 @@ from kvstore.config.client import ClientSection
 from kvstore.config.values import DurationMs, Size, parse_list
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
-from kvstore.rpc.address import check_address, stays_on_host
+from kvstore.rpc.address import check_address, check_listen_address
 from kvstore.rpc.failover.addresses import MetadataAddresses
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:-]+")
@@ -36,7 +36,10 @@ class RouterSection(Section):
         description="metadata servers: HOST:PORT, a list, or a DNS name; none: no scheduler and no lookups",
     )
     name: str = Field(default="router", description="name of this pool of engines at the scheduler")
-    report: bool = Field(default=True, description="report engine load; if several routers share a pool, exactly one reports")
+    report: bool = Field(
+        default=True,
+        description="report engine load; of several routers that share a pool, the one started last reports",
+    )
     lookup: bool = Field(default=True, description="look prompts up in the store to find nodes that hold their prefix")
     flow: Literal["concurrent", "sequential"] = Field(
         default="concurrent", description="call prefill and decode engine at once, or the decode engine after the prefill engine"
@@ -108,8 +111,6 @@ class RouterConfig(RouterSection):
                 max_ejection_time_ms=self.max_ejection_time_ms,
                 ejection_time_ms=self.ejection_time_ms,
             )
-        if self.tls.resolve() is None and not self.allow_insecure_remote and not stays_on_host(self.listen):
-            raise InvalidArgument(
-                "listening on a remote address requires TLS; set router.tls, or allow_insecure_remote", listen=self.listen
-            )
+        has_tls = self.tls.resolve() is not None
+        check_listen_address(self.listen, "router.", tls=has_tls, allow_insecure=self.allow_insecure_remote)
         return self

@@ -24,7 +24,8 @@ _SIZE_UNITS: Final = {
     "tb": 10**12,
 }
 _SHOWN_UNITS: Final = ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB")
-_DURATION_UNITS_MS: Final = {"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
+_DURATION_UNITS_MS: Final = {"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
+_BITS: Final = re.compile(r"[KMGT]i?b")
 _PERCENT: Final = re.compile(r"\s*(\d{1,3})\s*%\s*")
 _NUMBER_AND_UNIT: Final = re.compile(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")
 
@@ -33,8 +34,11 @@ def parse_size(value: object) -> int:
     """Bytes of ``"64MiB"``, ``"1.5 GB"`` or ``4096``.
 
     Raises:
-        ValueError: not a size, or not a whole number of bytes.
+        ValueError: not a size, a size in bits, or not a whole number of bytes.
     """
+    number = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if number is not None and _BITS.fullmatch(number[2]):
+        raise ValueError(f"{number[2]} is a unit of bits: write {number[2][:-1]}B in {value!r}")
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:
@@ -50,7 +54,7 @@ def parse_duration_ms(value: object) -> int:
     Raises:
         ValueError: not a duration, or without a unit.
     """
-    hint = 'a duration takes a unit: "500ms", "10s", "2m"'
+    hint = 'a duration takes a unit (ms, s, m, h, d): "500ms", "10s", "2m"'
     if not isinstance(value, str):
         raise ValueError(hint)  # noqa: TRY004  # pydantic reports ValueError as a wrong value
     return _scaled(value, _DURATION_UNITS_MS, hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
@@ -60,10 +61,10 @@ class Commands:
 
         Raises:
             NotFound: the namespace is not registered.
-            Conflict: the namespace is pinned.
+            Conflict: the namespace is kept.
         """
-        if (await self._rpc.namespace(namespace_id)).pinned:
-            raise Conflict("the namespace is pinned; unpin it first", namespace_id=namespace_id.hex())
+        if (await self._rpc.namespace(namespace_id)).kept:
+            raise Conflict("the namespace is kept; end that first (kvstore namespaces unkeep)", namespace_id=namespace_id.hex())
         wanted = set(tiers)
 
         def volumes(status: NodeStatus) -> list[str]:
@@ -200,10 +201,12 @@ class Commands:
         # write-back from one node may reach another node after that one was asked, so repeat until no block is found
         nodes = list((await self._rpc.nodes()).values())
         dropped: Counter[str] = Counter()
+        now_s = asyncio.get_running_loop().time
+        ends_s = now_s() + self._rpc.change_timeout_s
         for _ in range(PASSES):
-            done = await self._everywhere(namespace_id, nodes, drop)
+            done = await self._everywhere(namespace_id, nodes, drop, ends_s - now_s())
             dropped.update({node.node_id: node.evicted_blocks for node in done.nodes})
-            if not done.evicted_blocks:
+            if not done.evicted_blocks or now_s() >= ends_s:  # a silent node takes all the time: the answer names it
                 break
         each = [node.model_copy(update={"evicted_blocks": dropped[node.node_id]}) for node in done.nodes]
         return done.model_copy(
@@ -219,7 +222,8 @@ class Commands:
         namespace_id: bytes,
         statuses: list[NodeStatus],
         change: Callable[[NodeRpc], Awaitable[tuple[int, int]]],
+        timeout_s: float | None = None,
     ) -> models.NamespaceEvicted:
         """Apply a change on several nodes. Each returns (evicted blocks, kept blocks)."""
-        asked = await self._rpc.change_nodes(statuses, change)
+        asked = await self._rpc.change_nodes(statuses, change, timeout_s)
         return serializers.namespace_evicted(namespace_id.hex(), asked.answers, asked.failed)

@@ -149,7 +149,7 @@ class Queries:
 
         planning, asked = await asyncio.gather(self._rpc.planning(), self._rpc.ask_nodes(statuses, ask))
         answers = {node_id: asked.answers[node_id] for node_id in sorted(asked.answers)}
-        described = {node_id: found for node_id, (found, _, _) in answers.items()}
+        described = {node_id: node for node_id, (node, _, _) in answers.items()}
         volumes = [
             serializers.volume(status, volume, described.get(status.node.node_id))
             for status in statuses
@@ -157,7 +157,7 @@ class Queries:
         ]
         return models.Overview(
             nodes=_with_queues(statuses, planning),
-            activity=[serializers.activity(node_id, found, stats.counters) for node_id, (found, stats, _) in answers.items()],
+            activity=[serializers.activity(node_id, node, stats.counters) for node_id, (node, stats, _) in answers.items()],
             volumes=sorted(volumes, key=lambda volume: volume.volume_id),
             slow_loads=serializers.slow_loads({node_id: loads for node_id, (_, _, loads) in answers.items()}, most),
             unreached=serializers.unreached(asked.failed),
@@ -230,7 +230,7 @@ class Queries:
         return retention_models.Rule(
             namespace_id=namespace_id.hex(),
             ttl_s=found.ttl_ms / 1000 or None,
-            pinned=found.pinned,
+            kept=found.kept,
             copies=found.copies or 1,
         )
 

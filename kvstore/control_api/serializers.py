@@ -140,18 +140,18 @@ def node_process(found: pb.DescribeNodeResponse) -> models.NodeProcess:
     )
 
 
-def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str, int]) -> models.Activity:
+def activity(node_id: str, node: pb.DescribeNodeResponse, counters: Mapping[str, int]) -> models.Activity:
     """Totals of a node."""
     return models.Activity(
         node_id=node_id,
-        uptime_s=found.uptime_ms / 1000,
+        uptime_s=node.uptime_ms / 1000,
         links=[
             models.LinkTraffic(
                 network="storage" if link.network == "storage" else "compute",
                 received_bytes=link.received_bytes,
                 sent_bytes=link.sent_bytes,
             )
-            for link in found.links
+            for link in node.links
         ],
         data_plane=models.DataPlane(
             served_bytes=counters.get(transport_metrics.BYTES_SENT, 0),
@@ -168,7 +168,7 @@ def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str
                     for bound, loads in zip([*one.bounds_seconds, None], one.counts, strict=True)
                 ],
             )
-            for one in found.loads
+            for one in node.loads
             if one.reach in get_args(models.ReachName) and len(one.counts) == len(one.bounds_seconds) + 1
         ],
         loaded=models.LoadedBytes(
@@ -177,8 +177,13 @@ def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str
             peer=counters.get(node_metrics.LOADED_BYTES["peer"], 0),
         ),
         faults=[models.Fault(metric=metric.name, what=metric.help, total=total) for metric, total in faults(counters)],
-        hints=[_shown(models.TenantHints, one) for one in found.hints],
+        hints=[_shown(models.TenantHints, one) for one in node.hints],
     )
+
+
+def is_arriving(status: metadata_pb2.NodeStatus, volume_id: str) -> bool:
+    """Whether the inventory of a live node's volume, or a part of it, has yet to arrive."""
+    return status.alive and volume_id in status.arriving
 
 
 def volume(
@@ -197,6 +202,7 @@ def volume(
         capacity_bytes=info.capacity_bytes,
         used_bytes=0 if said is None else said.used_bytes,
         blocks=0 if said is None else said.blocks,
+        arriving=is_arriving(status, info.volume_id),
         read_only=(said.read_only or None) if said is not None else None,
         quarantined_blocks=None if now is None else now.quarantined_blocks,
         tenants=None
@@ -261,7 +267,7 @@ def rule(found: metadata_pb2.NamespaceRule) -> retention_models.Rule:
     return retention_models.Rule(
         namespace_id=found.namespace_id.hex(),
         ttl_s=found.ttl_ms / 1000 or None,
-        pinned=found.pinned,
+        kept=found.kept,
         copies=found.copies or 1,
     )
 
@@ -271,7 +277,7 @@ def rule_to_proto(rule: retention_models.Rule) -> metadata_pb2.NamespaceRule:
     return metadata_pb2.NamespaceRule(
         namespace_id=bytes.fromhex(rule.namespace_id),
         ttl_ms=round((rule.ttl_s or 0) * 1000),
-        pinned=rule.pinned,
+        kept=rule.kept,
         copies=rule.copies,
     )
 
@@ -348,7 +354,7 @@ def _why(run: pb.DescribedRun, hit_blocks: int, *, in_chain: bool) -> str:
         case pb.BLOCK_STATE_SILENT:
             return f"only on nodes without heartbeats: {silent}"
         case pb.BLOCK_STATE_GONE:
-            return "all who held it have begun anew, or gave up the volume, since"
+            return "every holder has restarted or given up the volume since"
         case pb.BLOCK_STATE_MISPLACED:
             return f"held for namespace {run.namespace_id.hex()} at depth {run.depth}, not here"
         case _ if in_chain and run.start < hit_blocks:

@@ -102,7 +102,14 @@ class StoreRpc:
         self._diagnoser = Diagnoser(target, DIAGNOSIS_HOLDS_S)
         self._metadata = MetadataStub(self._channel)
         self._admin = MetadataAdminStub(self._channel)
-        self._slots = asyncio.Semaphore(NODES_AT_ONCE)
+        self._query_slots = asyncio.Semaphore(NODES_AT_ONCE)
+        # Slots of their own: changes on nodes that do not answer must not delay queries.
+        self._change_slots = asyncio.Semaphore(NODES_AT_ONCE)
+
+    @property
+    def change_timeout_s(self) -> float:
+        """Timeout of a change."""
+        return self._endpoint.change_timeout_s
 
     async def close(self) -> None:
         """Close the channel."""
@@ -278,12 +285,13 @@ class StoreRpc:
         Args:
             status: the node.
             ask: the call, given stubs of the node.
-            timeout_s: timeout; None: timeout of a query.
+            timeout_s: time for the wait for a slot and all calls together; None: timeout of a query.
             changes: send the token that permits changes. A query sends ``read_token`` if there is one, because
                 nothing proves that the address is the node's.
 
         Raises:
             Unavailable: the node does not report to the metadata server, or does not answer.
+            DeadlineExceeded: the time has passed, possibly while too many other nodes were asked.
             Unsupported: the node is an engine's pool of device memory, or its cache.
             KVStoreError: the error of the node.
         """
@@ -296,10 +304,23 @@ class StoreRpc:
         address = status.node.control_address
         if not address:
             raise Unsupported("the cache of an engine answers no calls", node_id=status.node.node_id)
-        async with self._slots, connect_aio(address, tls=tls, token=token, own_connection=True) as channel:
-            return await ask(
-                NodeRpc(status, channel, self._endpoint.timeout_s if timeout_s is None else timeout_s, self._counters)
-            )
+        timeout_s = endpoint.timeout_s if timeout_s is None else timeout_s
+        ends_s = asyncio.get_running_loop().time() + timeout_s
+        slots = self._change_slots if changes else self._query_slots
+        try:
+            async with asyncio.timeout(timeout_s):
+                await slots.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "node not asked before the timeout: too many calls of nodes are in progress; try again",
+                node_id=status.node.node_id,
+                limit=NODES_AT_ONCE,
+            ) from None
+        try:
+            async with connect_aio(address, tls=tls, token=token, own_connection=True) as channel:
+                return await ask(NodeRpc(status, channel, ends_s, self._counters))
+        finally:
+            slots.release()
 
     async def change_node(self, status: metadata_pb2.NodeStatus, ask: Callable[[NodeRpc], Awaitable[T]]) -> T:
         """Like ``ask_node``, with the timeout and token of a change."""
@@ -328,10 +349,13 @@ class StoreRpc:
         return found
 
     async def change_nodes(
-        self, statuses: Iterable[metadata_pb2.NodeStatus], ask: Callable[[NodeRpc], Awaitable[T]]
+        self,
+        statuses: Iterable[metadata_pb2.NodeStatus],
+        ask: Callable[[NodeRpc], Awaitable[T]],
+        timeout_s: float | None = None,
     ) -> NodeReplies[T]:
-        """Like ``ask_nodes``, with the timeout and token of a change."""
-        return await self.ask_nodes(statuses, ask, self._endpoint.change_timeout_s, changes=True)
+        """Like ``ask_nodes``, with the token of a change and, unless ``timeout_s`` is given, its timeout."""
+        return await self.ask_nodes(statuses, ask, self.change_timeout_s if timeout_s is None else timeout_s, changes=True)
 
     # ---- inside ----
     async def _ask(self, method: Callable[..., Awaitable[T]], request: object) -> T:
@@ -362,16 +386,17 @@ class StoreRpc:
 class NodeRpc:
     """Stubs of one node for the duration of a call."""
 
-    def __init__(self, status: metadata_pb2.NodeStatus, channel: grpc.aio.Channel, timeout_s: float, counters: Counters) -> None:
+    def __init__(self, status: metadata_pb2.NodeStatus, channel: grpc.aio.Channel, ends_s: float, counters: Counters) -> None:
         self.status = status
         self.stub = NodeAdminStub(channel)
         self.node_stub = NodeStub(channel)
-        self._timeout_s = timeout_s
+        self._ends_s = ends_s
         self._counters = counters
 
     async def __call__(self, method: Callable[..., Awaitable[T]], request: object) -> T:
-        """Call a method of a stub."""
-        return await _counted(self._counters, call_aio(method, request, self._timeout_s, _TWO_ATTEMPTS))
+        """Call a method of a stub. All calls have one deadline."""
+        left_s = max(0.001, self._ends_s - asyncio.get_running_loop().time())
+        return await _counted(self._counters, call_aio(method, request, left_s, _TWO_ATTEMPTS))
 
 
 async def _counted(counters: Counters, answer: Awaitable[T]) -> T:

@@ -98,7 +98,7 @@ class RunningChecks:
 
         return await self._ask(node_id, name, ask, changes=True)
 
-    async def look(self, node_id: str, name: str) -> VolumeCheck:
+    async def status(self, node_id: str, name: str) -> VolumeCheck:
         """Progress or result of the last check. Raises like ``begin``, except ``Conflict``."""
 
         async def ask(node: NodeRpc, volume_id: str) -> pb.VolumeCheck:
@@ -107,7 +107,7 @@ class RunningChecks:
         return await self._ask(node_id, name, ask)
 
     async def cancel(self, node_id: str, name: str) -> VolumeCheck:
-        """Cancel a check after its current read. Raises like ``look``."""
+        """Cancel a check after its current read. Raises like ``status``."""
 
         async def ask(node: NodeRpc, volume_id: str) -> pb.VolumeCheck:
             return await node(node.stub.CancelCheck, pb.CancelCheckRequest(volume_id=volume_id))
@@ -124,20 +124,20 @@ class RunningChecks:
         return _shown(await self._rpc.ask_node(status, lambda node: question(node, volume_id), changes=changes))
 
 
-def _shown(found: pb.VolumeCheck) -> VolumeCheck:
+def _shown(check: pb.VolumeCheck) -> VolumeCheck:
     return VolumeCheck(
-        volume_id=found.volume_id,
-        state=STATES[found.state],
-        blocks=found.blocks,
-        checked_blocks=found.checked_blocks,
-        good_blocks=found.good_blocks,
-        bad_blocks=found.bad_blocks,
-        rewritten_blocks=found.rewritten_blocks,
-        unreadable_blocks=found.unreadable_blocks,
-        gone_blocks=found.gone_blocks,
-        checked_bytes=found.checked_bytes,
-        bytes_per_s=found.bytes_per_s,
-        began_ago_s=found.began_ago_ms / 1000,
-        took_s=found.took_ms / 1000,
-        why=found.why or None,
+        volume_id=check.volume_id,
+        state=STATES[check.state],
+        blocks=check.blocks,
+        checked_blocks=check.checked_blocks,
+        good_blocks=check.good_blocks,
+        bad_blocks=check.bad_blocks,
+        rewritten_blocks=check.rewritten_blocks,
+        unreadable_blocks=check.unreadable_blocks,
+        gone_blocks=check.gone_blocks,
+        checked_bytes=check.checked_bytes,
+        bytes_per_s=check.bytes_per_s,
+        began_ago_s=check.began_ago_ms / 1000,
+        took_s=check.took_ms / 1000,
+        why=check.why or None,
     )

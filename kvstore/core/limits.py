@@ -24,6 +24,8 @@ MAX_CODE_BYTES = 64
 """Name of a health code."""
 MAX_SOURCES = 4_096
 """Source ranges of one load. A node rejects a load with more, so a client leaves the rest out."""
+MAX_SOURCES_PER_BLOCK = 8
+"""Sources of one block that a load tries, best first. More are ignored."""
 MAX_SALT_BYTES = 256
 MAX_DEPTH = 1 << 24
 """Position of a block in its chain."""
@@ -62,7 +64,7 @@ MAX_TENANTS_TOLD = 1_024
 MAX_QUOTAS = 256
 """Tenants with a quota."""
 MAX_RULES = 1_024
-"""Namespaces with a time to live, a pin or two copies."""
+"""Namespaces that an operator keeps, or that have a time to live or two copies."""
 MAX_COPIES = 2
 """Nodes whose volumes may hold each durable block of a namespace, if an operator asks for it."""
 MAX_NODES = 10_000

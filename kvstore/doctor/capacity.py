@@ -6,8 +6,9 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 
+from kvstore.doctor.contract import Finding, Level, setting_size
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
-from kvstore.doctor.levels import Finding, Level, show_size, whole
+from kvstore.health.quantities import show_size
 from kvstore.process.memory_sizing import NODE_BASE_BYTES, NODE_BYTES_PER_BLOCK, index_memory, most_blocks
 
 LARGE_ARENA = 32 << 30
@@ -41,17 +42,17 @@ def _shared_disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         needed = sum(max(0, volume.capacity_bytes - (folder.number("slab_bytes") or 0)) for volume, folder in together)
         where = first.text("mount") or first.text("nearest") or "?"
         if free is not None and needed > free:
-            what = (
+            message = (
                 f"{len(together)} volumes share the file system at {where}: together they need {show_size(needed)} more, and"
                 f" {show_size(free)} is free"
             )
             yield Finding(
-                "storage", Level.MISSING, what, f"df -h {shlex.quote(where)}   # free space, or give them less in node.nvme"
+                "storage", Level.MISSING, message, f"df -h {shlex.quote(where)}   # free space, or give them less in node.nvme"
             )
     for disk, paths in by_disk.items():
         if len(paths) > 1:
-            what = f"{len(paths)} volumes share one disk ({disk}) and its bandwidth: {', '.join(paths)}"
-            yield Finding("storage", Level.WARNING, what)
+            message = f"{len(paths)} volumes share one disk ({disk}) and its bandwidth: {', '.join(paths)}"
+            yield Finding("storage", Level.WARNING, message)
 
 
 def _disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
@@ -61,8 +62,10 @@ def _disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     for disk in facts["disks"].sections("nvme"):
         mounts = disk.texts("mounts")
         where = f"mounted at {', '.join(mounts)}" if mounts else "not mounted"
-        what = f"NVMe disk {disk.text('name')}, {show_size(disk.number('bytes') or 0)}, {where}: not used by this configuration"
-        yield Finding("storage", Level.INFO, what)
+        message = (
+            f"NVMe disk {disk.text('name')}, {show_size(disk.number('bytes') or 0)}, {where}: not used by this configuration"
+        )
+        yield Finding("storage", Level.INFO, message)
 
 
 def _index(memory: Section, wanted: Wanted) -> Iterator[Finding]:
@@ -75,13 +78,13 @@ def _index(memory: Section, wanted: Wanted) -> Iterator[Finding]:
     by_block = f"{NODE_BYTES_PER_BLOCK:,} bytes for each of {blocks:,} blocks of {show_size(wanted.block_bytes)}"
     reckoned = f"{show_size(NODE_BASE_BYTES)} plus {by_block}"
     if wanted.dram_bytes <= total < wanted.dram_bytes + index:
-        what = (
+        message = (
             f"arena and index of a full node take {show_size(wanted.dram_bytes + index)} of {show_size(total)}: the kernel may"
             f" kill the node (index: {show_size(index)}, {reckoned})"
         )
         most = total - index
-        mend = f"--set node.dram={whole(most)}" if most > 1 << 20 else None
-        yield Finding("memory", Level.WARNING, what, mend)
+        fix = f"--set node.dram={setting_size(most)}" if most > 1 << 20 else None
+        yield Finding("memory", Level.WARNING, message, fix)
     else:
         yield Finding("memory", Level.OK, f"a full node takes {show_size(index)} beside its arena ({reckoned})")
 
@@ -91,8 +94,8 @@ def _arena(memory: Section, wanted: Wanted) -> Iterator[Finding]:
     if memory.error or total is None:
         return
     if total >= LARGE_ARENA and wanted.dram_bytes < total // SMALL_SHARE:
-        what = f"the arena takes {100 * wanted.dram_bytes / total:.1f} % of {show_size(total)}"
-        yield Finding("memory", Level.INFO, what, "--set node.dram=80%   # if nothing else on the host needs the memory")
+        message = f"the arena takes {100 * wanted.dram_bytes / total:.1f} % of {show_size(total)}"
+        yield Finding("memory", Level.INFO, message, "--set node.dram=80%   # if nothing else on the host needs the memory")
     if nodes is not None and nodes > 1 and wanted.dram_bytes >= LARGE_ARENA:
-        what = f"{nodes} NUMA nodes: the pages of the arena may all come from one of them"
-        yield Finding("memory", Level.INFO, what, "numactl --interleave=all kvstore node")
+        message = f"{nodes} NUMA nodes: the pages of the arena may all come from one of them"
+        yield Finding("memory", Level.INFO, message, "numactl --interleave=all kvstore node")

@@ -6,8 +6,8 @@ import shlex
 import time
 from collections.abc import Iterator
 
+from kvstore.doctor.contract import Finding, Level
 from kvstore.doctor.facts import Facts, Wanted
-from kvstore.doctor.levels import Finding, Level
 
 SOON_S = 30 * 86_400.0
 """A certificate that expires within this time gets a warning."""
@@ -29,8 +29,8 @@ def certificate_findings(facts: Facts, wanted: Wanted, now_s: float) -> Iterator
             yield Finding(area, Level.WARNING, f"[{asked.section}.tls]: not known: the probe {found.error}")
             continue
         if (closed := found.text("closed")) is not None:
-            what = f"[{asked.section}.tls]: {closed} is not open to this user"
-            yield Finding(area, Level.WARNING, what, "sudo kvstore doctor")
+            message = f"[{asked.section}.tls]: {closed} is not open to this user"
+            yield Finding(area, Level.WARNING, message, "sudo kvstore doctor")
             continue
         if (broken := found.text("broken")) is not None:
             yield Finding(area, Level.MISSING, f"[{asked.section}.tls]: {broken}", "ls -l /etc/kvstore/tls")
@@ -46,11 +46,11 @@ def _clock(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     if synchronized:
         yield Finding("clock", Level.OK, "synchronized with a time server")
         return
-    what = "the kernel does not report a clock that is synchronized with a time server"
+    message = "the kernel does not report a clock that is synchronized with a time server"
     if wanted.tls:
-        what += ": a clock that is wrong rejects valid certificates"
+        message += ": a clock that is wrong rejects valid certificates"
     level = Level.WARNING if wanted.tls else Level.INFO
-    yield Finding("clock", level, what, "timedatectl   # or: chronyc tracking; enable with: timedatectl set-ntp true")
+    yield Finding("clock", level, message, "timedatectl   # or: chronyc tracking; enable with: timedatectl set-ntp true")
 
 
 def _judge(section: str, file: str, ends: int | None, names: str | None, now_s: float) -> Finding:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from kvstore.doctor.capacity import LARGE_ARENA, capacity_findings
 from kvstore.doctor.certificates import certificate_findings
+from kvstore.doctor.contract import Finding, Level, setting_size
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
-from kvstore.doctor.levels import Finding, Level, show_size, whole
+from kvstore.health.quantities import show_size
 from kvstore.tiers.io_engines.probe import SLAB_FILE
 from kvstore.transport.nixl.agent import LOOPBACK
 
@@ -79,8 +80,8 @@ def _gpu(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
     elif not cards and not gpu.text("driver"):
         yield Finding("GPU", Level.INFO, "none: blocks live in DRAM and on NVMe")
     elif not gpu.flag("library") and not cards:
-        what = "a driver of the kernel, but no NVIDIA card is seen and no libcuda.so.1: blocks live in DRAM and on NVMe"
-        yield Finding("GPU", Level.WARNING, what)
+        message = "a driver of the kernel, but no NVIDIA card is seen and no libcuda.so.1: blocks live in DRAM and on NVMe"
+        yield Finding("GPU", Level.WARNING, message)
     elif not gpu.flag("library"):
         yield Finding(
             "GPU", Level.WARNING, f"{cards} NVIDIA cards, but libcuda.so.1 cannot be loaded",
@@ -112,7 +113,7 @@ def _gds(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
             level = Level.MISSING if required else Level.WARNING if gds.pairs("facts") else Level.INFO
             yield Finding(
                 area, level, f"{volume.path}: {gds.text('path') or '?'} ({gds.text('why')}); posix is used",
-                gds.text("mend") if level is not Level.INFO else None,
+                gds.text("fix") if level is not Level.INFO else None,
             )  # fmt: skip
     if not facts.all("gds"):
         yield Finding(area, Level.MISSING if required else Level.WARNING, "not known: nothing was measured")
@@ -145,28 +146,28 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
         yield closed
         return
     if damage is not None:
-        what = f"{path}: its {SLAB_FILE} is no volume ({damage}): a node does not start on it"
-        mend = f"kvstore volumes repair {quoted}   # if it was a volume; if not, move the file away"
-        yield Finding(area, Level.MISSING, what, mend)
+        message = f"{path}: its {SLAB_FILE} is no volume ({damage}): a node does not start on it"
+        fix = f"kvstore volumes repair {quoted}   # if it was a volume; if not, move the file away"
+        yield Finding(area, Level.MISSING, message, fix)
         return
     if (owner := folder.text("slab_owner")) is not None:
-        what = f"{path}: node {owner} has adopted this volume: the node of this host only reads it"
-        mend = "kvstore status --detail   # start this node, then stop the adopter in order: the volume returns"
-        yield Finding(area, Level.WARNING, what, mend)
+        message = f"{path}: node {owner} has adopted this volume: the node of this host only reads it"
+        fix = "kvstore status --detail   # start this node, then stop the adopter in order: the volume returns"
+        yield Finding(area, Level.WARNING, message, fix)
     state = "a volume" if slab is not None else "no volume yet" if folder.flag("exists") else "not there yet"
     free = folder.number("free_bytes")
     yield Finding(area, Level.OK, f"{path}: {state}, {folder.text('filesystem')}, {show_size(free or 0)} free")
     short = volume.capacity_bytes - (slab or 0) - (free if free is not None else volume.capacity_bytes)
     if folder.flag("writable") is False:
         level = Level.WARNING if slab is not None else Level.MISSING
-        what = "it serves what it holds, and stores nothing" if slab is not None else "no volume can be made there"
+        message = "it serves what it holds, and stores nothing" if slab is not None else "no volume can be made there"
         make = "" if folder.flag("exists") else f"sudo mkdir -p {quoted} && "
-        mend, why = f'{make}sudo chown "$USER" {quoted}', ""
+        fix, why = f'{make}sudo chown "$USER" {quoted}', ""
         if folder.flag("read_only"):  # a read-only mount denies even the owner
             remount = f"sudo mount -o remount,rw {shlex.quote(folder.text('mount') or nearest)}"
-            mend = remount if slab is not None else f"{SOME_VOLUME}; or, if it may be written to: {remount}"
+            fix = remount if slab is not None else f"{SOME_VOLUME}; or, if it may be written to: {remount}"
             why = " (mounted read-only)"
-        yield Finding(area, level, f"{nearest} cannot be written to{why}: {what}", mend)
+        yield Finding(area, level, f"{nearest} cannot be written to{why}: {message}", fix)
     elif short > 0:
         yield Finding(
             area, Level.MISSING, f"{path}: {show_size(short)} too little for {show_size(volume.capacity_bytes)}",
@@ -187,15 +188,15 @@ def _cannot_be_opened(path: str, folder: Section) -> Finding | None:
     """Report why a node cannot access the folder; None if it can."""
     nearest = folder.text("nearest") or path
     if (in_the_way := folder.text("in_the_way")) is not None:
-        what = f"{path}: {in_the_way} is there, and no folder: a node does not start on it"
-        return Finding("storage", Level.MISSING, what, SOME_VOLUME)
+        message = f"{path}: {in_the_way} is there, and no folder: a node does not start on it"
+        return Finding("storage", Level.MISSING, message, SOME_VOLUME)
     if not folder.flag("closed"):
         return None
-    what = f"{path}: this user may not enter {nearest}: no volume can be opened or made there"
+    message = f"{path}: this user may not enter {nearest}: no volume can be opened or made there"
     if folder.flag("exists"):
-        return Finding("storage", Level.MISSING, what, f'sudo chown "$USER" {shlex.quote(nearest)}')
-    mend = f"sudo chmod o+x {shlex.quote(nearest)}   # lets all users pass through it; or choose a folder elsewhere (node.nvme)"
-    return Finding("storage", Level.MISSING, what, mend)
+        return Finding("storage", Level.MISSING, message, f'sudo chown "$USER" {shlex.quote(nearest)}')
+    fix = f"sudo chmod o+x {shlex.quote(nearest)}   # lets all users pass through it; or choose a folder elsewhere (node.nvme)"
+    return Finding("storage", Level.MISSING, message, fix)
 
 
 def _mounts(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
@@ -204,16 +205,16 @@ def _mounts(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
             yield _unknown("storage", folder, str(path))
         elif folder.flag("closed"):
             nearest = folder.text("nearest") or str(path)
-            what = f"mount {path}: this user may not enter {nearest}: its blocks come from the owner"
+            message = f"mount {path}: this user may not enter {nearest}: its blocks come from the owner"
             yield Finding(
-                "storage", Level.WARNING, what, f"sudo chmod o+x {shlex.quote(nearest)}   # lets all users pass through it"
+                "storage", Level.WARNING, message, f"sudo chmod o+x {shlex.quote(nearest)}   # lets all users pass through it"
             )
-        elif folder.flag("roster"):
+        elif folder.flag("slot_manifest"):
             yield Finding("storage", Level.OK, f"{path}: a shared volume, {folder.text('filesystem')}")
         else:
-            what = "no volume lies there" if folder.flag("exists") else "there is no such folder"
-            mend = f"sudo mount {shlex.quote(str(path))}   # as /etc/fstab names it"
-            yield Finding("storage", Level.WARNING, f"mount {path}: {what}: its blocks come from the owner", mend)
+            message = "no volume lies there" if folder.flag("exists") else "there is no such folder"
+            fix = f"sudo mount {shlex.quote(str(path))}   # as /etc/fstab names it"
+            yield Finding("storage", Level.WARNING, f"mount {path}: {message}: its blocks come from the owner", fix)
 
 
 def _memory(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
@@ -226,18 +227,18 @@ def _memory(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     if total is not None and wanted.dram_bytes > total:
         yield Finding(
             "memory", Level.MISSING, f"an arena of {arena} in {show_size(total)} of RAM",
-            f"--set node.dram={whole(total // 2)}",
+            f"--set node.dram={setting_size(total // 2)}",
         )  # fmt: skip
     elif available is not None and wanted.dram_bytes > available:
-        what = f"an arena of {arena}, and {show_size(available)} available now (a node that runs already has its own)"
-        yield Finding("memory", Level.WARNING, what, "free -h")
+        message = f"an arena of {arena}, and {show_size(available)} available now (a node that runs already has its own)"
+        yield Finding("memory", Level.WARNING, message, "free -h")
     else:
-        yield Finding("memory", Level.OK, f"{show_size(available or 0)} available, {arena} for the arena")
+        yield Finding("memory", Level.OK, f"{show_size(available or 0)} available, {arena} for the arena of this configuration")
     yield from _huge_pages(memory, wanted)
     shm = memory.number("shm_free_bytes")
     if shm is not None and shm < SHM_LEAST:
-        what = f"{SHM} has {show_size(shm)} left: engines with several workers need more (the store itself needs none)"
-        yield Finding("memory", Level.WARNING, what, f"sudo mount -o remount,size=50% {SHM}   # docker run --shm-size=16g")
+        message = f"{SHM} has {show_size(shm)} left: engines with several workers need more (the store itself needs none)"
+        yield Finding("memory", Level.WARNING, message, f"sudo mount -o remount,size=50% {SHM}   # docker run --shm-size=16g")
     elif shm is not None:
         yield Finding("memory", Level.OK, f"{SHM}: {show_size(shm)} left")
 
@@ -245,26 +246,26 @@ def _memory(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
 def _huge_pages(memory: Section, wanted: Wanted) -> Iterator[Finding]:
     size, free, reserved = (memory.number(f"huge_page{name}") or 0 for name in ("_bytes", "s_free", "s_total"))
     transparent = memory.text("transparent")
-    what = f"{reserved} reserved, {free} free" + (f", of {show_size(size)}" if size else "") + f"; transparent: {transparent}"
+    message = f"{reserved} reserved, {free} free" + (f", of {show_size(size)}" if size else "") + f"; transparent: {transparent}"
     if size and free * size >= wanted.dram_bytes:
-        yield Finding("memory", Level.OK, f"huge pages: {what}")
+        yield Finding("memory", Level.OK, f"huge pages: {message}")
     elif not wanted.huge_pages and (wanted.dram_bytes < LARGE_ARENA or wanted.huge_pages_refused or not size):
-        yield Finding("memory", Level.INFO, f"huge pages: {what}; not asked for (node.huge_pages)")
+        yield Finding("memory", Level.INFO, f"huge pages: {message}; not asked for (node.huge_pages)")
     elif not wanted.huge_pages:
         pages = reserved - free - (-wanted.dram_bytes // size)
-        what = f"huge pages: {what}: too few for an arena of {show_size(wanted.dram_bytes)}, so it gets pages of 4 KiB"
-        yield Finding("memory", Level.WARNING, *_reserve(what, memory, wanted, pages))
+        message = f"huge pages: {message}: too few for an arena of {show_size(wanted.dram_bytes)}, so it gets pages of 4 KiB"
+        yield Finding("memory", Level.WARNING, *_reserve(message, memory, wanted, pages))
     elif transparent in ("always", "advise", "within_size", "force"):
-        yield Finding("memory", Level.OK, f"huge pages: {what}: transparent ones are used")
+        yield Finding("memory", Level.OK, f"huge pages: {message}: transparent ones are used")
     elif size:
         pages = reserved - free - (-wanted.dram_bytes // size)
-        what = f"huge pages: {what}: too few for the arena"
-        yield Finding("memory", Level.WARNING, *_reserve(what, memory, wanted, pages))
+        message = f"huge pages: {message}: too few for the arena"
+        yield Finding("memory", Level.WARNING, *_reserve(message, memory, wanted, pages))
     else:
         yield Finding("memory", Level.WARNING, "huge pages: this kernel has none")
 
 
-def _reserve(what: str, memory: Section, wanted: Wanted, pages: int) -> tuple[str, str]:
+def _reserve(message: str, memory: Section, wanted: Wanted, pages: int) -> tuple[str, str]:
     """Message and fix if ``pages`` huge pages in total would hold the arena.
 
     The kernel reserves huge pages at once, and no other program can use them. The fix therefore leaves enough memory to the host.
@@ -274,17 +275,17 @@ def _reserve(what: str, memory: Section, wanted: Wanted, pages: int) -> tuple[st
     kept = max(HOST_LEAST, total // 10)
     space = max(0, available - kept) // size
     if pages - reserved <= space:
-        return what, f"sudo sysctl -w vm.nr_hugepages={pages}"
+        return message, f"sudo sysctl -w vm.nr_hugepages={pages}"
     fits = (free + space) * size
     if wanted.dram_bytes > total:
         fits = min(fits, total // 2)  # the same limit as in the finding on the arena
-    what = (
-        f"{what}; reserving {show_size((pages - reserved) * size)} more of the {show_size(available)} available would not leave"
-        f" {show_size(kept)} to the host"
+    message = (
+        f"{message}; reserving {show_size((pages - reserved) * size)} more of the {show_size(available)} available "
+        f"would not leave {show_size(kept)} to the host"
     )
     if fits < size:
-        return what, "--set node.huge_pages=false   # or free memory first"
-    return what, f"--set node.dram={whole(fits)}   # huge pages for that can be reserved"
+        return message, "--set node.huge_pages=false   # or free memory first"
+    return message, f"--set node.dram={setting_size(fits)}   # huge pages for that can be reserved"
 
 
 def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
@@ -295,17 +296,17 @@ def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     pins = bool(facts["gpu"].sections("devices") or facts["network"].sections("rdma"))
     if locked is not None and 0 <= locked < wanted.dram_bytes:
         level = Level.WARNING if pins else Level.INFO
-        what = f"memlock: {show_size(locked)}: too little to pin the arena" + ("" if pins else "; nothing here needs that")
-        mend = _raise_limit(memory, "memlock", "unlimited", "LimitMEMLOCK=infinity; docker run --ulimit memlock=-1")
+        message = f"memlock: {show_size(locked)}: too little to pin the arena" + ("" if pins else "; nothing here needs that")
+        fix = _raise_limit(memory, "memlock", "unlimited", "LimitMEMLOCK=infinity; docker run --ulimit memlock=-1")
         if most is not None and (most < 0 or most >= wanted.dram_bytes):  # the user may raise the soft limit up to the hard limit
-            mend = f"ulimit -S -l {'unlimited' if most < 0 else most >> 10}   # systemd: LimitMEMLOCK=infinity"
-        yield Finding("limits", level, what, mend if pins else None)
+            fix = f"ulimit -S -l {'unlimited' if most < 0 else most >> 10}   # systemd: LimitMEMLOCK=infinity"
+        yield Finding("limits", level, message, fix if pins else None)
     elif locked is not None:
         yield Finding("limits", Level.OK, f"memlock: {'unlimited' if locked < 0 else show_size(locked)}")
     if files is not None and 0 <= files < NOFILE_LEAST:
-        what = f"nofile: {files}: a quarter of it bounds each address's connections"
-        mend = _raise_limit(memory, "nofile", "65536", "LimitNOFILE=65536; docker run --ulimit nofile=65536")
-        yield Finding("limits", Level.WARNING, what, mend)
+        message = f"nofile: {files}: a quarter of it bounds each address's connections"
+        fix = _raise_limit(memory, "nofile", "65536", "LimitNOFILE=65536; docker run --ulimit nofile=65536")
+        yield Finding("limits", Level.WARNING, message, fix)
     elif files is not None:
         yield Finding("limits", Level.OK, f"nofile: {'unlimited' if files < 0 else files}")
 
@@ -337,8 +338,8 @@ def _network(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
     for name in ("tcp_rmem", "tcp_wmem"):
         most = network.number(name)
         if most is not None and most < TCP_BUFFER_LEAST:
-            what = f"{name}: {show_size(most)} at most: too little for fast links with some delay"
-            yield Finding("network", Level.WARNING, what, f"sudo sysctl -w net.ipv4.{name}='4096 131072 16777216'")
+            message = f"{name}: {show_size(most)} at most: too little for fast links with some delay"
+            yield Finding("network", Level.WARNING, message, f"sudo sysctl -w net.ipv4.{name}='4096 131072 16777216'")
         elif most is not None:
             yield Finding("network", Level.OK, f"{name}: {show_size(most)} at most")
 
@@ -357,15 +358,15 @@ def _rdma(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
         return
     for port in ports:
         active = "ACTIVE" in (port.text("state") or "")
-        what = f"{port.text('name')}: {port.text('state')}, {port.text('layer')}, {port.text('rate')}"
-        yield Finding("RDMA", Level.OK if active else Level.WARNING, what, None if active else "ibv_devinfo; rdma link show")
+        message = f"{port.text('name')}: {port.text('state')}, {port.text('layer')}, {port.text('rate')}"
+        yield Finding("RDMA", Level.OK if active else Level.WARNING, message, None if active else "ibv_devinfo; rdma link show")
     if "libibverbs" not in network.texts("libraries"):
-        what = "libibverbs.so.1 cannot be loaded: no program reaches the devices"
-        yield Finding("RDMA", Level.WARNING, what, "sudo apt install ibverbs-providers librdmacm1")
+        message = "libibverbs.so.1 cannot be loaded: no program reaches the devices"
+        yield Finding("RDMA", Level.WARNING, message, "sudo apt install ibverbs-providers librdmacm1")
     if network.flag("uverbs") is False:
-        what = "/dev/infiniband cannot be opened by this user"
-        mend = "sudo apt install --reinstall rdma-core   # its udev rules; in a container: docker run --device /dev/infiniband"
-        yield Finding("RDMA", Level.WARNING, what, mend)
+        message = "/dev/infiniband cannot be opened by this user"
+        fix = "sudo apt install --reinstall rdma-core   # its udev rules; in a container: docker run --device /dev/infiniband"
+        yield Finding("RDMA", Level.WARNING, message, fix)
     if nixl is None:
         yield Finding("RDMA", Level.WARNING, tools, _install_nixl(facts))
     else:
@@ -384,12 +385,12 @@ def _nixl(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         return
     level = Level.MISSING if asked.required else Level.WARNING
     if not asked.trusted:
-        what = "a node does not start: its ports would let whoever reaches them read and write its memory and end it"
-        mend = "--set node.nixl=off   # or, if all are trusted with that: --set node.nixl_trusted_network=true"
-        yield Finding(area, Level.MISSING, what, mend)
+        message = "a node does not start: its ports would let whoever reaches them read and write its memory and end it"
+        fix = "--set node.nixl=off   # or, if all are trusted with that: --set node.nixl_trusted_network=true"
+        yield Finding(area, Level.MISSING, message, fix)
     if asked.ruled_out is not None:
-        what = f"not used: node.{asked.ruled_out} does not go with it"
-        yield Finding(area, level, what, f"--set node.nixl=off   # or do without node.{asked.ruled_out}")
+        message = f"not used: node.{asked.ruled_out} does not go with it"
+        yield Finding(area, level, message, f"--set node.nixl=off   # or do without node.{asked.ruled_out}")
     if probe.error:
         yield Finding(area, level, f"not known: the probe {probe.error}")
     elif probe.flag("works"):
@@ -403,8 +404,8 @@ def _nixl(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         look = f"{named}   # as UCX finds them" if named else "ibv_devinfo   # whether a device is there; TCP does without"
         if facts["network"].flag("sysfs") is False:  # UCX finds no device without sysfs
             look = "sudo mount -t sysfs sysfs /sys   # it is not there, and UCX finds its devices in it"
-        mend = look if there else _install_nixl(facts)
-        yield Finding(area, level, f"blocks move over TCP: {probe.text('why') or 'nothing was tried'}", mend)
+        fix = look if there else _install_nixl(facts)
+        yield Finding(area, level, f"blocks move over TCP: {probe.text('why') or 'nothing was tried'}", fix)
 
 
 def _lab(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
@@ -413,8 +414,8 @@ def _lab(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
         return
     missing = [tool for tool in ("ip", "tc") if tool not in network.texts("tools")]
     if missing:
-        what = f"no emulated hosts (tests, kvstore demo --dual-path): {' and '.join(missing)} not installed"
-        yield Finding("network lab", Level.INFO, what, "sudo apt install iproute2")
+        message = f"no emulated hosts (tests, kvstore demo --dual-path): {' and '.join(missing)} not installed"
+        yield Finding("network lab", Level.INFO, message, "sudo apt install iproute2")
     elif system.flag("root") is False:
         yield Finding("network lab", Level.INFO, "emulated hosts need root", "sudo kvstore demo --dual-path")
     else:

@@ -16,7 +16,7 @@ def main(folder: Path, timeout_s: float) -> None:
     """Print one JSON object."""
     found = glance_at_gds(folder, timeout_s=timeout_s)
     said = {"path": found.path.value, "real": found.path is GdsPath.GDS, "why": found.why, "measured": found.measured}
-    print(json.dumps(said | {"mend": found.mend, "facts": dict(found.facts)}), flush=True)
+    print(json.dumps(said | {"fix": found.fix, "facts": dict(found.facts)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Probes of the host. Each is a function that runs in a separate process, because it may hang or crash.
 
-``python -m kvstore.doctor.host_probes NAME [ARGUMENT]`` prints one JSON object. Probes are read-only.
+``python -m kvstore.doctor.host_probes NAME [ARGUMENT]`` prints one JSON object. Probes are read-only. Each imports what others do
+not need: a doctor starts at least five of them.
 """
 
 from __future__ import annotations
@@ -13,19 +14,12 @@ import platform
 import re
 import resource
 import shutil
-import ssl
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
-from kvstore import native
 from kvstore.core.errors import CorruptBlock
-from kvstore.health.certificate_file import certificate_end_s, certificate_names
 from kvstore.process.host_memory import memory_available, memory_total
-from kvstore.tiers.io_engines.probe import SLAB_FILE, nvidia_cards
-from kvstore.tiers.nvme.ownership import ROSTER_FILE, claim_in_force, home_of
-from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, newest_superblock
 
 PACKAGES = (
     "kvstore-dualpath", "numpy", "grpcio", "lmdb", "protobuf", "pydantic", "xxhash", "zstandard", "rich", "click", "torch",
@@ -42,6 +36,8 @@ _SYS_RESOURCE = 24
 
 def system() -> dict[str, object]:
     """Probe kernel, Python, memory and user."""
+    from kvstore import native
+
     return {
         "kernel": platform.release(),
         "machine": platform.machine(),
@@ -66,6 +62,8 @@ def _clock_synchronized() -> bool | None:
 
 
 def _version(name: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -74,6 +72,8 @@ def _version(name: str) -> str | None:
 
 def gpu() -> dict[str, object]:
     """Probe GPUs on the bus, the kernel driver and the CUDA driver."""
+    from kvstore.tiers.io_engines.probe import nvidia_cards
+
     found: dict[str, object] = {"cards": nvidia_cards(), "driver": _first_line(Path("/proc/driver/nvidia/version"))}
     found["udev"] = os.access("/run/udev", os.R_OK)
     found["nvidia_fs"] = _first_line(Path("/proc/driver/nvidia-fs/version")) is not None
@@ -162,6 +162,9 @@ def _loads(library: str) -> bool:
 
 def folder(path: str) -> dict[str, object]:
     """Probe the folder of a volume or its nearest existing parent: file system, free space, O_DIRECT."""
+    from kvstore.tiers.io_engines.probe import SLAB_FILE
+    from kvstore.tiers.nvme.ownership import MANIFEST_FILE
+
     wanted = Path(path).absolute()
     closed, there, in_the_way = _nearest(wanted)
     space = os.statvfs(there)
@@ -186,7 +189,7 @@ def folder(path: str) -> dict[str, object]:
         found |= _slab(wanted / SLAB_FILE)
     if "slab_bytes" not in found:
         slab = None
-    return found | {"roster": any(wanted.glob(f"{ROSTER_FILE}*")), "direct": _direct_refused(slab, there)}
+    return found | {"slot_manifest": any(wanted.glob(f"{MANIFEST_FILE}*")), "direct": _direct_refused(slab, there)}
 
 
 def _disk_of(device: int, sys: Path = Path("/sys/dev/block")) -> str | None:
@@ -216,6 +219,10 @@ def disks() -> dict[str, object]:
 
 def certificates(ca: str, cert: str, key: str) -> dict[str, object]:
     """Probe TLS files of one section: readable, matching, and the expiry of each certificate."""
+    import ssl
+
+    from kvstore.health.certificate_file import certificate_end_s, certificate_names
+
     for file in filter(None, (ca, cert, key)):
         try:
             Path(file).read_bytes()
@@ -265,6 +272,9 @@ def _nearest(wanted: Path) -> tuple[bool, Path, Path | None]:
 
 def _slab(path: Path) -> dict[str, object]:
     """Size of a slab, the reason if it is not valid, and the node that has adopted its volume."""
+    from kvstore.tiers.nvme.ownership import claim_in_force, home_of
+    from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, newest_superblock
+
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

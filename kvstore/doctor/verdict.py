@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.doctor.levels import Finding, Level
+from kvstore.doctor.contract import Finding, Level
 
 MOST_ACTIONS: Final = 3
 _ORDER: Final = (Level.MISSING, Level.WARNING, Level.INFO)
@@ -35,7 +35,8 @@ def verdict(found: Sequence[Finding]) -> Verdict:
     elif warnings:
         line = f"READY, with {_warnings(warnings)}"
     else:
-        line = "READY: nothing to do"
+        optional = sorted({finding.area for finding in found if finding.level is Level.INFO and finding.fix})
+        line = f"READY; optional, see above: {', '.join(optional)}" if optional else "READY: nothing to do"
     return Verdict(line, tuple(_actions(found)))
 
 
@@ -45,18 +46,18 @@ def _warnings(count: int) -> str:
 
 def _actions(found: Sequence[Finding]) -> list[str]:
     problems = [finding for finding in found if finding.level in (Level.MISSING, Level.WARNING)]
-    ordered = sorted(problems, key=lambda finding: (_ORDER.index(finding.level), _area(finding), not finding.mend))
+    ordered = sorted(problems, key=lambda finding: (_ORDER.index(finding.level), _area(finding), not finding.fix))
     chosen: dict[str, str] = {}
     for finding in ordered:
-        command = (finding.mend or "").partition("#")[0].strip()
-        chosen.setdefault(command or finding.what, _action(finding, command))
+        command = (finding.fix or "").partition("#")[0].strip()
+        chosen.setdefault(command or finding.message, _action(finding, command))
         if len(chosen) == MOST_ACTIONS:
             break
     return list(chosen.values())
 
 
 def _action(finding: Finding, command: str) -> str:
-    return f"{finding.area}: {finding.what}" + (f"  -> {command}" if command else "")
+    return f"{finding.area}: {finding.message}" + (f"  -> {command}" if command else "")
 
 
 def _area(finding: Finding) -> int:

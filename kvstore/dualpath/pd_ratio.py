@@ -1,4 +1,4 @@
-"""The P:D ratios at which all storage links can be full without a bottleneck at CNIC or DRAM: equation 9 of the paper."""
+"""P:D ratios at which all storage links can be full without a bottleneck at CNIC or DRAM: equation 9 of the DualPath paper."""
 
 from __future__ import annotations
 

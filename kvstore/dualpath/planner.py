@@ -5,8 +5,8 @@ progress is cumulative, and reports for ended plans or parts are counted and ign
 
 A plan in the queues makes its links look busy. Three rules limit how long it counts:
 
-1. Only progress keeps a plan alive, not reports.
-2. At one node, a plan counts for at most ``queues.QUEUE_S`` of reading.
+1. Only progress keeps a plan alive, not reports, and for at most ``MAX_PLAN_LIFE_S``.
+2. At one node, a plan counts for at most ``queues.QUEUE_S`` of reading, and so do all plans of one confined tenant together.
 3. A plan is stalled if it makes no progress for longer than the work queued before it can take. It then does not count until it
    makes progress.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -41,6 +41,8 @@ from kvstore.dualpath.queues import Charge, ReadQueues
 
 PLAN_LIFE_S = 60.0
 """A plan without progress for this long expires, because its client is considered dead."""
+MAX_PLAN_LIFE_S = 3_600.0
+"""A plan expires after this time, even if it makes progress: a client may report progress that it does not make."""
 PATIENCE_S = 5.0
 """A plan is stalled after this time without progress, plus twice the time that its nodes need, at their measured rates, for the
 work queued before it. Clients give a part to another host after a second (``stall_s``)."""
@@ -79,6 +81,8 @@ class _Live:
     deadline: float
     last: float
     """Reports do not move the deadline beyond this."""
+    tenant: str | None
+    """Tenant that the client is confined to; None: it is not confined."""
     patience: float = 0.0
     """Seconds without progress after which the plan is stalled."""
     stalls_at: float = math.inf
@@ -101,7 +105,7 @@ class Planner:
     """The path planner of a cluster.
 
     Args:
-        policy: divides requests; may be replaced at any time (existing plans keep theirs).
+        policy: divides requests that name none; may be replaced at any time (existing plans keep theirs).
         queues: pending reads and rates; nodes are added there, or with ``add_node``.
         plan_life_s: a plan without progress for this long expires.
         patience_s: a plan is stalled after this time without progress, plus twice the time for the work queued before it.
@@ -135,6 +139,7 @@ class Planner:
         self._decisions_kept = decisions_kept
         self._parts_kept = 0  # of decisions
         self._parts_live = 0
+        self._parts_of: Counter[str] = Counter()  # by tenant
 
     def __len__(self) -> int:
         """Number of plans in progress."""
@@ -144,8 +149,9 @@ class Planner:
         """Return the most recent decisions, oldest first."""
         return list(self._decisions)
 
-    def live(self) -> list[PlanUnderWay]:
-        """Return the plans in progress, by id."""
+    def live(self, most: int, after: int = 0) -> list[PlanUnderWay]:
+        """Return up to ``most`` plans in progress, by id, from the first id above ``after``."""
+        plans = ((plan_id, self._live[plan_id]) for plan_id in heapq.nsmallest(most, (one for one in self._live if one > after)))
         return [
             PlanUnderWay(
                 plan_id,
@@ -158,7 +164,7 @@ class Planner:
                     for part, charge in zip(live.parts, live.charges, strict=True)
                 ),
             )
-            for plan_id, live in sorted(self._live.items())
+            for plan_id, live in plans
         ]
 
     # ---- nodes ----
@@ -184,38 +190,47 @@ class Planner:
 
     # ---- plans ----
 
-    def plan(self, request: PlanRequest, now: float, life_s: float = 0.0) -> LoadPlan:
+    def plan(
+        self,
+        request: PlanRequest,
+        now: float,
+        life_s: float = 0.0,
+        policy: PlanPolicy | None = None,
+        tenant: str | None = None,
+    ) -> LoadPlan:
         """Decide which nodes read the request, and charge the queues.
 
         Args:
             request: the request.
             now: current time.
-            life_s: the plan expires after this time, or ``DEADLINE_GRACE_S`` later if it makes progress. 0: it lives while
-                it makes progress.
+            life_s: the plan expires after this time, or ``DEADLINE_GRACE_S`` later if it makes progress. 0 means
+                ``MAX_PLAN_LIFE_S``, which is also the maximum.
+            policy: divides this request, also when it is planned again. None: the planner's.
+            tenant: tenant that the client is confined to: it may have a quarter of all parts. None: it is not confined.
 
         Raises:
             InvalidArgument: a negative life.
-            CapacityExceeded: too many plans or parts are in progress.
+            CapacityExceeded: too many plans or parts are in progress, of all clients or of the tenant.
             Unavailable: no living candidate.
         """
         if not life_s >= 0:
             raise InvalidArgument("life_s must be at least 0", life_s=life_s)
-        self._check_space(1)
+        self._check_space(1, tenant)
         request = self._with_relays(request, now)
         plan_id = self._draw()
         while plan_id in self._live:
             plan_id = self._draw()
         first = min(life_s, self.plan_life_s) if life_s else self.plan_life_s
-        last = now + life_s + DEADLINE_GRACE_S if life_s else math.inf
-        live = _Live(request, self.policy, 0, now + first, last)
+        last = now + min(life_s or MAX_PLAN_LIFE_S, MAX_PLAN_LIFE_S) + DEADLINE_GRACE_S
+        live = _Live(request, policy or self.policy, 0, now + first, last, tenant)
         answer = self._decide(plan_id, live, [(0, request.blocks)] if request.blocks else [], now)
         self._live[plan_id] = live
-        self._parts_live += 1 + len(live.parts)
+        self._count_parts(live, 1 + len(live.parts))
         self._schedule_check(plan_id, live)
         self.counters.plans += 1
         return answer
 
-    def price(self, request: PlanRequest, now: float) -> LoadPrice:
+    def price(self, request: PlanRequest, now: float, policy: PlanPolicy | None = None) -> LoadPrice:
         """Return how long a load would take if it were planned now. Changes nothing.
 
         Raises:
@@ -223,7 +238,7 @@ class Planner:
         """
         request = self._with_relays(request, now)
         usable, excluded, prefill = self._candidates(request, frozenset(), now)
-        policy = copy(self.policy)  # a turn of ``round_robin`` is not taken
+        policy = copy(policy or self.policy)  # a turn of ``round_robin`` is not taken
         seconds = [
             self._share(policy, replace(request, blocks=blocks), usable, excluded, prefill)[1]
             for blocks in (min(1, request.blocks), request.blocks)
@@ -306,7 +321,7 @@ class Planner:
         more = len(missing) + len(live.request.relays) + 2  # a node's share may begin within a span and so divide it
         if len(live.parts) + more > limits.MAX_PLAN_PARTS:
             raise CapacityExceeded("the plan has too many parts", plan_id=plan_id, limit=limits.MAX_PLAN_PARTS)
-        self._check_space(more)
+        self._check_space(more, live.tenant)
         self._moved(plan_id, live, now)
         done = failed.count - sum(count for _, count in missing)
         self.queues.credit(charge, max(0, done - (failed.count - charge.blocks)), now, moved=True)
@@ -321,7 +336,7 @@ class Planner:
             self._end(plan_id, now)
             self.counters.given_up += 1
             raise
-        self._parts_live += len(live.parts) - parts
+        self._count_parts(live, len(live.parts) - parts)
         self._schedule_check(plan_id, live)
         self.counters.replans += 1
         return answer
@@ -350,10 +365,21 @@ class Planner:
 
     # ---- within ----
 
-    def _check_space(self, parts: int) -> None:
-        if self._parts_live + parts > limits.MAX_PARTS_UNDER_WAY:
-            most = limits.MAX_PARTS_UNDER_WAY
+    def _check_space(self, parts: int, tenant: str | None) -> None:
+        most = limits.MAX_PARTS_UNDER_WAY
+        if self._parts_live + parts > most:
             raise CapacityExceeded("too many parts are in progress", parts=self._parts_live, limit=most)
+        share = most // limits.TENANT_SHARE
+        if tenant is not None and self._parts_of[tenant] + parts > share:
+            raise CapacityExceeded("too many parts of this tenant are in progress", tenant=tenant, limit=share)
+
+    def _count_parts(self, live: _Live, more: int) -> None:
+        """Count parts of a plan as in progress (negative: no longer)."""
+        self._parts_live += more
+        if live.tenant is not None:
+            self._parts_of[live.tenant] += more
+            if not self._parts_of[live.tenant]:
+                del self._parts_of[live.tenant]
 
     def _schedule_check(self, plan_id: int, live: _Live) -> None:
         """Schedule the next check of the plan."""
@@ -384,7 +410,7 @@ class Planner:
     def _end(self, plan_id: int, now: float) -> None:
         """Remove a plan, and return its charges."""
         live = self._live.pop(plan_id)
-        self._parts_live -= 1 + len(live.parts)
+        self._count_parts(live, -1 - len(live.parts))
         self._release(live, now)
 
     @staticmethod
@@ -452,7 +478,7 @@ class Planner:
         for part in parts:
             sink = None if part.side is ReadSide.PREFILL else request.prefill_node
             charge = self.queues.charge(
-                part.node, sink, part.count, request.block_bytes, request.block_tokens, now, live.at.get(part.node)
+                part.node, sink, part.count, request.block_bytes, request.block_tokens, now, live.at.get(part.node), live.tenant
             )
             live.at.setdefault(part.node, charge)
             live.parts.append(part)

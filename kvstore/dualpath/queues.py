@@ -5,7 +5,8 @@ its name. So a node that leaves and joins again starts with an empty queue, and 
 
 A long queue steers loads away from a link, so one plan must not add an unbounded amount. Of a plan's blocks at a node only
 ``QUEUE_S`` of reading count, at the rate measured at planning time. A link with such a queue is already the last choice for
-every other load; more would add no information and would count for the life of the plan.
+every other load; more would add no information and would count for the life of the plan. All plans of one tenant that is confined
+by its token together count for at most the same time at a node, so a tenant cannot steer others away for longer by many plans.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ QUEUE_S = 10.0
 class _Entry:
     """Queue of one node. ``sending`` and ``receiving`` are bytes that wait to be forwarded from and to the node."""
 
-    __slots__ = ("alive", "cnic", "link", "node", "pending_bytes", "pending_tokens", "receiving", "sending")
+    __slots__ = ("alive", "cnic", "link", "node", "pending_bytes", "pending_tokens", "receiving", "sending", "tenants")
 
     def __init__(self, node: str, snic: float, cnic: float) -> None:
         self.node = node
@@ -74,21 +75,40 @@ class _Entry:
         self.alive = True
         self.link = BandwidthEstimator(snic)
         self.pending_bytes = self.pending_tokens = self.sending = self.receiving = 0
+        self.tenants: dict[str, _TenantReads] = {}
+
+
+class _TenantReads:
+    """Reads of all plans of one tenant at one node that count in its queue: at most ``most_bytes``."""
+
+    __slots__ = ("most_bytes", "queued_bytes")
+
+    def __init__(self) -> None:
+        self.most_bytes = self.queued_bytes = 0
 
 
 class _PlanReads:
     """All parts of one plan at one node. Of its unread ``blocks``, ``queued`` count in the queues, at most ``most``."""
 
-    __slots__ = ("block_bytes", "block_tokens", "blocks", "forwarded", "most", "queued", "sink", "source", "stalled")
+    __slots__ = ("block_bytes", "block_tokens", "blocks", "forwarded", "most", "queued", "sink", "source", "stalled", "tenant")
 
     def __init__(
-        self, source: _Entry, sink: _Entry | None, most: int, block_bytes: int, block_tokens: int, *, forwarded: bool
+        self,
+        source: _Entry,
+        sink: _Entry | None,
+        most: int,
+        block_bytes: int,
+        block_tokens: int,
+        tenant: _TenantReads | None,
+        *,
+        forwarded: bool,
     ) -> None:
         self.source = source
         self.sink = sink  # None: nothing is forwarded, or the node is not known
         self.most = most
         self.block_bytes = block_bytes
         self.block_tokens = block_tokens
+        self.tenant = tenant
         self.forwarded = forwarded
         self.stalled = False
         self.blocks = self.queued = 0
@@ -99,8 +119,14 @@ class _PlanReads:
         queued = 0 if self.stalled else self.blocks
         if queued > self.most:
             queued = self.most
+        tenant = self.tenant
+        if tenant is not None:
+            free_bytes = tenant.most_bytes - tenant.queued_bytes + self.queued * self.block_bytes
+            queued = max(0, min(queued, free_bytes // self.block_bytes))
         more, self.queued = queued - self.queued, queued
         nbytes = more * self.block_bytes
+        if tenant is not None:
+            tenant.queued_bytes += nbytes
         self.source.pending_bytes += nbytes
         self.source.pending_tokens += more * self.block_tokens
         if self.forwarded:
@@ -199,6 +225,7 @@ class ReadQueues:
         block_tokens: int,
         now: float,
         beside: Charge | None = None,
+        tenant: str | None = None,
     ) -> Charge:
         """Charge blocks to ``node`` and, if ``sink`` is given, their forwarding to it.
 
@@ -210,6 +237,8 @@ class ReadQueues:
             block_tokens: tokens of each.
             now: current time.
             beside: an earlier charge of the same plan at this node; the limit of ``QUEUE_S`` applies to both together.
+            tenant: tenant that the plan's client is confined to; the limit applies to all its plans together. None: the client is
+                not confined, and only the limit per plan applies.
 
         Raises:
             NotFound: the node is not known.
@@ -223,7 +252,11 @@ class ReadQueues:
         else:
             sink_entry = self._nodes.get(sink) if sink is not None else None
             most = max(1, int(source.link.rate(now) * QUEUE_S / block_bytes))
-            reads = _PlanReads(source, sink_entry, most, block_bytes, block_tokens, forwarded=sink is not None)
+            reads_of_tenant = None
+            if tenant is not None:
+                reads_of_tenant = source.tenants.setdefault(tenant, _TenantReads())
+                reads_of_tenant.most_bytes = most * block_bytes
+            reads = _PlanReads(source, sink_entry, most, block_bytes, block_tokens, reads_of_tenant, forwarded=sink is not None)
         reads.add(blocks)
         self._settle(source, now)
         return Charge(reads, blocks)

@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +25,10 @@ from typing import TYPE_CHECKING, Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound, Unsupported, install_command
 from kvstore.embedded.children import Children, Launcher
-from kvstore.embedded.ports import LOOPBACK
+from kvstore.embedded.ports import LOOPBACK, port_after
 from kvstore.embedded.temp_dirs import TempDir
+from kvstore.process.atomic_file import open_private
+from kvstore.process.graceful_shutdown import OVERTIME_S
 from kvstore.process.node_id import check_node_id
 from kvstore.rpc.address import stays_on_host
 
@@ -39,6 +43,7 @@ _EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104  # addresses that a client canno
 _ERROR_MARK = "Error: "
 _SHOWN_LINES = 10
 _METADATA = "metadata"
+_ADMIN = "admin"
 _ONE_EACH = ("listen", "metrics_listen", "index_path", "advertise")
 """Settings that two metadata servers of one machine cannot share: only the first one has them."""
 
@@ -122,6 +127,13 @@ class Daemon:
         rest = [line for line in lines if line is not reason]
         return "\n".join([reason.removeprefix(_ERROR_MARK), *rest[-_SHOWN_LINES:]])
 
+    def ending(self) -> str:
+        """How it ended, as a predicate, and why if its log says it. The process must have ended."""
+        code = self.process.returncode
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with code {code}: {self.why().splitlines()[0]}"
+
     def _log_lines(self) -> list[str]:
         """Log lines of this run. gRPC's own lines are dropped if there are others."""
         with self.log_path.open("rb") as log:
@@ -188,6 +200,8 @@ class LocalCluster:
         self.valkey: ValkeyServers | None = None
         names = [_METADATA, *(f"{_METADATA}-{number}" for number in range(2, servers + 1))]
         self._metadata_addresses = dict.fromkeys(names, f"{metadata_host.host}:0")
+        self._admin: tuple[tuple[tuple[str, str], ...], tuple[str, ...]] = (), ()
+        """Settings and arguments of the admin server, with the address of its last start."""
 
     # ---- lifecycle ----
     def __enter__(self) -> Self:
@@ -219,9 +233,14 @@ class LocalCluster:
             self._data.close()
 
     def start_metadata(self, name: str = _METADATA) -> Daemon:
-        """Start a metadata server; a restart uses its old port."""
+        """Start a metadata server; a restart uses its old port.
+
+        If the settings name the port of the first server, each further one gets the next free port.
+        """
         if name not in self._metadata_addresses:
             raise NotFound("unknown metadata server of this cluster", name=name)
+        if name != _METADATA and self._metadata_addresses[name].endswith(":0"):
+            self._metadata_addresses[name] = f"{self._metadata_host.host}:{self._port_beside_first()}"
         own_settings = [(key, value) for key, value in self._metadata_settings if name == _METADATA or key not in _ONE_EACH]
         settings = [
             f"metadata.listen={self._metadata_addresses[name]}",
@@ -271,7 +290,23 @@ class LocalCluster:
         """
         given = [f"admin.metadata={self.metadata_address}", f"admin.listen={LOOPBACK}:0"]
         given += [f"admin.{name}={value}" for name, value in settings]
-        return self._start("admin", "admin", given, DaemonHost(), arguments)
+        daemon = self._start(_ADMIN, "admin", given, DaemonHost(), arguments)
+        self._admin = tuple({**dict(settings), "listen": daemon.address}.items()), tuple(arguments)
+        return daemon
+
+    def restart(self, name: str) -> Daemon:
+        """Start an ended daemon again, with the settings of its last start. Metadata and admin servers keep their ports.
+
+        Raises:
+            KVStoreError: it did not start.
+            OSError: its process cannot be made.
+        """
+        if name in self._metadata_addresses:
+            return self.start_metadata(name)
+        if name in self._specs:
+            return self.start_node(name)
+        settings, arguments = self._admin
+        return self.start_admin(*settings, arguments=arguments)
 
     def stop(self, name: str) -> None:
         """Stop one daemon (``"metadata"``, ``"metadata-2"``, ``"admin"`` or a node id) by SIGTERM."""
@@ -313,6 +348,11 @@ class LocalCluster:
         return self.base_dir / "index"
 
     # ---- internals ----
+    def _port_beside_first(self) -> int:
+        """Port of a further metadata server: 0, any, if the settings choose none for the first one."""
+        chosen = dict(self._metadata_settings).get("listen", "").rpartition(":")[2]
+        return port_after(int(chosen), self._metadata_host.host) if chosen.isdecimal() and chosen != "0" else 0
+
     def _index_path_of(self, name: str) -> Path:
         return self.index_path if name == _METADATA or not self._shards else self.base_dir / name / "index"
 
@@ -331,7 +371,7 @@ class LocalCluster:
         arguments = [sys.executable, "-m", "kvstore.cli", command, *self._arguments, *more]
         for setting in (*settings, f"{command}.ready_file={ready_file}"):
             arguments += ["--set", setting]
-        with log_path.open("ab") as log:
+        with open(log_path, "ab", opener=open_private) as log:  # logs name tenants and requests
             log_start = log.seek(0, os.SEEK_END)
             process = (place.launcher or Children.launcher)(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         daemon = Daemon(name, process, {}, log_path, log_start)
@@ -341,6 +381,9 @@ class LocalCluster:
             if process.poll() is not None:
                 raise Internal(f"{name} ended at start with code {process.returncode}: {daemon.why()}")
             if time.monotonic() > deadline_s:
+                process.kill()
+                with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, for example at a dead disk
+                    process.wait(STOP_TIMEOUT_S)
                 raise DeadlineExceeded(f"{name} was not ready after {START_TIMEOUT_S:.0f} s: {daemon.why()}")
             time.sleep(0.01)
         daemon.ready = json.loads(ready_file.read_text())
@@ -348,8 +391,9 @@ class LocalCluster:
 
     def _reap(self, name: str) -> None:
         daemon = self._daemons.pop(name)
+        own_s = float(daemon.ready.get("stop_grace_s", 0)) + 2 * OVERTIME_S  # a node writes back until then, and ends by itself
         try:
-            daemon.process.wait(STOP_TIMEOUT_S)
+            daemon.process.wait(max(STOP_TIMEOUT_S, own_s))
         except subprocess.TimeoutExpired:
             daemon.process.kill()
             daemon.process.wait(STOP_TIMEOUT_S)

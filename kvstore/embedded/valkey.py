@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import signal
@@ -24,6 +25,8 @@ from kvstore.embedded.ports import LOOPBACK, free_port
 
 SLOTS: Final = 16_384
 START_S: Final = 30.0
+START_ATTEMPTS: Final = 3
+"""Starts of one server, each with other ports."""
 NODE_TIMEOUT_MS: Final = 1_000
 """Silence after which the servers replace a primary by its replica."""
 _PROGRAMS: Final = ("valkey-server", "redis-server")
@@ -233,8 +236,8 @@ class ValkeyServers:
 
     def _form(self) -> None:
         shards = self._shards
-        for server in self.servers:
-            self._wait(lambda server=server: server.call("PING") == b"PONG", "start")  # type: ignore[misc]
+        for number in range(len(self.servers)):
+            self._await_start(number)
         first = self.servers[0]
         for number, server in enumerate(self.servers):
             if number < shards:
@@ -247,6 +250,23 @@ class ValkeyServers:
             primary = self.servers[number % shards].call("CLUSTER", "MYID")
             self._wait(lambda server=server, primary=primary: server.call("CLUSTER", "REPLICATE", primary) == b"OK", "replicate")  # type: ignore[misc]
         self._wait(lambda: self.whole, "become ready")
+
+    def _await_start(self, number: int) -> None:
+        """Wait until a server answers. If it ends instead, another program may have taken its port: it gets other ports."""
+        for attempt in range(START_ATTEMPTS):
+            if attempt:
+                self.servers[number] = self._start(self._host_of.pop(self.servers[number]))
+            server = self.servers[number]
+            self._wait(lambda server=server: server.process.poll() is not None or self._is_own(server), "start")  # type: ignore[misc]
+            if server.process.poll() is None:
+                return
+        said = (self._folder / str(server.port) / "log").read_text(errors="replace").strip().rpartition("\n")[2]
+        raise Unavailable("a Valkey server ended at its start", attempts=START_ATTEMPTS, said=said)
+
+    def _is_own(self, server: ValkeyServer) -> bool:
+        """Whether the server that answers at a port is this one, and not one of another program."""
+        folder = os.fsencode((self._folder / str(server.port)).resolve())
+        return server.call("CONFIG", "GET", "dir") == [b"dir", folder]
 
     @staticmethod
     def _primary_ports(server: ValkeyServer) -> set[int]:

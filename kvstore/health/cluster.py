@@ -12,7 +12,7 @@ from kvstore.health import codes
 from kvstore.health.codes import HealthCode
 from kvstore.health.findings import MAX_FINDINGS, HealthFinding, by_severity, from_proto
 from kvstore.health.node_reachability import Reachability
-from kvstore.health.quantities import duration, size
+from kvstore.health.quantities import show_duration, show_size
 from kvstore.health.shards import shard_findings
 
 QUOTA_SHARE: Final = 0.95
@@ -114,10 +114,10 @@ def find(report: ClusterReport) -> list[HealthFinding]:
 # ---- metadata server ----
 def _of_server(server: ServerReport) -> Iterator[HealthFinding]:
     if server.index_failing:
-        facts = f"The index has accepted no changes for {duration(server.index_failing_s)}: {server.index_failing}"
+        facts = f"The index has accepted no changes for {show_duration(server.index_failing_s)}: {server.index_failing}"
         yield HealthFinding(codes.INDEX_READ_ONLY, "", facts)
-    elif server.index_disk is not None and server.index_disk.nearly_full:
-        facts = f"{server.index_path} has {size(server.index_disk.free_bytes)} free of {size(server.index_disk.total_bytes)}."
+    elif (disk := server.index_disk) is not None and disk.nearly_full:
+        facts = f"{server.index_path} has {show_size(disk.free_bytes)} free of {show_size(disk.total_bytes)}."
         yield HealthFinding(codes.INDEX_DISK_NEARLY_FULL, "", facts)
     if server.settings_problem:
         facts = f"{server.settings_path} cannot be read: {server.settings_problem}"
@@ -128,8 +128,9 @@ def _of_server(server: ServerReport) -> Iterator[HealthFinding]:
         if use.quota_bytes and use.held_bytes > QUOTA_SHARE * use.quota_bytes:
             name = use.tenant or "(default)"
             over = use.held_bytes > OVER_QUOTA * use.quota_bytes
-            of = f"{size(use.held_bytes)} in {use.tier}, more than its quota of" if over else f"{size(use.held_bytes)} of"
-            facts = f"Tenant {name} holds {of} {size(use.quota_bytes)}{'' if over else f' in {use.tier}'}."
+            held, quota = show_size(use.held_bytes), show_size(use.quota_bytes)
+            of = f"in {use.tier}, more than its quota of {quota}" if over else f"of {quota} in {use.tier}"
+            facts = f"Tenant {name} holds {held} {of}."
             yield HealthFinding(codes.QUOTA_EXCEEDED if over else codes.QUOTA_NEARLY_USED, name, facts)
     yield from server.findings
     yield from shard_findings(server.backend, server.metadata_servers)
@@ -148,7 +149,7 @@ def _of_node(node: NodeReport) -> Iterator[HealthFinding]:
     offset_s = status.clock_offset_ms / 1000
     if abs(offset_s) > CLOCK_S:
         way = "ahead of" if offset_s > 0 else "behind"
-        facts = f"The clock of node {node_id}'s host is {duration(abs(offset_s))} {way} that of the metadata server."
+        facts = f"The clock of node {node_id}'s host is {show_duration(abs(offset_s))} {way} that of the metadata server."
         yield HealthFinding(codes.CLOCK_DIFFERS, node_id, facts)
 
 
@@ -209,4 +210,4 @@ def _not_reporting(node: NodeReport) -> HealthFinding:
         drained = " after it was drained" if status.state == common_pb2.NODE_STATE_DRAINED else ""
         return HealthFinding(codes.NODE_STOPPED, node_id, f"Node {node_id} was stopped{drained}.")
     code, sentence = _SILENT[node.reachability]
-    return HealthFinding(code, node_id, sentence(node_id, address, duration(status.heartbeat_age_ms / 1000)))
+    return HealthFinding(code, node_id, sentence(node_id, address, show_duration(status.heartbeat_age_ms / 1000)))

@@ -102,20 +102,21 @@ INDEX_DISK_NEARLY_FULL: Final = _warning(
 SETTINGS_FILE_UNREADABLE: Final = _error(
     "SETTINGS_FILE_UNREADABLE",
     "The file of quotas and retention rules cannot be read",
-    "Nodes keep their last quotas, times to live and pins. Changes are rejected.",
+    "Nodes keep their last quotas and rules of namespaces. Changes are rejected.",
     "Repair the file or restore it from a backup. If you remove it, all quotas and rules are lost.",
 )
 FILE_NOT_WRITTEN: Final = _warning(
     "FILE_NOT_WRITTEN",
     "A file of a metadata server cannot be written",
-    "The server keeps its copy of quotas, pins and times to live, or its cluster events, in memory only. They are lost if Valkey"
+    "The server keeps its copy of quotas and rules of namespaces, or its cluster events, in memory only. They are lost if Valkey"
     " loses its data and all metadata servers end.",
     "Free space, or correct the owner of the folder. The file is then written without a restart.",
 )
 NO_NODES: Final = _warning(
     "NO_NODES",
     "No node has registered",
-    "The store holds no blocks: every lookup is a miss.",
+    "The store holds no blocks: every lookup is a miss. If the metadata server has lost its index, nodes register again within"
+    " seconds and send their blocks.",
     "Start a node on each host with `kvstore node`, and set node.metadata to the address of this metadata server.",
 )
 

@@ -10,7 +10,7 @@ from typing import Final
 from kvstore.core.index_backend import IndexBackend, IndexServer
 from kvstore.health import codes
 from kvstore.health.findings import HealthFinding
-from kvstore.health.quantities import duration, size
+from kvstore.health.quantities import show_duration, show_size
 
 MEMORY_SHARE: Final = 0.9
 """Share of a server's limit of memory above which it is nearly full."""
@@ -57,7 +57,7 @@ def _of_server(server: IndexServer) -> Iterator[HealthFinding]:
     if server.away_s is not None:
         return
     if server.used_bytes is not None and server.limit_bytes and server.used_bytes > MEMORY_SHARE * server.limit_bytes:
-        facts = f"{_named(server)} uses {size(server.used_bytes)} of {size(server.limit_bytes)} (maxmemory)."
+        facts = f"{_named(server)} uses {show_size(server.used_bytes)} of {show_size(server.limit_bytes)} (maxmemory)."
         yield HealthFinding(codes.SHARD_MEMORY_NEARLY_FULL, server.address, facts)
     if server.eviction_policy not in {"", _NO_EVICTION}:
         facts = f"{_named(server)} has maxmemory-policy {server.eviction_policy}."
@@ -70,7 +70,7 @@ def _of_server(server: IndexServer) -> Iterator[HealthFinding]:
 
 def _of_primary(server: IndexServer) -> Iterator[HealthFinding]:
     if server.away_s is not None:
-        facts = f"{_named(server)} has not answered for {duration(server.away_s)}; {_replicas(server.replicas)}."
+        facts = f"{_named(server)} has not answered for {show_duration(server.away_s)}; {_replicas(server.replicas)}."
         yield HealthFinding(codes.SHARD_AWAY, f"shard {server.shard}", facts)
     elif not server.replicas:
         facts = f"{_named(server)} has no replica that answers."

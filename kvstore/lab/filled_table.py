@@ -14,7 +14,7 @@ import xxhash
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outcome, Tier, VolumeId
 from kvstore.node.eviction.allocation import allocate_nvme
-from kvstore.node.eviction.execution import finish_eviction
+from kvstore.node.eviction.volume_commits import finish_eviction
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
@@ -55,6 +55,9 @@ class BytelessVolume(PooledVolume, DurableVolume):
 
     def read_with_checksums(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[tuple[Outcome, bytes]]:
         return [(Outcome.UNAVAILABLE, b"")] * len(items)
+
+    def remove_replicas(self, replicas: Sequence[tuple[BlockKey, Slot]]) -> None:
+        del replicas
 
     def commit(self, stored: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
         """Nothing outlives the process."""

@@ -163,7 +163,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
             asked_blocks=stats.keys,
             hit_blocks=stats.hit_blocks,
             ttl_ms=rule.ttl_ms,
-            pinned=rule.pinned,
+            kept=rule.kept,
             copies=rule.copies,
         )
 
@@ -175,8 +175,8 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
     async def DescribePlanning(self, request: pb.DescribePlanningRequest, context: object) -> pb.DescribePlanningResponse:
         service, now_s = self._parts.planner, self._parts.clock.now_s()
         planner = service.planner
-        live = [plan for plan in planner.live() if plan.plan_id > request.after_plan]
         most = min(request.live, MOST_LIVE)
+        live = planner.live(most + 1, request.after_plan)
         kept = min(request.decisions, DECISIONS_KEPT)
         states = [planner.queues.state(node, now_s) for node in sorted(planner.queues.nodes())]
         return pb.DescribePlanningResponse(

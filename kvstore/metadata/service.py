@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
-from kvproto.v1.common_pb2 import TIER_HBM, CacheSpec, NodeInfo
+from kvproto.v1.common_pb2 import TIER_HBM, NodeInfo
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvproto.v1.metadata_pb2_grpc import add_MetadataServicer_to_server
 from kvstore.core import limits
@@ -35,7 +35,7 @@ from kvstore.metadata.indexing.range_checks import RangeChecks
 from kvstore.metadata.membership.node_admin import NodeAdmin, check_progress
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.policies import RetentionPolicies, check_usages
-from kvstore.metadata.retention.tenants import NamespaceOwners
+from kvstore.metadata.retention.tenants import NamespaceList, NamespaceOwners
 from kvstore.metadata.roles.roles import Roles
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import MAX_BUDGET_S, SchedulerService
@@ -106,6 +106,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self._parts = parts
         self._lookups = parts.lookups
         self._namespace_owners = NamespaceOwners(parts.index)
+        self._namespaces = NamespaceList()
         subscribers = 0 if parts.events is None else parts.events.max_subscribers
         self._subscriptions = TenantLimit("block events", subscribers, parts.counters.add)
         self._streams: set[PublishStream] = set()
@@ -254,13 +255,8 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         return pb.RegisterNamespaceResponse(namespace_id=spec.namespace)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: object) -> pb.ListNamespacesResponse:
-        entries = [(key, CacheSpec.FromString(spec)) for key, spec in self._parts.index.namespaces()]
-        only = tenant()
-        return pb.ListNamespacesResponse(
-            namespaces=[
-                pb.NamespaceInfo(namespace_id=key, spec=spec) for key, spec in entries if only is None or spec.tenant == only
-            ]
-        )
+        known = self._parts.index.namespaces()  # here: in another thread it would ask Valkey, which may be away
+        return await self._parts.reads.run(self._namespaces.listed, known, tenant())
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: object) -> pb.ListNodesResponse:
         if len(request.node_ids) > limits.MAX_NODES:
@@ -299,7 +295,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         return await self._scheduling.assign(request, MAX_BUDGET_S if left_s is None else left_s)
 
     async def CancelRequest(self, request: pb.CancelRequestRequest, context: object) -> pb.CancelRequestResponse:
-        return pb.CancelRequestResponse(known=self._scheduling.cancel(request))
+        return pb.CancelRequestResponse(known=self._scheduling.cancel(request), engines=self._scheduling.engines)
 
     async def WatchBlocks(self, request: pb.WatchBlocksRequest, context: object) -> AsyncIterator[pb.WatchBlocksResponse]:
         parts = self._parts

@@ -18,13 +18,12 @@ from typing import cast
 
 import aiofiles
 import aiofiles.os
-import grpc
 
-from kvproto.v1 import admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
+from kvproto.v1 import admin_pb2_grpc, common_pb2, node_pb2, node_pb2_grpc
 from kvstore import native
 from kvstore.config.node import MountSection, NodeConfig
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
+from kvstore.core.errors import NotFound
 from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
 from kvstore.health.host_reports import CertificateWatch
 from kvstore.node.ahead.read_ahead import AheadReader
@@ -33,6 +32,7 @@ from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.slow_sources import SlowSources
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.drain import Drainer
+from kvstore.node.control.metadata_calls import MetadataCalls
 from kvstore.node.control.migrator import BlockMigrator
 from kvstore.node.control.pull import Puller
 from kvstore.node.control.pull_client import PullClient
@@ -41,7 +41,7 @@ from kvstore.node.control.rules_file import NAME as RULES_FILE
 from kvstore.node.copies.copier import Copier
 from kvstore.node.durability.adoption import AdoptionParts, OwnerPresence, VolumeAdopter, findings
 from kvstore.node.durability.read_rate import ReadRate
-from kvstore.node.durability.recovery import SharedVolume, open_shared, open_volumes, own_volumes, recover
+from kvstore.node.durability.recovery import VolumeFolder, open_owned, open_volumes, own_volumes, recover
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown
 from kvstore.node.durability.volume_checks import VolumeChecks
 from kvstore.node.durability.volume_watch import VolumeWatch
@@ -79,11 +79,10 @@ from kvstore.observe.history import History
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.slow_loads import RecentLoads
-from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
+from kvstore.rpc.address import check_listen_address, check_metrics_address, is_unix
 from kvstore.rpc.auth.tokens import TokenSource, tokens_file
-from kvstore.rpc.client import call, call_cancellable, connect
+from kvstore.rpc.client import call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
-from kvstore.rpc.failover.connect import connect_metadata
 from kvstore.rpc.health_probe import HealthProbe
 from kvstore.rpc.server import METADATA_SERVICE, BoundServer, build_aio_server
 from kvstore.tiers.arena import DramArena
@@ -132,15 +131,13 @@ class NodeDaemon:
         self._boot_id = BootId(secrets.token_bytes(16))
         self._accounts = TenantLedger(partial(make_policy, config.policy))
         self._namespaces = NamespaceRegistry(self._accounts)
+        has_tls = config.tls.resolve() is not None
         for address in (config.listen, config.data_listen, config.storage_listen or config.data_listen):
-            if config.tls.resolve() is None and not config.allow_insecure_remote and not stays_on_host(address):
-                raise InvalidArgument(
-                    "refusing to listen beyond this host without TLS: give tls.cert and tls.key, or set allow_insecure_remote",
-                    address=address,
-                )
+            check_listen_address(address, "node.", tls=has_tls, allow_insecure=config.allow_insecure_remote)
         check_metrics_address(config.metrics_listen, allow_remote=config.allow_insecure_remote or config.allow_insecure_metrics)
         self._tokens = None if config.tokens_file is None else tokens_file(config.tokens_file)
         self._token = TokenSource.of(file=config.token_file)
+        self._metadata = MetadataCalls(config, self._token)
         config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._socket = config.run_dir / f"{config.node_id}.sock"
         self._arena_socket = config.run_dir / f"{config.node_id}.arena"
@@ -168,6 +165,13 @@ class NodeDaemon:
         self._opened = open_volumes(config, self.counters)
 
     def _build(self) -> None:
+        node_volumes = self._build_table()
+        self._build_loads()
+        self._build_services()
+        self._adopters = self._make_adopters(node_volumes)
+
+    def _build_table(self) -> list[NodeVolume]:
+        """Make the block table with the blocks of the volumes, which are returned, and the rules of their namespaces."""
         config, counters, clock = self.config, self.counters, self._clock
         slabs = self._opened.slabs
         volumes = [self._arena.volume_id, *(slab.volume_id for slab in slabs)]
@@ -188,9 +192,14 @@ class NodeDaemon:
         )
         self.table = BlockTable(residency, writes_back=self._writes_back, cache_loads=config.cache_loads)
         rules_file = config.nvme[0].path / RULES_FILE if config.nvme and config.metadata is not None else None
-        self._enforcer = RetentionEnforcer(self.table, self._namespaces, self._list_specs, counters, rules_file)
+        self._enforcer = RetentionEnforcer(self.table, self._namespaces, self._metadata.list_specs, counters, rules_file)
         recover(self.table, self._namespaces, counters)
         self._enforcer.recall()
+        return node_volumes
+
+    def _build_loads(self) -> None:
+        """Make what brings blocks into the arena: peers, mounts, loaders, and buffers that bound them."""
+        config, counters, clock = self.config, self.counters, self._clock
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlAgents(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
         self._nixl.open()
@@ -200,8 +209,8 @@ class NodeDaemon:
         self._peers = Peers(self._make_peer, None if known is None else known.check)
         self._mounts = Mounts([])
         for mount in config.mounts:
-            self._mount(SharedVolume(VolumeId(mount.volume), mount.path, direct=mount.direct))
-        for adopted in self._opened.adopted:
+            self._mount(VolumeFolder(VolumeId(mount.volume), mount.path, direct=mount.direct))
+        for adopted in self._opened.adopted_by_others:
             self._mount(adopted)
         self._loader = Loader(
             NodeId(config.node_id),
@@ -234,6 +243,10 @@ class NodeDaemon:
             threads=config.load_threads,
         )
         self._prompts = PromptWaits(NodeId(config.node_id), self.table, self._loader, decode_buffer, counters)
+
+    def _build_services(self) -> None:
+        """Make what serves engines and peers, write-back, and reports about this node."""
+        config, counters, clock = self.config, self.counters, self._clock
         self._gate = AdmissionGate(self.table, counters)
         self._drainer = Drainer(
             config.node_id,
@@ -260,12 +273,12 @@ class NodeDaemon:
         marked = KvTraffic(TrafficClass(config.kv_dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
         self._data_servers = [self._data] if self._storage_data is None else [self._data, self._storage_data]
-        self._arena_server = ArenaServer(self._arena_socket, self._share_arena, self.sessions.end)
+        self._arena_server = ArenaServer(self._arena_socket, self._share_arena, self.sessions.end, counters=counters)
         storage_node_failures = FailureTracker()
         target = (
             LocalTarget(self.table, counters, clock)
             if config.nvme or config.write_back_to is None
-            else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, storage_node_failures)
+            else RemoteTarget(self.table, self._peers, self._metadata.find_storage_node, counters, clock, storage_node_failures)
         )
         self._stall_detector = ProcessStallDetector(clock)
         self._slow_sources = SlowSources(NodeId(config.node_id), clock)
@@ -280,17 +293,16 @@ class NodeDaemon:
             lambda: findings(self._adopters),
         )
         self._write_back = WriteBack(self.table, target, counters)
-        self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in slabs))
-        self._adopters = self._make_adopters(node_volumes)
+        self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._opened.slabs))
 
     def _set_guard(self, node_volume: NodeVolume) -> None:
         node_volume.set_guard(self.counters, stall_s=self.config.volume_stall_ms / 1000, readers=self.config.load_threads)
 
-    def _mount(self, shared: SharedVolume) -> None:
+    def _mount(self, location: VolumeFolder) -> None:
         """Mount a volume for reading."""
         self._mounts.add(
             Mount(
-                MountSection(volume=shared.volume_id, path=shared.path, direct=shared.direct),
+                MountSection(volume=location.volume_id, path=location.path, direct=location.direct),
                 io_threads=self.config.io_threads,
                 counters=self.counters,
                 clock=self._clock,
@@ -301,7 +313,7 @@ class NodeDaemon:
     def _make_adopters(self, node_volumes: Sequence[NodeVolume]) -> list[VolumeAdopter]:
         """Return the adopters of this node's own volumes and, if it adopts others, of its mounts."""
         config = self.config
-        self._presence = OwnerPresence(self._connect_metadata)
+        self._presence = OwnerPresence(self._metadata.connect)
         self._adoption = AdoptionParts(
             node_id=NodeId(config.node_id),
             after_s=config.adopt_after_ms / 1000,
@@ -310,17 +322,17 @@ class NodeDaemon:
             replica_log=self._log,
             is_away=self._presence.is_away,
             may_adopt=lambda: not self._gate.closed,
-            open_volume=partial(open_shared, config, counters=self.counters),
+            open_volume=partial(open_owned, config, counters=self.counters),
             make_guard=self._set_guard,
             mount=self._mount,
             counters=self.counters,
             clock=self._clock,
         )
         held = {node_volume.volume_id: node_volume for node_volume in node_volumes}
-        shared = own_volumes(config)
+        locations = own_volumes(config)
         if config.adopt_mounts:
-            shared += [SharedVolume(VolumeId(mount.volume), mount.path, direct=mount.direct) for mount in config.mounts]
-        return [VolumeAdopter(one, self._adoption, held.get(one.volume_id)) for one in shared]
+            locations += [VolumeFolder(VolumeId(mount.volume), mount.path, direct=mount.direct) for mount in config.mounts]
+        return [VolumeAdopter(one, self._adoption, held.get(one.volume_id)) for one in locations]
 
     def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlAgent | None = None) -> TcpServer:
         tls = self.config.tls.resolve()
@@ -360,34 +372,8 @@ class NodeDaemon:
             control_address=address.control_address,
         )
 
-    def _list_specs(self) -> list[common_pb2.CacheSpec]:
-        """Return the specs of all namespaces that the metadata server knows."""
-        if self.config.metadata is None:
-            return []
-        with self._connect_metadata() as channel:
-            stub = metadata_pb2_grpc.MetadataStub(channel)
-            known = call(stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), RPC_TIMEOUT_S).namespaces
-        return [one.spec for one in known]
-
-    def _connect_metadata(self) -> grpc.Channel:
-        assert self.config.metadata is not None
-        return connect_metadata(
-            self.config.metadata, caller=self.config.node_id, tls=self.config.tls.resolve(), token=self._token
-        )
-
     def _pull_client(self, metadata: str) -> PullClient:
         return PullClient(self.info, metadata, self.counters, tls=self.config.tls.resolve(), token=self._token)
-
-    def _find_storage_node(self) -> PeerAddress:
-        storage_node = self.config.write_back_to
-        if self.config.metadata is None or storage_node is None:
-            raise Unavailable("a storage node is found through the metadata server: set node.metadata")
-        with self._connect_metadata() as channel:
-            stub = metadata_pb2_grpc.MetadataStub(channel)
-            for status in call(stub.ListNodes, metadata_pb2.ListNodesRequest(), RPC_TIMEOUT_S).nodes:
-                if status.node.node_id == storage_node and status.alive:
-                    return PeerAddress(NodeId(storage_node), status.node.control_address, status.node.data_address)
-        raise Unavailable("the storage node is not alive", node_id=storage_node)
 
     def _share_arena(self, session_id: SessionId) -> tuple[int, int] | None:
         if not self.sessions.connect(session_id):
@@ -398,9 +384,46 @@ class NodeDaemon:
     async def start(self) -> common_pb2.NodeInfo:
         """Start serving. Returns this node's addresses."""
         config = self.config
-        self._data.start()
+        for data_server in self._data_servers:
+            data_server.start()
         self._arena_server.start()
-        self.info = common_pb2.NodeInfo(
+        self.info = self._describe_node()
+        self._parts = self._make_parts()
+        self._servicer, self._admin = NodeServicer(self._parts), NodeAdminServicer(self._parts)
+        self._socket.unlink(missing_ok=True)
+        self._server = server = await build_aio_server(
+            [
+                partial(node_pb2_grpc.add_NodeServicer_to_server, self._servicer),
+                partial(admin_pb2_grpc.add_NodeAdminServicer_to_server, self._admin),
+            ],
+            addresses=[config.listen, f"unix:{self._socket}"],
+            services=["kvstore.v1.Node", NODE_ADMIN],
+            counters=self.counters,
+            tls=config.tls.resolve(),
+            tokens=self._tokens,
+        )
+        self.info.control_address = next(self._advertised(one) for one in server.addresses if not is_unix(one))
+        await server.start()
+        self._socket.chmod(0o600)
+        self._stall_detector.start()
+        self._mounts.start()
+        self._write_back.start()
+        self._lease_expiry_thread.start()
+        self._watch.start()
+        if config.metadata is not None:
+            await self._start_index(config.metadata, server)
+        if config.metrics_listen is not None:
+            collector = StoreCollector([self.counters], [NodeGauges(self._parts)], process="node")
+            self._metrics = serve(config.metrics_listen, collector, {"/loads": self._recent.page}, self.counters)
+        if config.ready_file is not None:
+            await self._write_ready(config.ready_file)
+        log.info("node started: %s (control=%s, data=%s)", config.node_id, self.info.control_address, self.info.data_address)
+        return self.info
+
+    def _describe_node(self) -> common_pb2.NodeInfo:
+        """Return what registrations say about this node. Its control address follows when the server is bound."""
+        config = self.config
+        info = common_pb2.NodeInfo(
             node_id=config.node_id,
             boot_id=self._boot_id,
             roles=config.roles,
@@ -413,18 +436,23 @@ class NodeDaemon:
             mounts=[mount.volume_id for mount in self._mounts],
             zone=config.zone,
         )
-        networks = {"compute": self._data.address}
         if self._storage_data is not None:
-            self._storage_data.start()
-            networks["storage"] = self._storage_data.address
             host, _, port = self._storage_data.address.rpartition(":")
-            self.info.storage_address = f"{config.storage_advertise_host or host}:{port}"
+            info.storage_address = f"{config.storage_advertise_host or host}:{port}"
         for volume in (self._arena, *self._opened.slabs):
             capacity = volume.usage().capacity_bytes
             uid = volume.uid if isinstance(volume, NvmeSlab) else b""
             tier = cast("common_pb2.Tier", int(volume.tier))
-            self.info.volumes.add(volume_id=volume.volume_id, tier=tier, capacity_bytes=capacity, uid=uid)
-        self._parts = NodeParts(
+            info.volumes.add(volume_id=volume.volume_id, tier=tier, capacity_bytes=capacity, uid=uid)
+        return info
+
+    def _make_parts(self) -> NodeParts:
+        """Return the parts that the RPCs use."""
+        config = self.config
+        networks = {"compute": self._data.address}
+        if self._storage_data is not None:
+            networks["storage"] = self._storage_data.address
+        return NodeParts(
             config=config,
             info=self.info,
             counters=self.counters,
@@ -459,79 +487,57 @@ class NodeDaemon:
             arena_socket=str(self._arena_socket),
             arena_bytes=self._arena.mapped_bytes,
         )
-        self._servicer, self._admin = NodeServicer(self._parts), NodeAdminServicer(self._parts)
-        self._socket.unlink(missing_ok=True)
-        self._server = await build_aio_server(
-            [
-                partial(node_pb2_grpc.add_NodeServicer_to_server, self._servicer),
-                partial(admin_pb2_grpc.add_NodeAdminServicer_to_server, self._admin),
-            ],
-            addresses=[config.listen, f"unix:{self._socket}"],
-            services=["kvstore.v1.Node", NODE_ADMIN],
-            counters=self.counters,
-            tls=config.tls.resolve(),
-            tokens=self._tokens,
+
+    async def _start_index(self, metadata: str, server: BoundServer) -> None:
+        """Register at the metadata server, and start what needs it."""
+        config = self.config
+        window_bytes = min(config.move_window_bytes, config.dram_bytes // MOVE_SHARE)
+        migrator = BlockMigrator(
+            self._pull_client(metadata),
+            self.counters,
+            window_bytes=window_bytes,
+            bytes_per_s=config.move_bandwidth,
+            pause=self._drainer.pause,
         )
-        self.info.control_address = next(self._advertised(one) for one in self._server.addresses if not is_unix(one))
-        await self._server.start()
-        self._socket.chmod(0o600)
-        self._stall_detector.start()
-        self._mounts.start()
-        self._write_back.start()
-        self._lease_expiry_thread.start()
-        self._watch.start()
-        if config.metadata is not None:
-            window_bytes = min(config.move_window_bytes, config.dram_bytes // MOVE_SHARE)
-            self._drainer.migrator = BlockMigrator(
-                self._pull_client(config.metadata),
-                self.counters,
-                window_bytes=window_bytes,
-                bytes_per_s=config.move_bandwidth,
-                pause=self._drainer.pause,
-            )
-            self._drainer.start()
-            copier = self._parts.copier = Copier(
-                self._pull_client(config.metadata),
-                self.table,
-                self._gate,
-                self.counters,
-                self._clock,
-                window_bytes=window_bytes,
-                bytes_per_s=config.move_bandwidth,
-                recopy_after_s=config.recopy_after_ms / 1000,
-            )
-            self._health.why_copies_late = copier.late
-            self._publisher = self._parts.publisher = IndexPublisher(
-                config.metadata,
-                self.info,
-                self.table,
-                self._log,
-                self.counters,
-                tls=config.tls.resolve(),
-                token=self._token,
-                anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
-                health=self._health,
-                listeners=[self._enforcer, self._drainer, copier],
-                read_rate=lambda: self._read_rate.bytes_per_s,
-                on_connected=partial(self._show_connected, asyncio.get_running_loop(), self._server),
-            )
-            await self._server.show_serving(METADATA_SERVICE, serving=False)  # until the node has registered
-            self._adoption.registration = self._publisher
-            self._publisher.start()
-            self._enforcer.start()
-            copier.start()
-            if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
-                why = self._health.why_not_published() or "no answer yet"
-                log.warning("metadata server not used: %s (%s); serving without it, and trying again", config.metadata, why)
-            for adopter in self._adopters:
-                adopter.start()
-        if config.metrics_listen is not None:
-            collector = StoreCollector([self.counters], [NodeGauges(self._parts)], process="node")
-            self._metrics = serve(config.metrics_listen, collector, {"/loads": self._recent.page}, self.counters)
-        if config.ready_file is not None:
-            await self._write_ready(config.ready_file)
-        log.info("node started: %s (control=%s, data=%s)", config.node_id, self.info.control_address, self.info.data_address)
-        return self.info
+        copier = Copier(
+            self._pull_client(metadata),
+            self.table,
+            self._gate,
+            self.counters,
+            self._clock,
+            window_bytes=window_bytes,
+            bytes_per_s=config.move_bandwidth,
+            recopy_after_s=config.recopy_after_ms / 1000,
+        )
+        publisher = IndexPublisher(
+            metadata,
+            self.info,
+            self.table,
+            self._log,
+            self.counters,
+            tls=config.tls.resolve(),
+            token=self._token,
+            anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
+            health=self._health,
+            listeners=[self._enforcer, self._drainer, copier],
+            read_rate=lambda: self._read_rate.bytes_per_s,
+            on_connected=partial(self._show_connected, asyncio.get_running_loop(), server),
+        )
+        # these parts need this node's addresses, which are known only now; the parts that use them were made before
+        self._drainer.migrator = migrator
+        self._parts.copier, self._parts.publisher = copier, publisher
+        self._health.why_copies_late = copier.late
+        self._adoption.registration = self._publisher = publisher
+        await server.show_serving(METADATA_SERVICE, serving=False)  # until the node has registered
+        self._drainer.start()
+        publisher.start()
+        self._enforcer.start()
+        copier.start()
+        if not await asyncio.to_thread(publisher.wait_registered, REGISTER_WAIT_S):
+            why = self._health.why_not_published() or "no answer yet"
+            log.warning("metadata server not used: %s (%s); serving without it, and trying again", metadata, why)
+        for adopter in self._adopters:
+            adopter.start()
 
     @staticmethod
     def _show_connected(loop: asyncio.AbstractEventLoop, server: BoundServer, connected: bool) -> None:  # a callback
@@ -547,6 +553,7 @@ class NodeDaemon:
             "storage_address": self.info.storage_address or self.info.data_address,
             "local_socket": self.info.local_socket,
             "metrics_address": self._metrics.address if self._metrics is not None else "",
+            "stop_grace_s": self.config.stop_grace_ms / 1000,
         }
         partial_file = path.with_suffix(".partial")
         async with aiofiles.open(partial_file, "w") as file:

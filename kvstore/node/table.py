@@ -7,7 +7,7 @@ Theory of operation.
    ``durability.writeback``) execute them and report back.
 2. This module has the operations of stores, loads and write-back, and the waits. ``state.residency`` has the state and its steps.
    ``eviction`` chooses the blocks to evict, and carries eviction out: from the arena in ``eviction.allocation``, from volumes on
-   request in ``eviction.execution``. Operators' evictions, quotas, rules (``control.retention``), volume checks and
+   request in ``eviction.operator_requests``. Operators' evictions, quotas, rules (``control.retention``), volume checks and
    ``loads.locate`` acquire the same lock as ``table.residency.lock``.
 3. Invariants. A block is in the table exactly while it has a replica. A slot belongs to one block, one store or one mover
    (``validate`` asserts these two). A block with ``pins`` > 0 is evicted from no tier. A dirty block leaves DRAM only after it
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome, VolumeId
 from kvstore.node.base.cancellation import wait
 from kvstore.node.eviction.allocation import allocate_dram, grant_slots
-from kvstore.node.eviction.quotas import reserve_in_quota
+from kvstore.node.eviction.quotas import make_room_in_quota
 from kvstore.node.state.block_states import DramState, VolumeReplica
 from kvstore.node.state.grants import KeyWaiter, LoadClaim, SlotGrant
 from kvstore.node.state.invariants import validate
@@ -49,7 +49,8 @@ class BlockTable:
 
     def __init__(self, residency: Residency, *, writes_back: bool, cache_loads: bool = True) -> None:
         self.residency = residency
-        self.dram = self.memory_volume = residency.dram
+        self.dram = residency.dram
+        self.memory_volume = self.dram  # the name in ``PublishedBlocks``, whose volume may also be on a device
         self.node_volumes = residency.node_volumes
         self.accounts = residency.accounts
         self.cache_loads = cache_loads
@@ -63,8 +64,8 @@ class BlockTable:
         self._loading = residency.loading
         self._writes = residency.writes
         self._closed = False
-        self.on_twice_held: Callable[[Block], None] = lambda _block: None
-        """Called under the lock for each block that became durable here, if its namespace has two copies."""
+        self.on_durable_needing_copy: Callable[[Block], None] = lambda _block: None
+        """Called under the lock for each block of a namespace with two copies that became durable here."""
 
     # ---- recovery
     def restore(self, node_volume: NodeVolume, namespace: NodeNamespace, record: BlockRecord, slot: Slot) -> bool:
@@ -85,7 +86,8 @@ class BlockTable:
         Grants are prefix-first: from the first block without space on, all are SKIPPED. If there is space for none, wait for some
         until the deadline. ``heads``: each key is the head of a chain.
 
-        The first writer of a key decides its namespace, parent and depth. A run ends before a key that it claims otherwise.
+        The first writer of a key decides its namespace, parent and depth. The run is cut before the first key known with another
+        namespace, parent or depth.
 
         Raises:
             Conflict: the first key is held or being written with another namespace, parent or depth.
@@ -132,20 +134,36 @@ class BlockTable:
     def abandon(self, grant: SlotGrant) -> None:
         """Give back the slots of a store that were not completed. Call only when its writer can no longer access them."""
         with self._lock:
-            for key, slot in grant.slots.items():
-                del self._preparing[key]
-                self.dram.free((slot,))
-            grant.namespace.granted -= len(grant.slots)
-            if grant.slots:
-                self._counters.add(node_metrics.STORE_ABANDONED_BLOCKS, len(grant.slots))
-            grant.slots.clear()
-            self._settle(grant)
+            self._revoke(grant)
+            self.dram.free(grant.revoked)
+            grant.namespace.granted -= len(grant.revoked)
+            if grant.revoked:
+                self._counters.add(node_metrics.STORE_ABANDONED_BLOCKS, len(grant.revoked))
+            grant.revoked.clear()
             self._changed.notify_all()
+
+    def revoke(self, grant: SlotGrant) -> None:
+        """Take from a store what it has not completed: others may store its keys, and no load waits for them any more.
+
+        Its slots stay reserved until ``abandon``, because its writer may still write to them.
+        """
+        with self._lock:
+            self._revoke(grant)
+            self._changed.notify_all()
+
+    def _revoke(self, grant: SlotGrant) -> None:
+        for key in grant.slots:
+            del self._preparing[key]
+        grant.revoked += grant.slots.values()
+        grant.slots.clear()
+        self._settle(grant)
 
     def _settle(self, grant: SlotGrant) -> None:
         if not grant.slots and grant.guarded is not None:
-            grant.guarded.pins -= 1
-            grant.guarded = None
+            guarded, grant.guarded = grant.guarded, None
+            guarded.pins -= 1
+            if guarded.pins == 0 and guarded.lives_by_pins:
+                self.residency.release(guarded)
 
     # ---- reading
     def pin_resident(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Block | None]:
@@ -271,7 +289,7 @@ class BlockTable:
     ) -> list[Slot] | None:
         """Allocate DRAM slots for a load, all or none, evicting and waiting as needed."""
         with self._lock:
-            if namespace is not None and not reserve_in_quota(self.residency, namespace, count):
+            if namespace is not None and not make_room_in_quota(self.residency, namespace, count):
                 self._counters.add(node_metrics.LOAD_BEYOND_QUOTA_BLOCKS, count)  # never refused: the blocks are evicted soon
             while (slots := allocate_dram(self.residency, shape, count)) is None:
                 if not self.wait_changed(deadline_s):
@@ -370,10 +388,9 @@ class BlockTable:
                     self.residency.finish_writeback(block)
                     return
                 self.residency.put_on_volume(block, node_volume, slot)
-                if not block.produced_here:  # it was evicted for its tenant's quota
-                    block.produced_here = True
+                block.produced_here = True  # it may have been evicted for its tenant's quota
                 if block.namespace.copies > 1:
-                    self.on_twice_held(block)
+                    self.on_durable_needing_copy(block)
             elif not block.durable_remotely:
                 self.residency.set_replica(block, VolumeReplica.REMOTE)
             self.residency.finish_writeback(block)
@@ -383,15 +400,15 @@ class BlockTable:
 
         Args:
             block: the block.
-            corrupt: its bytes are corrupt; it leaves at once.
+            corrupt: its bytes are corrupt; it leaves the table at once, and its slot is freed after its last pin.
             denied: its tenant's quota is used up; it need not become durable, and no drain waits for it.
         """
         with self._lock:
             if denied:
                 block.produced_here = False
             self.residency.finish_writeback(block)
-            if corrupt and block.dram is not None and block.pins == 0:
-                self.residency.remove_from_dram(block)
+            if corrupt and block.dram is not None:
+                self.residency.condemn(block)
 
     def wait_written(self, deadline_s: float) -> bool:
         """Wait until all blocks that now wait for write-back are written or given up. Returns False at the deadline."""
@@ -418,7 +435,7 @@ class BlockTable:
         return sum(block.volatile for block in mine)
 
     def requeue_writeback(self, blocks: Iterable[Block]) -> int:
-        """Send blocks that are in DRAM only to write-back: given up before, or not meant to be kept. Returns how many."""
+        """Queue for write-back the blocks that only DRAM holds, including those given up before. Returns how many."""
         if not self._writes_back:
             return 0
         sent = 0

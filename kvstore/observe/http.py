@@ -11,7 +11,9 @@ import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +31,8 @@ log = logging.getLogger(__name__)
 
 MOST_AT_ONCE: Final = 8
 REQUEST_S: Final = 5.0
-"""For each read and write of a request."""
+"""Time limit of one connection, from its start to its end."""
+_NO_DESCRIPTORS_PAUSE_S: Final = 0.05
 _STOP_POLL_S: Final = 0.05
 """Interval at which the server checks for a stop; the process waits up to this long at shutdown."""
 
@@ -38,7 +41,7 @@ Pages = Mapping[str, Callable[[], object]]
 
 
 class MetricsServer:
-    """Serves one registry. ``start`` and ``stop`` once each.
+    """HTTP server of one registry. ``start`` and ``stop`` once each.
 
     Args:
         address: ``host:port``; port 0: any.
@@ -47,8 +50,8 @@ class MetricsServer:
         counters: where refused requests are counted.
 
     Raises:
-        ValueError: the address is none.
-        OSError: it cannot be had.
+        ValueError: not an address.
+        OSError: the address cannot be bound.
     """
 
     def __init__(self, address: str, registry: CollectorRegistry, pages: Pages, counters: Counters) -> None:
@@ -57,16 +60,16 @@ class MetricsServer:
         self._server = _Server(family, (host, port), registry, pages, counters)
         name = f"[{host}]" if ":" in host else host
         self.address = f"{name}:{self._server.server_address[1]}"
-        """With its real port."""
+        """Host and port, as bound."""
         serving = partial(self._server.serve_forever, _STOP_POLL_S)
         self._thread = threading.Thread(target=serving, name="kvstore-metrics", daemon=True)
 
     def start(self) -> None:
-        """Serves."""
+        """Start the thread that serves."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends; requests under way are left to their threads, which end with the process."""
+        """Stop the server. Requests in progress are left to their threads, which end with the process."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(REQUEST_S)
@@ -118,6 +121,13 @@ class _Server(ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # no descriptors are left, perhaps for long: the base class tries again at once
+            time.sleep(_NO_DESCRIPTORS_PAUSE_S)
+            raise
+
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         if not self._free_slots.acquire(blocking=False):
             self._counters.add(common_metrics.METRICS_SCRAPES_REFUSED)
@@ -130,13 +140,26 @@ class _Server(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        deadline = threading.Timer(REQUEST_S, _shut, (request,))
+        deadline.daemon = True
         try:
+            deadline.start()
             super().process_request_thread(request, client_address)
+        except RuntimeError:  # no more threads
+            self._counters.add(common_metrics.METRICS_SCRAPES_REFUSED)
+            self.shutdown_request(request)
         finally:
+            deadline.cancel()
             self._free_slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
         log.debug("a request for metrics failed: %r", sys.exception())  # the client has disconnected, or is too slow
+
+
+def _shut(request: socket.socket) -> None:
+    """End a connection, so that its thread fails in its next read or write."""
+    with suppress(OSError):  # it has ended
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):

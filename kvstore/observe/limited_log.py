@@ -9,12 +9,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from kvstore.observe.counters import Counters
 from kvstore.observe.metrics import Event
 
 INTERVAL_S: Final = 10.0
+_QUIET_INTERVALS: Final = 6
+"""After this many first intervals without a line of a kind, a grown interval is the first one again."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Lines of one kind: times of the last written and of the last wanted one, present interval, lines suppressed since."""
+
+    written_s: float
+    wanted_s: float
+    interval_s: float
+    suppressed: int = 0
 
 
 class LimitedLog:
@@ -25,6 +38,8 @@ class LimitedLog:
         interval_s: minimum time between two lines of one kind.
         now_s: a monotonic clock.
         counters: registry for ``report``; None: a new one.
+        most_interval_s: while lines of a kind recur, each interval is twice the last one, up to this. After six times
+            ``interval_s`` without a line of the kind, the interval is ``interval_s`` again. None: the interval does not grow.
     """
 
     def __init__(
@@ -33,20 +48,22 @@ class LimitedLog:
         interval_s: float = INTERVAL_S,
         now_s: Callable[[], float] = time.monotonic,
         counters: Counters | None = None,
+        most_interval_s: float | None = None,
     ) -> None:
         self.counters = Counters() if counters is None else counters
         self._logger = logger
         self._interval_s = interval_s
+        self._most_interval_s = interval_s if most_interval_s is None else most_interval_s
         self._now_s = now_s
         self._lock = threading.Lock()
-        self._kinds: dict[str, tuple[float, int]] = {}  # time of the last line, number of lines suppressed since
+        self._kinds: dict[str, _Kind] = {}
 
-    def warning(self, line: str, *arguments: object) -> None:
+    def warning(self, line: str, *arguments: object, cause: str = "") -> None:
         """Write a warning with the number of lines suppressed before it, unless one of its kind was written recently.
 
-        The kind is ``line`` without its arguments.
+        The kind is ``line`` without its arguments, with ``cause``, which has few values.
         """
-        suppressed = self._next(line)
+        suppressed = self._next(f"{line} {cause}")
         if suppressed is None:
             return
         if suppressed:
@@ -72,9 +89,15 @@ class LimitedLog:
         """Return the number of lines of a kind suppressed since the last one, or None if this one must be suppressed too."""
         with self._lock:
             now_s = self._now_s()
-            last_s, suppressed = self._kinds.get(kind, (float("-inf"), 0))
-            if now_s - last_s < self._interval_s:
-                self._kinds[kind] = (last_s, suppressed + 1)
+            known = self._kinds.get(kind)
+            if known is None:
+                self._kinds[kind] = _Kind(now_s, now_s, self._interval_s)
+                return 0
+            is_over = now_s - known.wanted_s >= min(_QUIET_INTERVALS * self._interval_s, self._most_interval_s)
+            known.wanted_s = now_s
+            if not is_over and now_s - known.written_s < known.interval_s:
+                known.suppressed += 1
                 return None
-            self._kinds[kind] = (now_s, 0)
+            known.interval_s = self._interval_s if is_over else min(2 * known.interval_s, self._most_interval_s)
+            suppressed, known.suppressed, known.written_s = known.suppressed, 0, now_s
             return suppressed

@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from kvstore.health.quantities import show_size
 from kvstore.replay.engine import ReplayTotals
 
 PERCENTILES = (50, 90, 99)
@@ -64,12 +65,12 @@ def tally_rows(tally: ReplayTotals, seconds: float) -> dict[str, str]:
     """Totals of a run, as text."""
     rows = {
         "requests": f"{tally.requests:,} in {seconds:.1f} s",
-        "prompt blocks": f"{tally.blocks_total:,}",
-        "hits": f"{tally.blocks_hit:,} ({tally.hit_ratio:.2%})",
-        "loaded": f"{show_bytes(tally.bytes_loaded)}, every byte checked",
+        "prompt blocks": f"{tally.blocks_total:,} in all requests",
+        "hits": f"{tally.blocks_hit:,} ({tally.hit_ratio:.2%}), loaded instead of computed",
+        "loaded": f"{show_size(tally.bytes_loaded)}, every byte checked",
         "  by tier": shares(tally.bytes_by_tier),
         "  by node": shares(tally.bytes_by_node),
-        "stored": show_bytes(tally.bytes_stored),
+        "stored": show_size(tally.bytes_stored),
         "load time": show_times(tally.load_s),
         "lookup time": show_times(tally.lookup_s),
         "store time": show_times(tally.store_s),
@@ -95,13 +96,4 @@ def show_times(seconds: Sequence[float]) -> str:
 def shares(sizes: Mapping[str, int]) -> str:
     """Bytes by name, most first."""
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {show_bytes(size)}" for name, size in ordered if size) or "-"
-
-
-def show_bytes(size: float) -> str:
-    """A size, rounded for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
+    return ", ".join(f"{name} {show_size(size)}" for name, size in ordered if size) or "-"

@@ -12,12 +12,13 @@ from kvclient import KVClient
 from kvclient.options import ClientOptions
 from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.health.quantities import show_size
 from kvstore.observe.program_version import program_version
 from kvstore.replay.capacity import StoreCapacity
 from kvstore.replay.engine import ReplayTotals, RequestRunner
 from kvstore.replay.plan import Workload
 from kvstore.replay.progress import Report, silent
-from kvstore.replay.report import show_bytes, tally_json, tally_rows
+from kvstore.replay.report import tally_json, tally_rows
 from kvstore.workload.bounds import HitCount, best_hits
 
 NODE_ID = "replay"
@@ -120,10 +121,10 @@ def replay_rows(result: ReplayResult) -> dict[str, str]:
     unbounded = workload.unbounded
     rows = {
         "trace": f"{workload.info.name} ({workload.info.format}), {workload.unique_blocks:,} distinct blocks",
-        "blocks": f"{show_bytes(workload.spec.block_bytes)} in {workload.spec.layers} layers",
+        "blocks": f"{show_size(workload.spec.block_bytes)} in {workload.spec.layers} layers",
         "store": f"{result.capacity}, eviction {result.policy}",
         **tally_rows(result.tally, result.seconds),
-        "hits, unlimited store": f"{unbounded.hit_blocks:,} ({unbounded.ratio:.2%})",
+        "hits, unlimited store": f"{unbounded.hit_blocks:,} ({unbounded.ratio:.2%}), if nothing were evicted",
     }
     if result.best is not None:
         rows["hits, best possible"] = f"{result.best.hit_blocks:,} ({result.best.ratio:.2%}) at this capacity"

@@ -16,7 +16,6 @@ from kvstore.config.router import RouterConfig
 from kvstore.core.errors import InvalidArgument
 from kvstore.observe.counters import Counters
 from kvstore.process.fd_limits import raise_limit
-from kvstore.router.app.routes import make_app, malformed
 from kvstore.router.context import RouterContext
 from kvstore.router.engines import engines_of, health_limits
 from kvstore.router.health.engine_health import EngineHealthTable
@@ -29,6 +28,7 @@ from kvstore.router.prompts.prefix_lookup import StorePrefixLookup
 from kvstore.router.prompts.prefix_memory import PrefixMemory
 from kvstore.router.prompts.prompt_facts import PromptReader
 from kvstore.router.proxy.upstream import Upstream
+from kvstore.router.routes import make_app, malformed
 from kvstore.rpc import http_server
 from kvstore.rpc.http_server import bind
 
@@ -78,6 +78,7 @@ async def router(config: RouterConfig) -> AsyncIterator[FastAPI]:
                     config.metadata,
                     tls=config.client.tls.resolve(),
                     options=ClientOptions(token_file=config.client.token_file),
+                    counters=context.counters,
                 )
             )
             placement = scheduled = ScheduledPlacement(context, client, LocalPlacement(context, round_robin=False))

@@ -25,10 +25,15 @@ def check_address(address: str) -> str:
     Raises:
         InvalidArgument: the address is neither ``"host:port"`` nor ``"unix:/path"``.
     """
-    tcp = _TCP.fullmatch(address)
-    if len(address) > limits.MAX_NAME_BYTES or not (_UNIX.fullmatch(address) or (tcp and int(tcp["port"]) <= _MAX_PORT)):
-        raise InvalidArgument('an address must be "host:port" or "unix:/path"', address=address)
+    if not is_address(address):
+        raise InvalidArgument('an address must be "host:port", with its port, or "unix:/path"', address=address)
     return address
+
+
+def is_address(text: str) -> bool:
+    """Whether the text is ``"host:port"`` or ``"unix:/path"``."""
+    tcp = _TCP.fullmatch(text)
+    return len(text) <= limits.MAX_NAME_BYTES and bool(_UNIX.fullmatch(text) or (tcp and int(tcp["port"]) <= _MAX_PORT))
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -41,6 +46,24 @@ def host_and_port(address: str) -> tuple[str, int]:
         raise InvalidArgument('the address must be "host:port", not a unix socket', address=address)
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def check_listen_address(address: str, prefix: str, *, tls: bool, allow_insecure: bool) -> None:
+    """Check the address of a server: other hosts may reach it only over TLS, or if that was allowed explicitly.
+
+    Args:
+        address: the address that the server will be bound to.
+        prefix: prefix of its settings in the error, e.g. ``node.``.
+        tls: whether the server has a certificate.
+        allow_insecure: whether the server may be reachable without TLS.
+
+    Raises:
+        InvalidArgument: the address is invalid, or reachable from other hosts without TLS.
+    """
+    if not tls and not allow_insecure and not stays_on_host(address):
+        raise InvalidArgument(
+            f"listening on a remote address requires TLS; set {prefix}tls, or {prefix}allow_insecure_remote", address=address
+        )
 
 
 def check_metrics_address(address: str | None, *, allow_remote: bool) -> None:

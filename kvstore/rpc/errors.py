@@ -70,6 +70,8 @@ def from_rpc_error(failed: FailedCall) -> KVStoreError:
     if number == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0] and "larger than max" in message:
         # gRPC rejected an oversized message; a retry can never succeed, so the error must not be retryable
         return make_error(ErrorKind.INVALID_ARGUMENT, message, {})
+    if number == grpc.StatusCode.UNIMPLEMENTED.value[0]:
+        message = f"the server does not know this call: it is a server of another kind or version; check its address ({message})"
     return make_error(kind_of_grpc(number), message, {})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,6 +10,11 @@ from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvstore.observe.limited_log import LimitedLog
+
+log = logging.getLogger(__name__)
+limited = LimitedLog(log)
 
 SHARED_STATE: Final = "kvstore.v1.SharedState"
 """Name under which a metadata server that shares its whole state with others reports its health. Other servers do not know it."""
@@ -42,7 +48,7 @@ class HealthProbe:
 
     def __call__(self, address: str, timeout_s: float, ended: Callable[[bool], None]) -> None:
         """Start a probe. ``ended(answered)`` is called once, from another thread. An error response counts as an answer."""
-        channel = self._channel(address)
+        channel = self._open_channel(address)
         if channel is None:
             ended(False)
             return
@@ -56,7 +62,7 @@ class HealthProbe:
 
     def ask(self, address: str, service: str, timeout_s: float, told: Callable[[bool | None], None]) -> None:
         """Ask whether a server has a service. ``told`` is called once, from another thread; None: the server does not say."""
-        channel = self._channel(address)
+        channel = self._open_channel(address)
         if channel is None:
             told(None)
             return
@@ -77,6 +83,14 @@ class HealthProbe:
             self._channels.clear()
         for channel in channels:
             channel.close()
+
+    def _open_channel(self, address: str) -> grpc.Channel | None:
+        """The channel to an address; None: it cannot be opened now, for example because TLS files are being replaced."""
+        try:
+            return self._channel(address)
+        except Exception as error:  # noqa: BLE001  # the caller's call must not fail
+            limited.warning("server not probed: %s (error=%s)", address, error)
+            return None
 
     def _channel(self, address: str) -> grpc.Channel | None:
         retired = None

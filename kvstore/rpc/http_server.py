@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 2_048
 _KEEP_ALIVE_S: Final = 75
+_FIRST_REQUEST_S: Final = 30.0
+"""Time from the opening of a connection to the end of its first request's headers."""
 _UNSENT_BYTES: Final = 64 << 10
 """Limit, per connection, of unsent bytes in the kernel beyond the client's window. Without it megabytes are queued, and the
 sender learns late, in steps of megabytes, whether the client reads."""
@@ -99,9 +101,26 @@ class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvi
     malformed: Callable[[], Response]
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begins."""
+        """Start the idle timer of a new connection."""
         self.app_state = {**self.app_state, ABORT: transport.abort}
         super().connection_made(transport)
+        self._idle = asyncio.get_running_loop().call_later(_FIRST_REQUEST_S, self._end_idle)
+
+    def on_response_complete(self) -> None:
+        """Expect the next request in time. uvicorn's own limit ends with the first byte of it."""
+        super().on_response_complete()
+        self._idle.cancel()
+        self._idle = asyncio.get_running_loop().call_later(_KEEP_ALIVE_S + _FIRST_REQUEST_S, self._end_idle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the idle timer of a closed connection."""
+        self._idle.cancel()
+        super().connection_lost(exc)
+
+    def _end_idle(self) -> None:
+        """Abort a connection on which no request is in progress: its client sent none, or an incomplete one."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
 
     def send_400_response(self, _message: str) -> None:
         """Reject invalid HTTP and close the connection. If a response has begun, nothing is written into it."""

@@ -15,12 +15,14 @@ MOST_RATIOS = 9
 CLOSE = 0.03
 """Options whose rates differ by less are equal; the one with the shorter TTFT is better."""
 ORACLE = "oracle"
+DEFAULT_POLICY = "split"
+"""The default of ``metadata.path_policy``."""
 _BUSY = 0.8
 """Share of the time that engines compute, above which they are the limit."""
 
 Build = Callable[[int, int], SimConfig]
 """Builds the cluster with these numbers of prefill and decode nodes. Raises InvalidArgument if the model does not fit."""
-Tried = Callable[[int, int, str], None]
+OnRun = Callable[[int, int, str], None]
 """Callback with (runs done, all runs, name of the next run)."""
 
 
@@ -42,7 +44,12 @@ class Option:
     @property
     def requests_s(self) -> float:
         """Requests per second, without the tail of the longest sessions."""
-        return 0.95 * self.result.finished / self.result.most_done_s
+        return self.result.requests_per_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Mean time to the first token, in seconds."""
+        return self.result.ttft.mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +73,32 @@ class Advice:
     @property
     def reasons(self) -> list[str]:
         """Why, in sentences."""
-        said = []
+        sentences = []
         second = next((one for one in self.options if one.name != self.best.name), None)
         if second is not None:
-            ratio = self.best.requests_s / second.requests_s
-            said.append(f"{self.best.name} serves {ratio:.2f} times the requests of the next best cluster, {second.name}.")
+            sentences.append(f"{self.best.name} serves {_compared(self.best, second, f'the next best cluster, {second.name}')}")
+        usual = next((one for one in self.options if one.name == self.best.name and one.policy == DEFAULT_POLICY), None)
+        if usual is not None and self.best.policy != DEFAULT_POLICY:
+            sentences.append(f"{self.best.policy} serves {_compared(self.best, usual, f'{DEFAULT_POLICY}, the default policy')}")
+        if self.best.requests_s < max(one.requests_s for one in self.options):
+            sentences.append(
+                f"Rates within {CLOSE:.0%} of the highest count as equal: the shortest TTFT of these is recommended."
+            )
         plain = next((one for one in self.options if one.name == self.best.name and one.policy == "prefill_only"), None)
         if plain is not None and self.best.policy != "prefill_only":
             ratio = self.best.requests_s / plain.requests_s
-            said.append(f"{self.best.policy} serves {ratio:.2f} times the requests of prefill_only on {self.best.name}.")
+            sentences.append(f"{self.best.policy} serves {ratio:.2f} times the requests of prefill_only on {self.best.name}.")
         if self.ceiling is not None:
             ratio = self.ceiling.requests_s / self.best.requests_s
             if ratio > 1 + 2 * CLOSE:
-                said.append(
+                sentences.append(
                     f"With instant loads it serves {ratio:.2f} times as many requests. Wider storage links or more nodes help."
                 )
             elif self.best.result.prefill_use > _BUSY:
-                said.append("Loads cost almost nothing here: prefill engines compute all the time and are the limit.")
+                sentences.append("Loads cost almost nothing here: prefill engines compute all the time and are the limit.")
             else:
-                said.append("Loads cost almost nothing here: the time that agents decode is the limit.")
-        return said
+                sentences.append("Loads cost almost nothing here: the time that agents decode is the limit.")
+        return sentences
 
 
 def ratios(nodes: int) -> list[tuple[int, int]]:
@@ -97,8 +110,8 @@ def ratios(nodes: int) -> list[tuple[int, int]]:
     if nodes < 2:
         raise InvalidArgument("a cluster has at least one prefill and one decode node", nodes=nodes)
     steps = min(MOST_RATIOS, nodes - 1)
-    found = {round(1 + index * (nodes - 2) / max(1, steps - 1)) for index in range(steps)}
-    return sorted(((prefill, nodes - prefill) for prefill in found), key=lambda pair: (abs(pair[0] - pair[1]), pair))
+    prefills = {round(1 + index * (nodes - 2) / max(1, steps - 1)) for index in range(steps)}
+    return sorted(((prefill, nodes - prefill) for prefill in prefills), key=lambda pair: (abs(pair[0] - pair[1]), pair))
 
 
 class _OutOfTime(Exception):
@@ -111,7 +124,7 @@ def advise(
     policies: Sequence[str],
     *,
     limit_s: float = 20.0,
-    tried: Tried | None = None,
+    on_run: OnRun | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Advice:
     """Simulate clusters with policies, and recommend one.
@@ -121,7 +134,7 @@ def advise(
         pairs: (prefill, decode) nodes, in the order in which they are tried.
         policies: to compare.
         limit_s: the search ends after this time with the options that ran; the first run always ends.
-        tried: called before each run.
+        on_run: called before each run, and at the end without a name.
         clock: seconds.
 
     Raises:
@@ -133,8 +146,8 @@ def advise(
     total, done = len(pairs) * len(policies) + 1, 0
 
     def run(pair: tuple[int, int], policy: str, config: SimConfig) -> Option:
-        if tried is not None:
-            tried(done, total, f"{pair[0]}P{pair[1]}D {policy}")
+        if on_run is not None:
+            on_run(done, total, f"{pair[0]}P{pair[1]}D {policy}")
 
         def check(finished: int, of: int) -> None:
             if options and finished < of and clock() > end:
@@ -166,8 +179,8 @@ def advise(
     if not options:
         reason = next(iter(skipped.values()), "no cluster was given")
         raise InvalidArgument(f"the model fits none of the clusters: {reason}")
-    if tried is not None:
-        tried(total, total, "")
+    if on_run is not None:
+        on_run(total, total, "")
     best = _best(options)
     ordered = [best, *sorted((one for one in options if one is not best), key=lambda one: -one.requests_s)]
     return Advice(best, ceiling, tuple(ordered), skipped, total - done)
@@ -176,6 +189,10 @@ def advise(
 def _best(options: Sequence[Option]) -> Option:
     """The shortest TTFT among those with about the highest rate."""
     most = max(option.requests_s for option in options)
-    return min(
-        (option for option in options if option.requests_s >= most * (1 - CLOSE)), key=lambda option: option.result.ttft.mean
-    )
+    return min((option for option in options if option.requests_s >= most * (1 - CLOSE)), key=lambda option: option.ttft_s)
+
+
+def _compared(best: Option, other: Option, name: str) -> str:
+    """The end of a sentence that compares two options."""
+    ratio = best.requests_s / other.requests_s
+    return f"{ratio:.2f} times the requests of {name} (TTFT: {best.ttft_s:.3f} s and {other.ttft_s:.3f} s)."

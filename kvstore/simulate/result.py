@@ -17,6 +17,8 @@ from kvstore.simulate.engines.job import Job
 from kvstore.simulate.network.event_loop import EventLoop
 
 PERCENTILES = (50, 90, 99)
+DONE_SHARE = 0.95
+"""Requests whose end is the end of a run for throughput: the last ones are the tail of the longest sessions."""
 _BUSY_SHARE = 0.5
 """A sampling window counts for the balance if the links together carry at least this share of the run's busiest window."""
 
@@ -55,7 +57,7 @@ class SimResult:
         variant: enabled parts.
         requests: number of requests; ``finished`` of them.
         seconds: simulated time: the job completion time of an offline batch.
-        most_done_s: time at which 95 % of the finished requests were done: throughput without the tail of the longest sessions.
+        most_done_s: time at which 95 % (``DONE_SHARE``) of the finished requests were done, without the longest sessions.
         ttft: from a request's arrival to its first token.
         ttst: from the first to the second token.
         tpot: time per token after the second.
@@ -110,6 +112,11 @@ class SimResult:
         """Bytes/s read from storage over the whole run."""
         return sum(self.snic_bytes) / self.seconds if self.seconds else 0.0
 
+    @property
+    def requests_per_s(self) -> float:
+        """Requests per second until most were done, without the tail of the longest sessions."""
+        return DONE_SHARE * self.finished / self.most_done_s
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values, without the arrays for plots."""
         plain: tuple[str, ...] = (
@@ -158,7 +165,7 @@ def collect(config: SimConfig, jobs: Sequence[Job], traffic: Traffic, loop: Even
         requests=total,
         finished=len(done),
         seconds=seconds,
-        most_done_s=float(np.percentile(ended, 95)) if len(ended) else math.nan,
+        most_done_s=float(np.percentile(ended, 100 * DONE_SHARE)) if len(ended) else math.nan,
         ttft=_latency(first - arrivals),
         ttst=_latency(second - first),
         tpot=_latency(tpots),

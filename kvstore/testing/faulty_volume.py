@@ -257,6 +257,12 @@ class FaultyVolume(_Faulty, DurableVolume):
             raise _error_of(fault)
         self._inner.commit(stored, removed)
 
+    def remove_replicas(self, replicas: Sequence[tuple[BlockKey, Slot]]) -> None:
+        fault = self.plan.draw(VolumeOperation.COMMIT, None)
+        if fault is not None and fault in _WRITE_ERRORS:
+            raise _error_of(fault)
+        self._inner.remove_replicas(replicas)
+
     def recover(self) -> Iterator[tuple[Slot, BlockRecord]]:
         return self._inner.recover()
 

@@ -103,7 +103,7 @@ class MountSuite(ABC):
         assert fetch(mounted, [*numbers, 99], shape, aligned=aligned) == [*numbers]
         slot, record = held[3]
         [view] = empty_memory(1, shape, aligned=aligned)
-        assert mounted.read(NAMESPACE, shape, [(record.key, slot, view)]) == [(Outcome.HIT, record.checksums)]
+        assert mounted.read(NAMESPACE, shape, [(record.key, slot, view)]) == [(Outcome.HIT, record)]
 
     def test_mount_evicted_block_is_a_miss(self, owner: DurableVolume, mounted: MountedSlab) -> None:
         shape = SHAPES[2]

@@ -97,7 +97,7 @@ def filled(make: Callable[[int, BlockShape], BlockBuffer], numbers: Sequence[int
 # ---- requests ----
 
 
-def ask(
+def read_of(
     numbers: Sequence[int],
     layers: int,
     *,
@@ -106,7 +106,7 @@ def ask(
     namespace: NamespaceId = NAMESPACE,
     within_s: float = PATIENCE_S,
 ) -> ReadRequest:
-    """Read test blocks."""
+    """A request to read test blocks."""
     keys = [block_key(number) for number in numbers]
     return ReadRequest(namespace, keys, first_layer, layers, layer_group, time.monotonic() + within_s)
 
@@ -125,14 +125,15 @@ def store(
     shape = source.shape
     checksums = checksums_of([block_payload(number, shape) for number in numbers], shape)
     checksums[[numbers.index(number) for number in spoiled], shape.layers - 1] ^= np.uint64(1)
-    run = BlockRun(namespace, BlockKey(b"p" * 16), 7, tuple(block_key(number) for number in numbers))
-    return peer.write(WriteRequest(run, shape, False, time.monotonic() + within_s), source, checksums if summed else None)
+    return peer.write(write_of(numbers, shape, namespace=namespace, within_s=within_s), source, checksums if summed else None)
 
 
-def write_of(numbers: Sequence[int], shape: BlockShape) -> WriteRequest:
+def write_of(
+    numbers: Sequence[int], shape: BlockShape, *, namespace: NamespaceId = NAMESPACE, within_s: float = PATIENCE_S
+) -> WriteRequest:
     """A request to write test blocks."""
-    run = BlockRun(NAMESPACE, BlockKey(b"p" * 16), 7, tuple(block_key(number) for number in numbers))
-    return WriteRequest(run, shape, False, time.monotonic() + PATIENCE_S)
+    run = BlockRun(namespace, BlockKey(b"p" * 16), 7, tuple(block_key(number) for number in numbers))
+    return WriteRequest(run, shape, False, time.monotonic() + within_s)
 
 
 def layers_of(source: BlockBuffer, first_layer: int, layer_count: int) -> DenseBlocks:
@@ -192,7 +193,7 @@ class TransportSuite(ABC):
         provider.tier = Tier.NVME
         provider.part_keys = 9
         buffer = make(23, shape)
-        result = peer.read(ask(range(23), shape.layers), buffer, verify=verify)
+        result = peer.read(read_of(range(23), shape.layers), buffer, verify=verify)
         assert result.outcomes == [Outcome.HIT] * 23
         assert result.tiers == [Tier.NVME] * 23
         assert result.bytes_received == 23 * shape.block_bytes
@@ -224,7 +225,7 @@ class TransportSuite(ABC):
             assert good.tolist() == [True, True, False, True, True]
             told.append((at, n))
 
-        result = peer.read(ask(range(5), count, first_layer=first, layer_group=group), buffer, on_layers=on_layers)
+        result = peer.read(read_of(range(5), count, first_layer=first, layer_group=group), buffer, on_layers=on_layers)
         assert result.outcomes == [Outcome.HIT, Outcome.HIT, Outcome.MISS, Outcome.HIT, Outcome.HIT]
         assert [layer for at, n in told for layer in range(at, at + n)] == list(range(first, first + count))
         low, high = first * 333, (first + count) * 333
@@ -249,7 +250,7 @@ class TransportSuite(ABC):
             layers = slice(first, first + count)
             seen.extend(range(first, first + count) if np.array_equal(buffer.array[:, layers], expected[:, layers]) else [])
 
-        peer.read(ask(range(12), 8, layer_group=1), buffer, on_layers=on_layers)
+        peer.read(read_of(range(12), 8, layer_group=1), buffer, on_layers=on_layers)
         assert seen == list(range(8))
 
     def test_read_block_reported_good_has_all_layers(self, provider: MemoryProvider, peer: BlockPeer) -> None:
@@ -273,7 +274,7 @@ class TransportSuite(ABC):
                 assert good[number] <= (fails.get(number, 6) >= upto)
                 assert good[number] or number in fails
 
-        result = peer.read(ask(range(20), 6, layer_group=1), buffer, on_layers=on_layers)
+        result = peer.read(read_of(range(20), 6, layer_group=1), buffer, on_layers=on_layers)
         assert layers == list(range(6))
         assert [number for number, outcome in enumerate(result.outcomes) if outcome is not Outcome.HIT] == sorted(fails)
 
@@ -283,7 +284,7 @@ class TransportSuite(ABC):
         held = [number for number in range(400) if number % 3]
         provider.put(NAMESPACE, held)
         buffer = dense(400, shape)
-        result = peer.read(ask(range(400), 2), buffer)
+        result = peer.read(read_of(range(400), 2), buffer)
         for number, outcome in enumerate(result.outcomes):
             assert outcome is (Outcome.HIT if number % 3 else Outcome.MISS)
             assert content(buffer, number) == (
@@ -300,20 +301,20 @@ class TransportSuite(ABC):
         provider.flip(NAMESPACE, 11, 100_000)
         provider.flip(NAMESPACE, 19, shape.block_bytes - 1)
         for group in (0, 1):
-            result = peer.read(ask(range(20), 3, layer_group=group), dense(20, shape))
+            result = peer.read(read_of(range(20), 3, layer_group=group), dense(20, shape))
             assert [number for number, outcome in enumerate(result.outcomes) if outcome is not Outcome.HIT] == [4, 11, 19]
             assert {result.outcomes[number] for number in (4, 11, 19)} == {Outcome.CORRUPT}
         # only the requested layers count
-        assert peer.read(ask([4, 11, 19], 1, first_layer=2), dense(3, shape)).outcomes == [
+        assert peer.read(read_of([4, 11, 19], 1, first_layer=2), dense(3, shape)).outcomes == [
             Outcome.HIT,
             Outcome.HIT,
             Outcome.CORRUPT,
         ]
-        assert peer.read(ask([4], 3), dense(1, shape), verify=False).outcomes == [Outcome.HIT]
+        assert peer.read(read_of([4], 3), dense(1, shape), verify=False).outcomes == [Outcome.HIT]
 
     def test_read_zero_keys_is_empty(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         provider.declare(NAMESPACE, BlockShape(2, 8))
-        assert peer.read(ask([], 2), dense(0, BlockShape(2, 8))).outcomes == []
+        assert peer.read(read_of([], 2), dense(0, BlockShape(2, 8))).outcomes == []
 
     def test_read_many_tiny_blocks_arrive(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(2, 128)
@@ -321,15 +322,15 @@ class TransportSuite(ABC):
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(count))
         buffer = dense(count, shape)
-        assert peer.read(ask(range(count), 2, within_s=60), buffer).outcomes == [Outcome.HIT] * count
+        assert peer.read(read_of(range(count), 2, within_s=60), buffer).outcomes == [Outcome.HIT] * count
         assert bytes(buffer.array.reshape(-1)) == b"".join(block_payload(number, shape) for number in range(count))
         assert (
-            peer.read(ask(range(count), 2, layer_group=1, within_s=60), layer_major(count, shape)).outcomes
+            peer.read(read_of(range(count), 2, layer_group=1, within_s=60), layer_major(count, shape)).outcomes
             == [Outcome.HIT] * count
         )
 
     def test_read_unknown_namespace_is_all_misses(self, peer: BlockPeer) -> None:
-        assert peer.read(ask(range(3), 2), dense(3, BlockShape(2, 8))).outcomes == [Outcome.MISS] * 3
+        assert peer.read(read_of(range(3), 2), dense(3, BlockShape(2, 8))).outcomes == [Outcome.MISS] * 3
         with pytest.raises(NotFound):
             store(peer, filled(dense, [1], BlockShape(2, 8)), [1])
 
@@ -338,22 +339,22 @@ class TransportSuite(ABC):
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, [1])
         wrong: list[tuple[ReadRequest, BlockBuffer]] = [
-            (ask([1], 2), dense(1, BlockShape(2, 32))),  # a shape that differs from the namespace's
-            (ask([1, 2], 2), dense(1, shape)),
-            (ask([1], 3), dense(1, shape)),
-            (ask([1], 0), dense(1, shape)),
-            (ask([1], 1, first_layer=2), dense(1, shape)),
-            (ask([1], 1, first_layer=-1), dense(1, shape)),
-            (ask([1], 2, layer_group=3), dense(1, shape)),
-            (replace(ask([1], 2), keys=[BlockKey(b"short")]), dense(1, shape)),
-            (ask([1], 2), DenseBlocks(np.frombuffer(bytes(128), np.uint8).reshape(1, 2, 64))),  # read-only
+            (read_of([1], 2), dense(1, BlockShape(2, 32))),  # a shape that differs from the namespace's
+            (read_of([1, 2], 2), dense(1, shape)),
+            (read_of([1], 3), dense(1, shape)),
+            (read_of([1], 0), dense(1, shape)),
+            (read_of([1], 1, first_layer=2), dense(1, shape)),
+            (read_of([1], 1, first_layer=-1), dense(1, shape)),
+            (read_of([1], 2, layer_group=3), dense(1, shape)),
+            (replace(read_of([1], 2), keys=[BlockKey(b"short")]), dense(1, shape)),
+            (read_of([1], 2), DenseBlocks(np.frombuffer(bytes(128), np.uint8).reshape(1, 2, 64))),  # read-only
         ]
         for request, buffer in wrong:
             with pytest.raises(InvalidArgument):
                 peer.read(request, buffer)
         with pytest.raises(InvalidArgument):
             store(peer, filled(dense, [2], BlockShape(2, 32)), [2])
-        assert peer.read(ask([1], 2), dense(1, shape)).outcomes == [Outcome.HIT]
+        assert peer.read(read_of([1], 2), dense(1, shape)).outcomes == [Outcome.HIT]
 
     # ---- writes ----
 
@@ -390,7 +391,9 @@ class TransportSuite(ABC):
         numbers = range(9)
         outcomes = store(peer, filled(make, numbers, shape), numbers, summed=False)
         assert [at for at, outcome in enumerate(outcomes) if outcome is StoreOutcome.STORED] == [0, 1, 2, 4, 6, 7, 8]
-        found = peer.read(ask(numbers, shape.layers), make(9, shape))  # verified against the checksums that the provider received
+        found = peer.read(
+            read_of(numbers, shape.layers), make(9, shape)
+        )  # verified against the checksums that the provider received
         assert found.outcomes == [Outcome.MISS if number == 5 else Outcome.HIT for number in numbers]
         assert provider.held(NAMESPACE, 8) == block_payload(8, shape)
 
@@ -418,7 +421,7 @@ class TransportSuite(ABC):
         outcomes = dict.fromkeys(numbers, StoreOutcome.STORED) | {3: StoreOutcome.EXISTS, 5: StoreOutcome.SKIPPED}
         assert list(write.commit()) == list(outcomes.values())
         assert provider.held(NAMESPACE, 8) == block_payload(8, shape)
-        assert peer.read(ask(numbers, shape.layers), dense(9, shape)).outcomes[8] is Outcome.HIT, "the connection is in step"
+        assert peer.read(read_of(numbers, shape.layers), dense(9, shape)).outcomes[8] is Outcome.HIT, "the connection is in step"
 
     def test_write_layerwise_cancelled_stores_nothing(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(3, 64)
@@ -454,7 +457,7 @@ class TransportSuite(ABC):
         writes = [peer.begin_write(write_of([number], shape)) for number in range(MAX_HELD_CONNECTIONS)]
         for write in writes:
             write.put(0, layers_of(source, 0, 1))
-        assert peer.read(ask([99], shape.layers), dense(1, shape)).outcomes == [Outcome.HIT]
+        assert peer.read(read_of([99], shape.layers), dense(1, shape)).outcomes == [Outcome.HIT]
         assert store(peer, filled(dense, [100], shape), [100]) == [StoreOutcome.STORED]
         for write in writes:
             write.put(1, layers_of(source, 1, 1))
@@ -469,7 +472,7 @@ class TransportSuite(ABC):
         provider.part_keys = 2
         provider.before_part = gate = ProviderGate(2)
         buffer = dense(6, shape)
-        result = peer.read(ask(range(6), 1, within_s=0.4), buffer)
+        result = peer.read(read_of(range(6), 1, within_s=0.4), buffer)
         gate.open.set()
         assert result.outcomes == [Outcome.HIT] * 2 + [Outcome.TIMEOUT] * 4
         provider.settle()  # the server has finished
@@ -477,15 +480,15 @@ class TransportSuite(ABC):
         for late in range(2, 6):
             assert content(buffer, late) == bytes([SENTINEL]) * shape.block_bytes
         provider.before_part = None
-        assert peer.read(ask(range(6), 1), buffer).outcomes == [Outcome.HIT] * 6
+        assert peer.read(read_of(range(6), 1), buffer).outcomes == [Outcome.HIT] * 6
 
     def test_read_deadline_in_the_past_times_out(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(1, 10)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, [1])
-        assert peer.read(ask([1], 1, within_s=-1), dense(1, shape)).outcomes == [Outcome.TIMEOUT]
+        assert peer.read(read_of([1], 1, within_s=-1), dense(1, shape)).outcomes == [Outcome.TIMEOUT]
         assert store(peer, filled(dense, [2], shape), [2], within_s=-1) == [StoreOutcome.LOST]
-        assert peer.read(ask([1], 1), dense(1, shape)).outcomes == [Outcome.HIT]
+        assert peer.read(read_of([1], 1), dense(1, shape)).outcomes == [Outcome.HIT]
 
     def test_read_provider_fails_midway_is_unavailable(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(1, 2_000)
@@ -494,9 +497,9 @@ class TransportSuite(ABC):
         provider.part_keys = 2
         provider.before_part = gate = ProviderGate(4, Internal("a bug"))
         gate.open.set()
-        assert peer.read(ask(range(6), 1), dense(6, shape)).outcomes == [Outcome.HIT] * 4 + [Outcome.UNAVAILABLE] * 2
+        assert peer.read(read_of(range(6), 1), dense(6, shape)).outcomes == [Outcome.HIT] * 4 + [Outcome.UNAVAILABLE] * 2
         provider.before_part = None
-        assert peer.read(ask(range(6), 1), dense(6, shape)).outcomes == [Outcome.HIT] * 6
+        assert peer.read(read_of(range(6), 1), dense(6, shape)).outcomes == [Outcome.HIT] * 6
 
     def test_read_server_killed_midway_is_unavailable(self, provider: MemoryProvider, served: Served, peer: BlockPeer) -> None:
         shape = BlockShape(1, 2_000)
@@ -506,7 +509,7 @@ class TransportSuite(ABC):
         provider.before_part = gate = ProviderGate(4)
         buffer = dense(6, shape)
         with ThreadPoolExecutor(2) as pool:
-            reading = pool.submit(peer.read, ask(range(6), 1), buffer)
+            reading = pool.submit(peer.read, read_of(range(6), 1), buffer)
             gate.wait_reached()
             stopping = pool.submit(served.stop)
             result = reading.result(PATIENCE_S)
@@ -515,7 +518,7 @@ class TransportSuite(ABC):
         assert result.outcomes == [Outcome.HIT] * 4 + [Outcome.UNAVAILABLE] * 2
         assert content(buffer, 3) == block_payload(3, shape)
         with pytest.raises(Unavailable):
-            peer.read(ask(range(6), 1), buffer)
+            peer.read(read_of(range(6), 1), buffer)
 
     def test_read_peer_closed_midway_is_unavailable(self, provider: MemoryProvider, served: Served) -> None:
         shape = BlockShape(1, 2_000)
@@ -525,7 +528,7 @@ class TransportSuite(ABC):
         provider.before_part = gate = ProviderGate(2)
         peer = self.connect(served)
         with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(peer.read, ask(range(6), 1), dense(6, shape))
+            reading = pool.submit(peer.read, read_of(range(6), 1), dense(6, shape))
             gate.wait_reached()
             peer.close()
             result = reading.result(PATIENCE_S)
@@ -533,7 +536,7 @@ class TransportSuite(ABC):
         assert result.outcomes == [Outcome.HIT] * 2 + [Outcome.UNAVAILABLE] * 4
         provider.settle()
         with pytest.raises(Unavailable):
-            peer.read(ask(range(6), 1), dense(6, shape))
+            peer.read(read_of(range(6), 1), dense(6, shape))
 
     def test_write_peer_closed_midway_is_lost(self, provider: MemoryProvider, served: Served) -> None:
         shape = BlockShape(1, 2_000)
@@ -558,7 +561,7 @@ class TransportSuite(ABC):
 
         def read(start: int) -> tuple[int, ReadResult, BlockBuffer]:
             buffer = dense(32, shape)
-            return start, peer.read(ask(range(start, start + 32), 2), buffer), buffer
+            return start, peer.read(read_of(range(start, start + 32), 2), buffer), buffer
 
         def write(start: int) -> list[StoreOutcome]:
             numbers = range(start, start + 8)
@@ -590,24 +593,24 @@ class TransportSuite(ABC):
         try:
             peer = self.connect(served, authority.issue(NAMESPACE, 60))
             everywhere = self.connect(served, authority.issue(None, 60))
-            assert peer.read(ask([1], 1), dense(1, shape)).outcomes == [Outcome.HIT]
+            assert peer.read(read_of([1], 1), dense(1, shape)).outcomes == [Outcome.HIT]
             with pytest.raises(PermissionDenied):
-                peer.read(ask([1], 1, namespace=OTHER), dense(1, shape))
+                peer.read(read_of([1], 1, namespace=OTHER), dense(1, shape))
             with pytest.raises(PermissionDenied):
                 store(peer, filled(dense, [2], shape), [2], namespace=OTHER)
-            assert peer.read(ask([1], 1), dense(1, shape)).outcomes == [Outcome.HIT]
+            assert peer.read(read_of([1], 1), dense(1, shape)).outcomes == [Outcome.HIT]
             for namespace in (NAMESPACE, OTHER):
-                assert everywhere.read(ask([1], 1, namespace=namespace), dense(1, shape)).outcomes == [Outcome.HIT]
+                assert everywhere.read(read_of([1], 1, namespace=namespace), dense(1, shape)).outcomes == [Outcome.HIT]
             for ticket in (b"", b"x" * 80, stranger.issue(NAMESPACE, 60), authority.issue(NAMESPACE, -1)):
                 refused = self.connect(served, ticket)
                 with pytest.raises(Unauthenticated):
-                    refused.read(ask([1], 1), dense(1, shape))
+                    refused.read(read_of([1], 1), dense(1, shape))
                 with pytest.raises(Unauthenticated):
                     store(refused, filled(dense, [2], shape), [2])
                 refused.close()
             clock.advance(61)
             with pytest.raises(Unauthenticated):
-                peer.read(ask([1], 1), dense(1, shape))
+                peer.read(read_of([1], 1), dense(1, shape))
             assert provider.held(OTHER, 2) is None
             peer.close()
             everywhere.close()

@@ -388,7 +388,9 @@ class SlotAllocator:
         least = -(-rounded // chunk)
         if not self.fits(size):
             raise InvalidArgument(
-                "a slot of this size does not fit the volume", slot_bytes=rounded, capacity_bytes=self.capacity_bytes
+                "a slot of this size does not fit the volume: enlarge the volume, or take fewer tokens per block",
+                slot_bytes=rounded,
+                capacity_bytes=self.capacity_bytes,
             )
         # the shortest span that wastes at most a sixteenth; if there is none, the one that wastes least
         longest = max(least, min(MAX_SPAN_CHUNKS, self.chunk_count // 8))

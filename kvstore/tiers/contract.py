@@ -143,6 +143,10 @@ class DurableVolume(Volume):
         """
 
     @abstractmethod
+    def remove_replicas(self, replicas: Sequence[tuple[BlockKey, Slot]]) -> None:
+        """Remove keys from the catalog that still name these slots. The same errors as ``commit``."""
+
+    @abstractmethod
     def read_with_checksums(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[tuple[Outcome, bytes]]:
         """As ``read``, verified. One entry per item: the outcome, and for a HIT the verified checksums."""
 
@@ -205,6 +209,13 @@ class Rows(Protocol):
     def __delitem__(self, key: BlockKey, /) -> None: ...
 
 
+Evictable = bool | None
+"""Whether a block may leave. True: yes. False: not now. None: not until ``EvictionPolicy.restore``, so the search may skip it.
+
+Most predicates are plain conditions, and None counts as False for callers that only ask for a yes.
+"""
+
+
 class EvictionPolicy(Protocol):
     """Order of eviction of the blocks in the arena, or on all durable volumes together. The caller must hold its lock. No I/O.
 
@@ -220,10 +231,9 @@ class EvictionPolicy(Protocol):
     def remove(self, key: BlockKey) -> None:
         """Remove a block."""
 
-    def coldest(self, evictable: Callable[[BlockKey], bool | None]) -> Iterator[BlockKey]:
+    def coldest(self, evictable: Callable[[BlockKey], Evictable]) -> Iterator[BlockKey]:
         """Evictable blocks, coldest first, a parent only after all its children in the volume were yielded.
 
-        If ``evictable`` returns None, the block may stay unevictable for long, and the policy should skip it until ``restore``.
         Asking again is allowed but costs time. The policy may reorder its queues but removes nothing; the owner calls
         ``remove`` for evicted blocks. While the iterator is in use, only ``touch`` may be called: a touched block may be
         yielded again, and its parent too early. It ends when no evictable block is left.

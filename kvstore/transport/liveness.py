@@ -11,7 +11,9 @@ deadline, and so does the next call. The rules:
 4. If a suspect server answers no probe for ``silence_s``, it is *hung*. All waits for it are cancelled, and new waits are refused
    with ``Unavailable``. Callers continue with another replica or a miss.
 5. While a server is hung, one probe is always under way. The first answer makes the server alive.
-6. The monitoring process may itself be stopped or starved. The time by which its own ticks were late does not count as silence.
+6. A hung server that no caller has asked for during ``FORGET_S`` is not probed any more: nothing is known about it then. Its
+   address may belong to another host by now.
+7. The monitoring process may itself be stopped or starved. The time by which its own ticks were late does not count as silence.
 
 ``ServerLiveness`` is the state of one server: pure, with events as input and decisions as output. ``LivenessMonitor`` runs it
 for many servers in one thread, which sleeps while no caller waits. ``CircuitBreaker`` covers servers that answer with failures:
@@ -51,6 +53,8 @@ PROBE_S = 5.0
 """Timeout of one probe. A hung server that resumes answers the probe in its socket, however old the probe is."""
 IDLE_S = 2.0
 """After this time without a wait, a server is no longer checked until the next wait."""
+FORGET_S = 60.0
+"""After this time without a call, a hung server is forgotten."""
 MAX_SERVERS = 1_024
 """Maximum number of servers with a state. Beyond it, the least recently used server without a wait is dropped."""
 
@@ -135,6 +139,10 @@ class ServerLiveness:
         self.state, self._answered_s = ServerState.ALIVE, now_s
         return LivenessDecision(recovered=recovered)
 
+    def forget(self) -> None:
+        """Treat a hung server as alive, because no caller used it for ``FORGET_S``."""
+        self.state = ServerState.ALIVE
+
     def _begin_probe(self) -> bool:
         begun, self._probing = not self._probing, True
         return begun
@@ -192,6 +200,7 @@ class WatchedServer:
         self._liveness = ServerLiveness()
         self._waits: dict[int, Wait] = {}  # by identity
         self._hung_since_s = 0.0
+        self._refused_s = 0.0
         self._idle_since_s: float | None = None
 
     @property
@@ -214,6 +223,7 @@ class WatchedServer:
             Unavailable: the server is hung.
         """
         if self.hung:
+            self._refused_s = time.monotonic()
             self._counters.add(transport_metrics.PEER_WAITS_REFUSED)
             raise self.error()
 
@@ -248,6 +258,11 @@ class WatchedServer:
             oldest_s = min((wait.began_s for wait in self._waits.values()), default=None)
             decision = self._liveness.tick(now_s, oldest_s)
             waits = list(self._waits.values()) if decision.hung else []
+            forgotten = self.hung and now_s - max(self._hung_since_s, self._refused_s) >= FORGET_S and not decision.hung
+            if forgotten:
+                self._liveness.forget()
+        if forgotten:
+            log.warning("hung server no longer probed: %s (unused_s=%.0f)", self.address, FORGET_S)
         if decision.hung:
             self._hung_since_s = now_s
             self._counters.add(transport_metrics.PEER_HUNG)

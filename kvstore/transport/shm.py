@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,7 @@ limited = LimitedLog(log)
 REPLY = struct.Struct("<4sIQ")  # magic, 1 (granted) or 0 (refused), size of the arena
 MAGIC = b"KVA1"
 _MAX_PATH_BYTES = 107  # limit of a unix socket's address
+_PAUSE_S = 0.01  # after an error that may persist: avoids a busy loop
 
 OnConnect = Callable[[SessionId], tuple[int, int] | None]
 OnClose = Callable[[SessionId], None]
@@ -70,14 +72,14 @@ class ArenaServer:
         *,
         max_connections: int = MAX_SESSIONS,
         handshake_timeout_s: float = 5.0,
-        counters: Counters | None = None,
+        counters: Counters,
     ) -> None:
         self.path = Path(path)
         self._on_connect = on_connect
         self._on_close = on_close
         self._max_connections = max_connections
         self._handshake_timeout_s = handshake_timeout_s
-        self._counters = counters if counters is not None else Counters()
+        self._counters = counters
         self._clients: dict[socket.socket, _ArenaClient] = {}
         self._open: set[SessionId] = set()
         self._thread: threading.Thread | None = None
@@ -120,21 +122,33 @@ class ArenaServer:
         with listener, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
-            try:
-                while True:
-                    for key, _ in selector.select(self._next_timeout_s()):
-                        if key.fileobj is self._wake_read:
-                            return
-                        if key.fileobj is listener:
-                            self._accept(listener, selector)
-                        else:
-                            assert isinstance(key.fileobj, socket.socket)
-                            self._receive(self._clients[key.fileobj], selector)
-                    self._expire_handshakes(selector)
-            finally:
-                for client in list(self._clients.values()):
-                    self._end(client, selector)
-                self.path.unlink(missing_ok=True)
+            while self._serve(listener, selector):
+                pass
+            for client in list(self._clients.values()):
+                self._end(client, selector)
+            self.path.unlink(missing_ok=True)
+
+    def _serve(self, listener: socket.socket, selector: selectors.BaseSelector) -> bool:
+        """Handle what has happened. Returns False after ``stop``.
+
+        No error ends the thread: its end would report the sessions as closed, and their slots would be given to others while
+        engines still write to them.
+        """
+        try:
+            for key, _ in selector.select(self._next_timeout_s()):
+                if key.fileobj is self._wake_read:
+                    return False
+                if key.fileobj is listener:
+                    self._accept(listener, selector)
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._receive(self._clients[key.fileobj], selector)
+            self._expire_handshakes(selector)
+        except Exception:  # noqa: BLE001  # thread edge, see above
+            self._counters.add(volumes_metrics.ARENA_INTERNAL_ERRORS)
+            limited.warning("arena connections: unexpected error, trying again\n%s", traceback.format_exc())
+            time.sleep(_PAUSE_S)
+        return True
 
     def _next_timeout_s(self) -> float | None:
         """Return the seconds until the next handshake times out; None: no handshake is under way."""
@@ -147,7 +161,7 @@ class ArenaServer:
         except OSError as error:  # the client has left, or no descriptors are left
             self._counters.add(volumes_metrics.ARENA_ACCEPT_ERRORS)
             limited.warning("arena connection not accepted: %s", error)
-            time.sleep(0.01)  # the error may persist: avoid a busy loop
+            time.sleep(_PAUSE_S)
             return
         if len(self._clients) >= self._max_connections:
             self._counters.add(volumes_metrics.ARENA_CONNECTIONS_REFUSED)
@@ -155,8 +169,14 @@ class ArenaServer:
             sock.close()
             return
         sock.setblocking(False)
+        try:
+            selector.register(sock, selectors.EVENT_READ)
+        except (OSError, MemoryError) as error:  # no memory, or too many watched descriptors
+            self._counters.add(volumes_metrics.ARENA_ACCEPT_ERRORS)
+            limited.warning("arena connection not accepted: %s", error)
+            sock.close()
+            return
         self._clients[sock] = _ArenaClient(sock, time.monotonic() + self._handshake_timeout_s)
-        selector.register(sock, selectors.EVENT_READ)
 
     def _receive(self, client: _ArenaClient, selector: selectors.BaseSelector) -> None:
         """Handle bytes from a connection, or its end."""

@@ -2,6 +2,7 @@
 
 ``<!-- include: FILE -->`` includes a file, ``<!-- include: FILE ## Heading -->`` the section below a heading. Links in the
 included text are rewritten: to the page that shows the linked file, or to the image. If no page shows a file, its path is shown.
+A line ``In the repository: …`` below a directive tells readers of the repository where the text is. It is not on the site.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ FIGURES: Final = "figures"
 """Folder of the site for images from outside of ``docs``."""
 UNRUN: Final = "Checked, not run"
 """Title of included commands that tests parse but do not run."""
-DIRECTIVE: Final = re.compile(r"^<!-- include: (?P<file>\S+?)(?: (?P<heading>#+ .+?))? -->$", re.MULTILINE)
+PLACEHOLDER: Final = r"(?:\nIn the repository: [^\n]*)?$"
+"""The line below a directive, for readers of the repository: the site has the text in its place."""
+DIRECTIVE: Final = re.compile(r"^<!-- include: (?P<file>\S+?)(?: (?P<heading>#+ .+?))? -->" + PLACEHOLDER, re.MULTILINE)
 _HEADING: Final = re.compile(r"(#+) (.+)")
 _LINK: Final = re.compile(
     r"(?P<kept>^```.*?^```|``.+?``|`[^`\n]+`)|(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)",

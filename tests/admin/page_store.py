@@ -21,7 +21,8 @@ from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call, connect
 
-CHROMIUM = "/usr/bin/chromium"
+CHROMIUMS = ("chromium-headless-shell", "/usr/bin/chromium", "chromium")
+"""Browsers, the best first. The shell without windows needs a sixth of the processor time, and draws the same."""
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 SPEC = CacheSpec(model="meta-llama/Llama-3.1-8B", block_tokens=32, layers=8, layer_block_bytes=16384, weights_epoch="2026-05-01")
 OTHER = CacheSpec(model=HOSTILE, block_tokens=16, layers=4, layer_block_bytes=8192, tenant="</script><b>x</b>")
@@ -113,13 +114,13 @@ def working(folder: Path) -> Iterator[Working]:
 
 @contextmanager
 def browsing() -> Iterator[Any]:
-    """Return Debian's Chromium, or the one in ``PATH``."""
+    """Return the best Chromium of this machine."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="NO PLAYWRIGHT HERE: THE WEB PAGE IS NOT TESTED (pip install playwright)"
     )
-    found = which(CHROMIUM) or which("chromium")
+    found = next(filter(None, map(which, CHROMIUMS)), None)
     if found is None:
-        pytest.skip("NO CHROMIUM HERE: THE WEB PAGE IS NOT TESTED (apt-get install chromium)")
+        pytest.skip("NO CHROMIUM HERE: THE WEB PAGE IS NOT TESTED (apt-get install chromium-headless-shell)")
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
         try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,19 +62,29 @@ class Store:
         return done.stdout
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+@contextmanager
+def started(folder: Path) -> Iterator[Store]:
     node = NodeSpec("a", dram_bytes=16 << 20, nvme_bytes=32 << 20)
-    with LocalCluster([node], tmp_path_factory.mktemp("store")) as cluster:
+    with LocalCluster([node], folder) as cluster:
         http = AdminHttp(cluster.start_admin().address)
         with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("a").local_socket) as engine:
             yield Store(cluster, http, engine)
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with started(tmp_path_factory.mktemp("store")) as made:
+        yield made
+
+
+@pytest.fixture
+def own_store(tmp_path: Path) -> Iterator[Store]:
+    """A store for one test, which may break it."""
+    with started(tmp_path) as made:
+        yield made
+
+
 def test_check_bad_requests_are_rejected(store: Store) -> None:
-    assert store.http.get(CHECK)["state"] == "none"
-    assert "no check since the node started" in store.command("--status")
-    assert store.http.ask("DELETE", CHECK).json["state"] == "none"
     store.http.post("/v1/volumes/a/dram/check", {}, 400)
     store.http.post("/v1/volumes/a/nvme7/check", {}, 404)
     store.http.get("/v1/volumes/b/nvme0/check", 404)
@@ -96,7 +108,8 @@ def test_check_removes_damage_and_rewrites_from_dram(store: Store) -> None:
     assert found["checked_bytes"] == 2 * BLOCKS * SPEC.block_bytes
     assert store.http.get("/v1/volumes/a/nvme0")["quarantined_blocks"] == 2
     wait_until(
-        lambda: store.http.get("/v1/nodes/a")["process"]["write_back_waiting_blocks"] == 0, "the one in DRAM is written anew"
+        lambda: store.http.get("/v1/nodes/a")["process"]["write_back_waiting_blocks"] == 0,
+        "the block in DRAM is written back again",
     )
     store.http.post(CHECK, {}, 202)
     again = store.ended()
@@ -134,11 +147,16 @@ def test_check_with_rate_limit_is_slow_and_cancellable(store: Store) -> None:
     assert "cancelled" in store.command("--cancel")
 
 
-def test_check_state_is_lost_when_node_restarts(store: Store) -> None:
-    """Must run last, because it restarts the node."""
-    store.cluster.stop("a")
-    store.cluster.start_node("a")
+def test_check_state_is_lost_when_node_restarts(own_store: Store) -> None:
+    assert own_store.http.get(CHECK)["state"] == "none"
+    assert "no check since the node started" in own_store.command("--status")
+    assert own_store.http.ask("DELETE", CHECK).json["state"] == "none"
+    own_store.http.post(CHECK, {}, 202)
+    assert own_store.ended()["state"] == "done"
+    own_store.cluster.stop("a")
+    own_store.cluster.start_node("a")
     wait_until(
-        lambda: store.http.ask("GET", CHECK).status == 200 and store.http.get(CHECK)["state"] == "none", "the node is back"
+        lambda: own_store.http.ask("GET", CHECK).status == 200 and own_store.http.get(CHECK)["state"] == "none",
+        "the node is back",
     )
-    assert "no check since the node started" in store.command("--status")
+    assert "no check since the node started" in own_store.command("--status")

@@ -148,7 +148,7 @@ def test_remote_listen_requires_tokens_and_tls(tmp_path: Path) -> None:
     for listen in ("0.0.0.0:7470", "[::]:7470", "store.example:7470"):
         with pytest.raises(InvalidArgument, match="requires tokens"):
             AdminConfig(listen=listen, allow_insecure_remote=True).check()
-        with pytest.raises(InvalidArgument, match="requires TLS"):
+        with pytest.raises(InvalidArgument, match=r"requires TLS; set admin\.tls, or admin\.allow_insecure_remote"):
             AdminConfig(listen=listen, tokens_file=tmp_path).check()
         AdminConfig(listen=listen, tokens_file=tmp_path, allow_insecure_remote=True).check()
         AdminConfig(listen=listen, tokens_file=tmp_path, tls=TlsSection(cert=tmp_path, key=tmp_path)).check()
@@ -315,7 +315,7 @@ async def test_clients_that_stop_reading_block_no_others(tokens: WatchedFile[Tok
 async def test_client_that_stops_reading_is_disconnected(
     tokens: WatchedFile[TokenTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.admin.middleware.TAKE_S", 0.1)
+    monkeypatch.setattr("kvstore.admin.middleware.SEND_STALL_S", 0.1)
     async with listening(tokens, NOBODY) as (host, port, ask, counters):
         socks = [deaf(host, port, path) for path in ("/v1/nodes", "/v1/openapi.json")]
         loop = asyncio.get_running_loop()
@@ -327,6 +327,36 @@ async def test_client_that_stops_reading_is_disconnected(
             sock.close()
         assert counters.get("admin_answers_untaken_total") == 2
         assert await ask("/healthz") == 200
+
+
+async def test_client_that_sends_no_request_is_disconnected(
+    tokens: WatchedFile[TokenTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_FIRST_REQUEST_S", 0.1)
+    async with listening(tokens, NOBODY) as (host, port, ask, _):
+        loop = asyncio.get_running_loop()
+        for begun in (b"", b"GET /healthz HTTP/1.1\r\nhost:"):
+            with socket.create_connection((host, port)) as sock:
+                sock.setblocking(False)
+                await loop.sock_sendall(sock, begun)
+                with suppress(ConnectionError):
+                    assert await loop.sock_recv(sock, 1) == b""
+        assert await ask("/healthz") == 200
+
+
+async def test_client_that_begins_a_second_request_is_disconnected(
+    tokens: WatchedFile[TokenTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_FIRST_REQUEST_S", 0.1)
+    monkeypatch.setattr(http_server, "_KEEP_ALIVE_S", 1)
+    async with listening(tokens, NOBODY) as (host, port, _, _):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.write(b"G")
+        with suppress(ConnectionError):
+            assert b"HTTP" not in await reader.read(), "the end of the connection"
+        writer.close()
 
 
 async def test_rejected_changes_are_logged(

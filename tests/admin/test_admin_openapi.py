@@ -6,6 +6,7 @@ import json
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import cache
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -13,34 +14,46 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import schemathesis
 from admin_client import WAIT_S, AdminHttp
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 from certificates import SERVER_NAME, make_certificates
 from kvclient import CacheSpec, KVClient
 from kvstore.core.errors import Internal
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-]
 EXAMPLES = 5
 """Each generated request costs about 10 ms, and there are about 30 operations."""
 SPEC = CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=4096)
 NODE = "host-1"
 """Name of the node in the examples of the document."""
+
+
+def document(http: AdminHttp) -> Any:
+    """The server's OpenAPI document. Schemathesis is imported here: an import costs each test process a second."""
+    import schemathesis
+
+    return schemathesis.openapi.from_url(f"http://{http.address}/v1/openapi.json")
+
+
+@cache
+def checks() -> list[Any]:
+    """The checks of each response."""
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_headers_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
+
+    return [
+        not_a_server_error,
+        status_code_conformance,
+        content_type_conformance,
+        response_headers_conformance,
+        response_schema_conformance,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +69,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminHttp]:
 
 
 def test_openapi_generated_requests_get_documented_responses(http: AdminHttp) -> None:
-    schema = schemathesis.openapi.from_url(f"http://{http.address}/v1/openapi.json")
+    schema = document(http)
     tried = 0
     for result in schema.get_all_operations():
         operation = result.ok()
@@ -73,7 +86,7 @@ def test_openapi_generated_requests_get_documented_responses(http: AdminHttp) ->
         def hold(case: Any) -> None:
             nonlocal tried
             tried += 1
-            case.call_and_validate(checks=CHECKS)
+            case.call_and_validate(checks=checks())
 
         hold()
     assert tried > 75
@@ -96,13 +109,13 @@ def test_openapi_generated_requests_get_documented_responses(http: AdminHttp) ->
 )
 def test_openapi_responses_match_document(http: AdminHttp, path: str) -> None:
     """Requests with names that exist in the store, which generated requests rarely use."""
-    schema = schemathesis.openapi.from_url(f"http://{http.address}/v1/openapi.json")
-    answer = schema[path]["GET"].Case().call_and_validate(checks=CHECKS)
+    schema = document(http)
+    answer = schema[path]["GET"].Case().call_and_validate(checks=checks())
     assert answer.status_code == 200
 
 
 def test_openapi_requests_with_known_names_match_document(http: AdminHttp) -> None:
-    schema = schemathesis.openapi.from_url(f"http://{http.address}/v1/openapi.json")
+    schema = document(http)
     namespace = {"namespace_id": SPEC.namespace.hex()}
     node, volume = {"node_id": NODE}, {"node_id": NODE, "name": "nvme0"}
     asked: list[tuple[str, str, dict[str, Any]]] = [
@@ -138,13 +151,13 @@ def test_openapi_requests_with_known_names_match_document(http: AdminHttp) -> No
         (
             "PUT",
             "/v1/namespaces/{namespace_id}/rule",
-            {"path_parameters": namespace, "body": {"pinned": False}, "headers": {"If-Match": "*"}},
+            {"path_parameters": namespace, "body": {"kept": False}, "headers": {"If-Match": "*"}},
         ),
         ("GET", "/v1/index", {}),
         ("POST", "/v1/index/rebuild", {"headers": {"If-Match": '"other"'}}),
     ]
     for method, path, given_ in asked:
-        answer = schema[path][method].Case(**given_).call_and_validate(checks=CHECKS)
+        answer = schema[path][method].Case(**given_).call_and_validate(checks=checks())
         expected = 412 if path.endswith("rebuild") else 202 if (method, path[-6:]) == ("POST", "/check") else 200
         assert answer.status_code == expected, (path, answer.content)
 

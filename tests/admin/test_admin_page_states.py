@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,31 @@ def whole_hour(found: Any) -> Any:
     ]  # fmt: skip
     fault = {"at_s": end_s - 1800, "node_id": "host-2", "metric": "kvstore_peer_fetch_failed_total", "what": "failed fetches"}
     return {**found, "points": points, "faults": [{**fault, "count": 3}]}
+
+
+def first_points(number: int, found: Any) -> Any:
+    """The response of a store whose recording has begun a moment ago."""
+    hour = whole_hour(found)
+    return {**hour, "points": hour["points"][-number:], "faults": []}
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_page_shows_first_points_as_dots(browser: Any, store: Working, number: int) -> None:
+    with opened(browser, store.http.address, script={"/v1/history": partial(first_points, number)}) as page:
+        said(page, "#ratio .legend", "75.0 %")
+        dots = page.locator("#ratio rect.dot-in")
+        assert dots.count() == number
+        box = dots.last.bounding_box()
+        assert min(box["width"], box["height"]) >= 4, "a dot that is smaller looks like a defect"
+        assert page.locator("#ratio").get_by_text("The first figures").count() == (number < 3)
+
+
+def test_page_says_that_inventories_arrive(browser: Any, store: Working) -> None:
+    def arriving(found: Any) -> Any:
+        return {**found, "volumes": [{**one, "arriving": True} for one in found["volumes"]]}
+
+    with opened(browser, store.http.address, script={"/v1/overview": arriving}) as page:
+        said(page, "#summary", "inventories arriving")
 
 
 def test_page_draws_history_from_before_it_was_opened(browser: Any, store: Working) -> None:
@@ -140,7 +166,7 @@ def test_page_of_a_large_store_does_not_overflow(browser: Any, store: Working, w
 
 
 def shards_of(servers: int, away: int = 0) -> Any:
-    """The response for an index on so many servers, primaries with one replica each, of which the first ones are away."""
+    """The response for an index on this many servers, primaries with one replica each, of which the first ones are away."""
     shards = max(1, servers // 2)
     found = [
         pb.IndexServer(

@@ -6,7 +6,9 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,14 +52,14 @@ class Store:
         return spec.namespace.hex()
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+@contextmanager
+def started(folder: Path) -> Iterator[Store]:
     settings = (("compute_cap", "10GB"), ("storage_bandwidth", "1GB"))
     specs = [
         NodeSpec("a", dram_bytes=32 << 20, nvme_bytes=32 << 20, settings=settings),
         NodeSpec("b", roles=("decode",), dram_bytes=32 << 20),
     ]
-    with LocalCluster(specs, tmp_path_factory.mktemp("store")) as cluster:
+    with LocalCluster(specs, folder) as cluster:
         address = cluster.start_admin().address
         with (
             KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("a").local_socket) as engine,
@@ -67,6 +69,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             made.fill(engine)
             made.fill(neighbour)
             yield made
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with started(tmp_path_factory.mktemp("store")) as made:
+        yield made
+
+
+@pytest.fixture
+def own_store(tmp_path: Path) -> Iterator[Store]:
+    """A store for one test, which may break it."""
+    with started(tmp_path) as made:
+        yield made
 
 
 def test_overview_matches_lists_and_queries_each_node_once(store: Store) -> None:
@@ -394,21 +409,20 @@ def test_history_has_lookups_loads_and_fill_of_nodes(store: Store) -> None:
     store.http.get("/v1/history?node=nobody", status=404)
 
 
-def test_silent_node_is_reported_and_does_not_delay(store: Store) -> None:
-    """Must run last, because it kills a node."""
-    store.cluster.kill("b")
-    wait_until(lambda: store.http.get("/v1/cluster")["nodes_silent"] == 1, "b is silent")
-    found = store.http.get("/v1/cluster")
+def test_silent_node_is_reported_and_does_not_delay(own_store: Store) -> None:
+    own_store.cluster.kill("b")
+    wait_until(lambda: own_store.http.get("/v1/cluster")["nodes_silent"] == 1, "b is silent")
+    found = own_store.http.get("/v1/cluster")
     assert found["health"] == "error"
     assert "Node b has not reported for" in found["findings"][0]["facts"]
-    detail = store.http.get("/v1/nodes/b")
+    detail = own_store.http.get("/v1/nodes/b")
     assert (detail["process"], detail["unreached"]) == (None, "the node does not report to the metadata server")
-    assert store.http.get("/v1/volumes/b/dram")["quarantined_blocks"] is None
-    store.http.get("/v1/nodes/b/config", 503)
-    keys = [key.hex() for key in store.neighbour.keys(TOKENS)]
-    missed = store.http.post("/v1/blocks/lookup", {"namespace_id": store.namespace(OTHER), "keys": keys})
+    assert own_store.http.get("/v1/volumes/b/dram")["quarantined_blocks"] is None
+    own_store.http.get("/v1/nodes/b/config", 503)
+    keys = [key.hex() for key in own_store.neighbour.keys(TOKENS)]
+    missed = own_store.http.post("/v1/blocks/lookup", {"namespace_id": own_store.namespace(OTHER), "keys": keys})
     assert (missed["hit_blocks"], missed["runs"][0]["state"]) == (0, "silent")
     assert missed["first_miss"] == "only on nodes without heartbeats: b"
-    done = store.http.post(f"/v1/namespaces/{store.namespace(OTHER)}/invalidate")
+    done = own_store.http.post(f"/v1/namespaces/{own_store.namespace(OTHER)}/invalidate")
     assert not done["complete"]
     assert [(one["node_id"], one["kind"]) for one in done["unreached"]] == [("b", "unavailable")]

@@ -155,11 +155,12 @@ def test_quota_commands_set_show_and_remove(store: Store) -> None:
     store.command("tenants", "set", "gamma", code=2)
     store.command("tenants", "unset", "gamma")
     wait_until(lambda: store.tenant("gamma") is None, "what is asked again and again may be told from a moment ago")
+    assert "nothing changed" in store.command("tenants", "unset", "gamma")
     assert "default tenant" in store.command("tenants", "set", "", "--dram", "1TiB")
     store.command("tenants", "unset", "")
 
 
-def test_rule_ttl_evicts_unused_and_pin_keeps_blocks(store: Store) -> None:
+def test_rule_ttl_evicts_unused_and_kept_blocks_stay(store: Store) -> None:
     http = store.http
     old, kept = spec_of("acme").namespace.hex(), spec_of("beta").namespace.hex()
     for client, chain in ((store.acme, 21), (store.beta, 22)):  # the node may have restarted
@@ -167,16 +168,16 @@ def test_rule_ttl_evicts_unused_and_pin_keeps_blocks(store: Store) -> None:
     path = f"/v1/namespaces/{old}/rule"
     shown = http.ask("GET", path)
     assert (shown.json, shown.etag) == (
-        {"namespace_id": old, "ttl_s": None, "pinned": False, "copies": 1},
-        '"ttl=0,pinned=no,copies=1"',
+        {"namespace_id": old, "ttl_s": None, "kept": False, "copies": 1},
+        '"ttl=0,kept=no,copies=1"',
     )
     assert http.ask("PUT", path, {"ttl_s": 1}).status == 428
-    assert http.ask("PUT", path, {"ttl_s": 1}, if_match='"ttl=5,pinned=no,copies=1"').status == 412
+    assert http.ask("PUT", path, {"ttl_s": 1}, if_match='"ttl=5,kept=no,copies=1"').status == 412
     assert http.ask("PUT", path, {"ttl_s": 0}, if_match="*").status == 400
     assert http.ask("PUT", f"/v1/namespaces/{'0' * 32}/rule", {"ttl_s": 1}, if_match="*").status == 404
-    assert "pinned" in store.command("namespaces", "pin", kept)
+    assert ", kept," in store.command("namespaces", "keep", kept)
     done = http.ask("PUT", path, {"ttl_s": 1.5}, if_match=shown.etag)
-    assert (done.status, done.etag, done.json["ttl_s"]) == (200, '"ttl=1500,pinned=no,copies=1"', 1.5)
+    assert (done.status, done.etag, done.json["ttl_s"]) == (200, '"ttl=1500,kept=no,copies=1"', 1.5)
 
     def blocks(namespace: str) -> int:
         return sum(one["blocks"] for one in http.get(f"/v1/namespaces/{namespace}/usage")["tiers"])
@@ -184,23 +185,23 @@ def test_rule_ttl_evicts_unused_and_pin_keeps_blocks(store: Store) -> None:
     wait_until(lambda: blocks(old) == 0, "nobody uses it")
     assert store.hits(store.beta, 22, 10) == 10
     (listed,) = [one for one in http.get("/v1/namespaces")["items"] if one["namespace_id"] == kept]
-    assert (listed["ttl_s"], listed["pinned"]) == (None, True)
+    assert (listed["ttl_s"], listed["kept"]) == (None, True)
 
-    # a pin prevents eviction, but not invalidation
+    # a kept namespace is protected from eviction, but not invalidation
     assert http.ask("POST", f"/v1/namespaces/{kept}/evict", {}).status == 409
-    assert "unpin it first" in store.command("namespaces", "evict", kept, "--yes", code=3)
+    assert "kvstore namespaces unkeep" in store.command("namespaces", "evict", kept, "--yes", code=3)
     http.post("/v1/volumes/a/nvme0/evict", {"to_percent": 0})
     http.post("/v1/volumes/a/dram/evict", {"to_percent": 0})
     assert store.hits(store.beta, 22, 10) == 10
     assert http.post(f"/v1/namespaces/{kept}/invalidate")["complete"]
     assert blocks(kept) == 0
-    assert "not pinned" in store.command("namespaces", "unpin", kept)
+    assert "not kept" in store.command("namespaces", "unkeep", kept)
     assert "time to live 2h" in store.command("namespaces", "ttl", old, "2h")
     assert "no time to live" in store.command("namespaces", "ttl", old, "none")
-    assert "not pinned, 2 copies of each durable block" in store.command("namespaces", "copies", old, "2")
+    assert "not kept, 2 copies of each durable block" in store.command("namespaces", "copies", old, "2")
     assert http.ask("GET", path).json["copies"] == 2
     assert http.ask("PUT", path, {"copies": 3}, if_match="*").status == 400
-    assert "2 copies" in store.command("namespaces", "pin", old), "other parts of the rule stay"
+    assert "2 copies" in store.command("namespaces", "keep", old), "other parts of the rule stay"
     assert "1 copy" in store.command("namespaces", "copies", old, "1")
     assert [one["outcome"] for one in store.audited("namespace.rule")][-1] == "done"
 
@@ -210,14 +211,14 @@ def test_rule_of_forgotten_namespace_is_listed_and_removed(store: Store) -> None
     http, orders = store.http, FileSettings(MetadataConfig(index_path=store.cluster.index_path).settings_path)
     gone, path = "ab" * 16, f"/v1/namespaces/{'ab' * 16}/rule"
     asyncio.run(orders.change(lambda known: known.with_rule(NamespaceId(bytes.fromhex(gone)), RuleSetting(60_000, True))))
-    rule = {"namespace_id": gone, "ttl_s": 60.0, "pinned": True, "copies": 1}
+    rule = {"namespace_id": gone, "ttl_s": 60.0, "kept": True, "copies": 1}
     assert rule in http.get("/v1/rules")["items"]
     assert http.get(path) == rule
     assert gone in store.command("namespaces", "rules")
-    assert "time to live 2min, pinned" in store.command("namespaces", "ttl", gone, "2m")
-    assert "time to live 2min, not pinned" in store.command("namespaces", "unpin", "abababab")
+    assert "time to live 2min, kept" in store.command("namespaces", "ttl", gone, "2m")
+    assert "time to live 2min, not kept" in store.command("namespaces", "unkeep", "abababab")
     assert http.ask("PUT", path, {"ttl_s": 5}, if_match="*").json["ttl_s"] == 5
     assert "no time to live" in store.command("namespaces", "ttl", gone, "none")
     assert gone not in {one["namespace_id"] for one in json.loads(store.command("namespaces", "rules", "-o", "json"))["items"]}
     assert http.ask("GET", path).status == http.ask("PUT", path, {"ttl_s": 5}, if_match="*").status == 404
-    store.command("namespaces", "pin", gone, code=3)
+    store.command("namespaces", "keep", gone, code=3)

@@ -30,6 +30,10 @@ def test_advise_table_names_recommendation() -> None:
     shown = CliRunner().invoke(root, [*SMALL, "--nodes", "2", "--limit", "600"])
     assert shown.exit_code == 0, shown.output
     assert "Recommended: 1P1D with" in shown.output
+    said = " ".join(shown.stdout.split())
+    assert said.startswith("Assumed: model ds-27b; 2 nodes with 8 h100 GPUs each; storage link 50 GB/s per node")
+    assert "24 agents at once, agentic-32k, seed 1." in said
+    assert "MBU: share of the HBM bandwidth of decode GPUs." in said
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from kvstore.config.model import LogSection
 from kvstore.core.types import VolumeId
 from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
 from kvstore.tiers.nvme.slab import NvmeSlab
+from nursery import cli
 
 
 def commands(group: click.Group, *above: str) -> Iterator[list[str]]:
@@ -56,7 +57,7 @@ def _root_logger_as_before() -> Iterator[None]:
 
 def run(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", *arguments],
+        [*cli("metadata", "node"), *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -110,7 +111,8 @@ def test_root_import_loads_no_heavy_modules() -> None:
         (["up", "--nvme", "1"], 2, "'--nvme': 1 bytes hold no blocks: give a size with its unit of at least 16MiB"),
         (["up", "--data-dir", "a,b"], 1, "contain a comma"),
         (["bench", "no-such-benchmark"], 2, "no benchmark"),
-        (["status", "--metadata", "no address"], 1, "an address must be"),
+        (["status", "--metadata", "foo"], 1, 'a metadata server must be "host:port", with its port (default: 7400)'),
+        (["node", "--listen", "foo"], 1, 'an address must be "host:port", with its port'),
         (["status", "--metadata", "127.0.0.1:1", "--set", "client.deadline=300ms"], 1, "connection refused"),
     ],
 )
@@ -255,7 +257,7 @@ def test_logs_stack_is_indented() -> None:
 
 
 def test_up_ctrl_c_stops_store(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvstore.cli", "up", "--data-dir", str(tmp_path), "--dram", "64MiB", "--nvme", "64MiB"]
+    command = [*cli("metadata", "node", "admin"), "up", "--data-dir", str(tmp_path), "--dram", "64MiB", "--nvme", "64MiB"]
     settings = ["--set", "metadata.listen=127.0.0.1:0", "--set", "node.node_id=here", "--set", "admin.listen=127.0.0.1:0"]
     process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -325,9 +327,10 @@ def test_up_address_in_use_names_address(tmp_path: Path) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         done = run("up", "--data-dir", str(tmp_path), "--nvme", "0", "--set", f"metadata.listen={address}")
     assert done.returncode == 1
-    assert done.stderr.startswith("Error: metadata ended at start with code 1: ")
     port = int(address.rpartition(":")[2])
-    first = done.stderr.splitlines()[0]
+    started, first = done.stderr.splitlines()[:2]
+    assert started.startswith("starting a metadata server")
+    assert first.startswith("Error: metadata ended at start with code 1: ")
     assert f"port {port} of 127.0.0.1 is in use; `kvstore status` shows whether another store runs here" in first
     assert "--set metadata.listen=127.0.0.1:" in first
     assert "earlier run" not in done.stderr

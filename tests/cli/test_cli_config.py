@@ -52,6 +52,12 @@ def test_parse_size_invalid_raises(text: object) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize(("text", "unit"), [("64Gb", "GB"), ("1 Mib", "MiB")])
+def test_parse_size_in_bits_names_the_unit_of_bytes(text: str, unit: str) -> None:
+    with pytest.raises(ValueError, match=f"bits: write {unit}"):
+        parse_size(text)
+
+
 def test_parse_memory_percent_is_a_part_of_the_host() -> None:
     total = memory_total()
     assert total is not None

@@ -54,7 +54,7 @@ ONE_TIME = WITHOUT_RESULT | {
 CHANGES = {
     *(f"nodes {name}" for name in ("drain", "undrain", "remove")),
     *(f"volumes {name}" for name in ("check", "evict", "repair")),
-    *(f"namespaces {name}" for name in ("bump-weights", "copies", "evict", "invalidate", "pin", "unpin", "ttl")),
+    *(f"namespaces {name}" for name in ("bump-weights", "copies", "evict", "invalidate", "keep", "unkeep", "ttl")),
     *(f"tenants {name}" for name in ("set", "unset")),
     "policy set",
 }

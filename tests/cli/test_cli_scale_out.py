@@ -1,4 +1,4 @@
-"""``kvstore up`` and ``demo`` with several metadata servers and an index in Valkey, and the errors of what is missing."""
+"""``kvstore up`` and ``demo`` with several metadata servers and an index in Valkey, also without the required programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,9 @@ from click.testing import CliRunner
 
 from kvstore.cli.app import root
 from kvstore.embedded import valkey
+from kvstore.embedded.ports import TRIED_PORTS, free_port
 from kvstore.embedded.valkey import find_server
+from nursery import cli
 from support.wait import wait_until
 
 needs_server = pytest.mark.skipif(find_server() is None, reason="no valkey-server or redis-server on this machine")
@@ -29,9 +31,9 @@ LOCAL = [f"{name}=127.0.0.1:0" for name in ("metadata.listen", "metadata.metrics
 def running(folder: Path, *arguments: str) -> Iterator[Path]:
     """``kvstore up`` on this machine. Yields the file of its output; it is ended by Ctrl-C."""
     said = folder / "said"
-    command = [sys.executable, "-m", "kvstore.cli", "up", "--data-dir", str(folder / "data"), *SMALL, *arguments]
+    command = [*cli("metadata", "node", "admin"), "up", "--data-dir", str(folder / "data"), *SMALL]
     with said.open("wb") as out:
-        process = subprocess.Popen([*command, *(f"--set={one}" for one in LOCAL)], stdout=out, stderr=out)
+        process = subprocess.Popen([*command, *(f"--set={one}" for one in LOCAL), *arguments], stdout=out, stderr=out)
     try:
         wait_until(lambda: "Metadata servers:" in said.read_text() or process.poll() is not None, timeout_s=90)
         yield said
@@ -69,12 +71,27 @@ def test_up_names_servers_and_starts_ended_ones_again(tmp_path: Path) -> None:
 
 
 def test_up_servers_without_shards_share_the_index_file(tmp_path: Path) -> None:
-    with running(tmp_path, "--servers", "2") as said:
+    first = free_port()
+    with running(tmp_path, "--servers", "2", "--set", f"metadata.listen=127.0.0.1:{first}") as said:
         metadata = said.read_text().split("The store is up.  metadata ", 1)[1].split()[0]
+        second = int(metadata.rpartition(":")[2])
+        assert metadata == f"127.0.0.1:{first},127.0.0.1:{second}"
+        assert first < second <= first + TRIED_PORTS
         assert hit_health(metadata) == ["usable", "usable"]
         assert "Valkey" not in said.read_text()
     assert (tmp_path / "data" / "index").is_dir()
     assert not (tmp_path / "data" / "metadata-2").exists()
+
+
+def test_up_starts_ended_node_and_page_again(tmp_path: Path) -> None:
+    with running(tmp_path, "--servers", "2", "--set", "node.node_id=here") as said:
+        (node,) = re.findall(r"here +\S+ +pid (\d+)", said.read_text())
+        os.kill(int(node), signal.SIGKILL)
+        wait_until(lambda: "here runs again (pid " in said.read_text(), timeout_s=60)
+        why = "blocks that were only in DRAM are lost"
+        assert f"here was killed by SIGKILL; starting it again ({why})" in said.read_text()
+        page = re.findall(r"http://[0-9.:]+/", said.read_text())[0]
+        urllib.request.urlopen(f"{page}v1/cluster", timeout=60).close()
 
 
 @pytest.mark.parametrize("command", [["up", "--nvme", "0"], ["demo"]])
@@ -95,7 +112,7 @@ def test_demo_without_hiredis_names_extra(tmp_path: Path) -> None:
         ["metadata", "--set", "metadata.engine=valkey://127.0.0.1:1", "--listen", "127.0.0.1:0"],
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "kvstore.cli", *command],
+            [*cli(), *command],
             env=environment,
             capture_output=True,
             text=True,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from kvproto.v1 import admin_pb2 as pb
+from kvstore.cli.app import root
+from kvstore.cli.commands.store import status
 from kvstore.cli.commands.store.shard_lines import shard_lines, shard_summary
 from kvstore.control_api import serializers
 from kvstore.embedded.valkey import ValkeyServers, find_server
+from nursery import cli
 from support.wait import wait_until
 
 
@@ -48,8 +51,36 @@ def test_lines_name_roles_states_and_settings() -> None:
     assert "answered this command" in lines[5]
 
 
+def test_status_says_that_inventories_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart of the metadata server with an empty index, 0 blocks must not look like a loss."""
+    volume = {"id": "a/dram", "tier": "dram", "capacity_bytes": 1 << 30, "used_bytes": 0, "blocks": 0, "read_only": None}
+    node = {"id": "a", "alive": True, "stopped": False, "refused": None, "drain": None, "control_address": "", "mounts": []}
+    found = {
+        "health": "ok",
+        "findings": [],
+        "metadata": "m:1",
+        "blocks": 0,
+        "index_bytes": 0,
+        "metadata_servers": [],
+        "namespaces": [],
+    }
+    shards = serializers.shards(pb.DescribeShardsResponse())
+
+    def shown(*, arriving: bool) -> list[str]:
+        document = {**found, "nodes": [{**node, "volumes": [{**volume, "arriving": arriving}]}]}
+        monkeypatch.setattr(status, "ask", lambda _config, _work: (document, shards))
+        lines = CliRunner().invoke(root, ["status", "--metadata", "m:1"]).output.splitlines()
+        assert max(map(len, lines)) <= 80
+        return lines
+
+    assert shown(arriving=True)[1] == "metadata server m:1: 0 blocks so far, index 0 B"
+    assert shown(arriving=True)[-1] == "    inventory arriving: these figures are not complete yet"
+    assert shown(arriving=False)[1] == "metadata server m:1: 0 blocks, index 0 B"
+    assert "arriving" not in shown(arriving=False)[-1]
+
+
 def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvstore.cli", *arguments]
+    command = [*cli(), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -62,7 +93,7 @@ def test_status_and_top_show_a_real_cluster(tmp_path: Path) -> None:
             "metadata.engine": f"valkey://{valkey.seeds[0]}", "data_dir": tmp_path / "data",
         }  # fmt: skip
         words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-        process = subprocess.Popen([sys.executable, "-m", "kvstore.cli", "metadata", *words], stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([*cli("metadata"), "metadata", *words], stderr=subprocess.DEVNULL)
         try:
             wait_until(ready.exists, "the metadata server is ready")
             at = ("--metadata", json.loads(ready.read_text())["address"])

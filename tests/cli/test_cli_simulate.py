@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from kvstore.cli.app import root
 from kvstore.core.errors import Unsupported
 from kvstore.simulate.reports import plot
+from nursery import cli
 
 SMALL = ["simulate", "--model", "ds-27b", "--profile", "agentic-32k", "--agents", "24", "--every", "24"]
 
@@ -39,9 +40,9 @@ def test_simulate_slow_storage_is_named_as_bound() -> None:
     assert "all storage links can be full, loads up to 2.00 times" in told("--storage", "12.5")
     slower = told("--storage", "3")
     assert "can be full" not in slower
-    assert "1P1D: all storage together sends 3 GB/s, less than the 12.5 GB/s that the storage links take" in slower
-    assert "loads up to 1.00 times as fast" in slower
-    assert "loads up to 1.60 times as fast" in told("--storage", "10")
+    assert "1P1D: the storage servers send at most 3 GB/s, less than the 12.5 GB/s of all storage links" in slower
+    assert "loads can be at most 1.00 times as fast" in slower
+    assert "loads can be at most 1.60 times as fast" in told("--storage", "10")
     both = told("--storage", "10", "--cnic", "1")
     assert "1.60 times" in both
     assert "CNIC write would need" in both or "CNIC read would need" in both  # the compute links limit it equally
@@ -49,7 +50,7 @@ def test_simulate_slow_storage_is_named_as_bound() -> None:
 
 def test_simulate_json_to_stdout_prints_only_json() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", *SMALL, "--policies", "ladder", "-o", "json"],
+        [*cli(), *SMALL, "--policies", "ladder", "-o", "json"],
         capture_output=True,
         text=True,
         check=True,

@@ -15,7 +15,9 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import grpc
@@ -32,6 +34,7 @@ from kvstore.cli.support.output import clean
 from kvstore.cli.top.stats import Times
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from nursery import cli
 from support.wait import wait_until
 
 WAIT_S = 60.0
@@ -78,18 +81,31 @@ class Store:
             return json.loads(answer.read())
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+@contextmanager
+def started(folder: Path) -> Iterator[Store]:
     specs = [
         NodeSpec("a", dram_bytes=32 << 20, nvme_bytes=32 << 20),
         NodeSpec("b", ("decode",), dram_bytes=32 << 20, settings=(("hint_share", 0), ("read_ahead", 0))),
     ]
-    with LocalCluster(specs, tmp_path_factory.mktemp("store")) as cluster:
+    with LocalCluster(specs, folder) as cluster:
         rest = cluster.start_admin().address
         with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("a").local_socket) as engine:
             made = Store(cluster, rest, engine)
             made.fill()
             yield made
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with started(tmp_path_factory.mktemp("store")) as made:
+        yield made
+
+
+@pytest.fixture
+def own_store(tmp_path: Path) -> Iterator[Store]:
+    """A store for one test, which may break it."""
+    with started(tmp_path) as made:
+        yield made
 
 
 _SIZE = ("COLUMNS", "LINES")
@@ -234,9 +250,7 @@ def test_output_without_terminal_is_plain_lines(store: Store, command: str, monk
 
 def test_output_pipe_and_terminal(store: Store) -> None:
     command = ("nodes", "--metadata", store.cluster.metadata_address)
-    piped = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", *command], capture_output=True, text=True, timeout=WAIT_S, check=True
-    )
+    piped = subprocess.run([*cli(), *command], capture_output=True, text=True, timeout=WAIT_S, check=True)
     heading, *lines = piped.stdout.splitlines()
     assert heading.split() == ["NODE", "STATE", "ROLES", "HBM", "DRAM", "NVME", "STORAGE", "COMPUTE", "QUEUE", "BOOT", "DRAIN"]
     assert [line.split()[0] for line in lines] == ["a", "b"]
@@ -352,7 +366,9 @@ def test_top_once(store: Store) -> None:
     assert (a["node_id"], a["state"], b["loads"]["per_s"]) == ("a", "active", 0)
     assert a["loaded_bytes_per_s"]["dram"] > 0
     assert a["fill"]["dram"]["capacity_bytes"] == 32 << 20
+    assert a["loopback"] == ["compute"], "the only link that is reported, as there is no separate storage network"
     plain = store.run("top", "--interval", "500ms").stdout
+    assert re.search(r"^links +compute in \S+  compute out \S+  loopback: with other programs$", plain, re.MULTILINE)
     assert ESCAPE not in plain
     assert re.search(r"^a +active ", plain, re.MULTILINE)
 
@@ -388,7 +404,7 @@ def test_top_on_terminal_restores_it(store: Store, end: str) -> None:
 def test_completion_offers_names(store: Store) -> None:
     def completed(words: str) -> list[str]:
         done = subprocess.run(
-            [sys.executable, "-m", "kvstore.cli"],
+            cli(),
             capture_output=True,
             text=True,
             timeout=WAIT_S,
@@ -511,13 +527,12 @@ def test_clean_escapes_unprintable_characters() -> None:
     assert clean("\x1b[31m\n\u202e\udc80") == "\\x1b[31m\\n\\u202e\\udc80"
 
 
-def test_change_node_unreachable_is_reported(store: Store) -> None:
-    """Last test of the module, because it kills a node."""
-    store.cluster.kill("b")
+def test_change_node_unreachable_is_reported(own_store: Store) -> None:
+    own_store.cluster.kill("b")
     end_s = time.monotonic() + WAIT_S
-    while store.get("/cluster")["nodes_silent"] == 0:
+    while own_store.get("/cluster")["nodes_silent"] == 0:
         assert time.monotonic() < end_s
         time.sleep(0.05)
-    done = store.run("namespaces", "invalidate", NAMESPACE, "--yes", code=4)
+    done = own_store.run("namespaces", "invalidate", NAMESPACE, "--yes", code=4)
     assert "without node b: the node does not report to the metadata server (unavailable)" in done.stderr
-    assert re.search(r"^b +silent:", store.run("nodes").stdout, re.MULTILINE)
+    assert re.search(r"^b +silent:", own_store.run("nodes").stdout, re.MULTILINE)

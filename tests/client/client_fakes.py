@@ -19,17 +19,33 @@ from typing import Any
 import grpc
 import numpy as np
 
+from kvclient import Lookup
+from kvclient.results import NodeRef, Run
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import KVStoreError, LeaseLost
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockKey, BlockShape, BootId, NamespaceId, Outcome, SessionId, StoreOutcome, Tier, unpack_keys
+from kvstore.core.types import (
+    BlockKey,
+    BlockShape,
+    BootId,
+    NamespaceId,
+    NodeId,
+    Outcome,
+    SessionId,
+    StoreOutcome,
+    Tier,
+    VolumeId,
+    unpack_keys,
+)
+from kvstore.observe.counters import Counters
 from kvstore.rpc.errors import abort_arguments
 from kvstore.transport.contract import BlockProvider, ReadPart, ReadRequest, WriteGrant, WriteRequest
 from kvstore.transport.shm import ArenaServer
 from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
+from support.chains import token_chain
 
 LoadScript = Callable[[node_pb2.LoadRequest, grpc.ServicerContext], Iterator[node_pb2.LoadProgress]]
 PlanScript = Callable[[metadata_pb2.PlanLoadRequest], metadata_pb2.LoadPlan]
@@ -157,7 +173,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.completed: dict[tuple[bytes, bytes], node_pb2.CompleteResponse] = {}
         self.sessions: set[bytes] = set()
         self.left: list[bytes] = []
-        self.arena_server = ArenaServer(self._arena_path, self._hand_out, self._leave)
+        self.arena_server = ArenaServer(self._arena_path, self._hand_out, self._leave, counters=Counters())
         self.arena_server.start()
         authority = TicketAuthority(secrets.token_bytes(32), self.boot_id, MonotonicClock())
         self._authority = authority
@@ -290,6 +306,16 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         else:
             yield self.progress(unpack_keys(request.keys), checksums=request.want_checksums)
 
+    def AwaitPrompt(  # noqa: N802
+        self, request: node_pb2.AwaitPromptRequest, context: grpc.ServicerContext
+    ) -> Iterator[node_pb2.LoadProgress]:
+        """No prompt ever arrives: the call ends when the client ends it."""
+        ended = threading.Event()
+        if context.add_callback(ended.set):
+            self._enter("AwaitPrompt", request, context)
+            assert ended.wait(30)
+        yield from ()
+
     def LoadResident(self, request: node_pb2.LoadRequest, context: grpc.ServicerContext) -> node_pb2.LoadProgress:  # noqa: N802
         self._enter("LoadResident", request, context)
         if self.resident_script is not None:
@@ -420,3 +446,21 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
     def ReportLoads(self, request: Any, context: grpc.ServicerContext) -> metadata_pb2.ReportLoadsResponse:  # noqa: N802
         self._enter("ReportLoads", context)
         return metadata_pb2.ReportLoadsResponse()
+
+
+def found(spec: CacheSpec, blocks: int, *runs: tuple[int, int, FakeNode]) -> Lookup:
+    """A lookup of blocks that volumes of these nodes have: (start, count, node)."""
+
+    def node(one: FakeNode) -> NodeRef:
+        return NodeRef(NodeId(one.node_id), one.info.control_address, one.data_address)
+
+    made = tuple(Run(start, count, node(one), Tier.NVME, VolumeId("v")) for start, count, one in runs)
+    return Lookup(token_chain(spec, blocks), blocks, made)
+
+
+def plan_of(far: FakeNode, blocks: int) -> metadata_pb2.LoadPlan:
+    """A plan by which one node reads all blocks."""
+    whole = metadata_pb2.PlanPart(
+        count=blocks, side=metadata_pb2.READ_SIDE_DECODE, node_id=far.node_id, control_address=far.info.control_address
+    )
+    return metadata_pb2.LoadPlan(plan_id=1, parts=[whole])

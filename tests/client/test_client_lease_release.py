@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvclient.nodes.lease_release import LONGEST_S, QUIET_S, ReleaseBatcher
+from kvclient.nodes import lease_release
+from kvclient.nodes.lease_release import LONGEST_S, QUIET_S, LeaseReleaser, ReleaseBatcher
+from kvclient.options import ClientOptions
+from kvproto.v1 import node_pb2
+from kvstore.core.errors import NotFound, Unavailable
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import client as client_metrics
+from support.wait import wait_until
 
 MOST = 1000
 
@@ -76,3 +86,53 @@ def test_release_batcher_bounds_delay_and_calls(seed: int) -> None:
     until(now_s + QUIET_S * 1.001)
     assert not kept, "the load has nothing more to copy, and waits"
     assert calls <= total / MOST + ended_s / QUIET_S + 1
+
+
+@pytest.mark.parametrize("error", [Unavailable("no answer"), RuntimeError("not an error of the store")])
+def test_release_not_answered_is_sent_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    failures = [error, error]
+    aborts, leases = list[bytes](), list[int]()
+
+    def call(method: str, request: Any, _timeout_s: float) -> None:
+        if failures:
+            raise failures.pop()
+        if method == "Abort":
+            aborts.append(request.operation_id)
+        else:
+            leases.extend(request.lease_ids)
+
+    incidents = LimitedLog(logging.getLogger(__name__))
+    releaser = releaser_of(monkeypatch, call, incidents)
+    for number in range(3):
+        releaser.abort(bytes([number]))
+    releaser.release([1, 2, 3], urgent=True)
+    wait_until(lambda: len(aborts) == len(leases) == 3, "all was given back")
+    releaser.close()
+    assert sorted(aborts) == [bytes([number]) for number in range(3)]
+    assert sorted(leases) == [1, 2, 3]
+    assert incidents.counters.snapshot()[client_metrics.RETURNS_FAILED] == 2
+
+
+def test_release_refused_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[str]()
+
+    def call(method: str, _request: Any, _timeout_s: float) -> None:
+        calls.append(method)
+        if method == "Abort":
+            raise NotFound("the session is unknown")
+
+    releaser = releaser_of(monkeypatch, call, LimitedLog(logging.getLogger(__name__)))
+    releaser.abort(b"operation")
+    wait_until(lambda: calls == ["Abort"], "the slots were given back")
+    releaser.release([1], urgent=True)
+    wait_until(lambda: calls[-1] == "Release", "the lease was released")
+    releaser.close()
+    assert calls == ["Abort", "Release"]
+
+
+def releaser_of(monkeypatch: pytest.MonkeyPatch, call: Any, incidents: LimitedLog) -> LeaseReleaser:
+    """A releaser whose calls go to a function."""
+    monkeypatch.setattr(lease_release, "call", call)
+    stub: Any = SimpleNamespace(Abort="Abort", Release="Release")
+    opened = node_pb2.OpenSessionResponse(session_id=b"session", arena_bytes=1 << 30)
+    return LeaseReleaser(stub, opened, ClientOptions(), incidents)

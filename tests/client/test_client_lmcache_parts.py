@@ -305,14 +305,14 @@ def test_lmcache_pages_list_each_key_once() -> None:
     assert listed == keyed(*range(5))
 
 
-def test_lmcache_lost_keys_are_forgotten_after_a_while() -> None:
+def test_lmcache_missing_keys_are_forgotten_later() -> None:
     clock = Clock()
     ledger = KeyLedger(10, clock)
     ledger.add(keyed(1))
-    assert ledger.lost([keyed(1)[0][0]]) == []
+    assert ledger.forget_missing([keyed(1)[0][0]]) == []
     clock.now_s += 60
     ledger.add(keyed(2))
-    assert ledger.lost(key for key, _ in keyed(1, 2, 3)) == keyed(1)
+    assert ledger.forget_missing(key for key, _ in keyed(1, 2, 3)) == keyed(1)
 
 
 def test_lmcache_checks_reach_every_key() -> None:

@@ -9,17 +9,16 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from client_fakes import FakeMetadata, FakeNode, SkewedClock
+from client_fakes import FakeMetadata, FakeNode, SkewedClock, found, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient import CacheSpec, KVClient, Lookup, Paths, Tier
+from kvclient import CacheSpec, KVClient, Paths
 from kvclient.load.paths import Plan, PlannedPart
 from kvclient.load.read_ahead import ReadAhead
-from kvclient.results import NodeRef, Run
+from kvclient.results import NodeRef
 from kvproto.v1 import metadata_pb2
-from kvstore.core.types import NodeId, VolumeId
-from support.chains import token_chain
+from kvstore.core.types import NodeId
 from support.wait import wait_until
 
 MakeClient = Callable[..., KVClient]
@@ -145,23 +144,6 @@ def test_paths_of_read_ahead_are_those_given() -> None:
 def far(make_node: Callable[..., FakeNode]) -> FakeNode:
     """Another host's node."""
     return make_node("far")
-
-
-def found(spec: CacheSpec, blocks: int, *runs: tuple[int, int, FakeNode]) -> Lookup:
-    """A lookup of blocks that volumes of these nodes have: (start, count, node)."""
-
-    def node(one: FakeNode) -> NodeRef:
-        return NodeRef(NodeId(one.node_id), one.info.control_address, one.data_address)
-
-    made = tuple(Run(start, count, node(one), Tier.NVME, VolumeId("v")) for start, count, one in runs)
-    return Lookup(token_chain(spec, blocks), blocks, made)
-
-
-def plan_of(far: FakeNode, blocks: int) -> metadata_pb2.LoadPlan:
-    whole = metadata_pb2.PlanPart(
-        count=blocks, side=metadata_pb2.READ_SIDE_DECODE, node_id=far.node_id, control_address=far.info.control_address
-    )
-    return metadata_pb2.LoadPlan(plan_id=1, parts=[whole])
 
 
 def test_read_ahead_in_many_pieces_is_cut(

@@ -10,6 +10,7 @@ import pytest
 from client_fakes import FakeMetadata, FakeNode, payloads
 
 from kvclient import CacheSpec, KVClient, StoreOutcome
+from kvclient.memory.arena import ClientArena
 from kvproto.v1 import node_pb2
 from kvstore.core.errors import InvalidArgument, LeaseLost, Unavailable
 from kvstore.core.types import BlockKey, unpack_keys
@@ -277,6 +278,26 @@ def test_layerwise_store_without_node_stores_nothing(spec: CacheSpec, near: Fake
         result = handle.commit()
     assert result.outcomes.tolist() == [SKIPPED] * 3
     assert isinstance(result.error, Unavailable)
+
+
+def test_layerwise_store_failed_copy_stores_nothing(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise Unavailable("the arena is closed")
+
+    keys = token_chain(spec, 3)
+    layers = payloads(keys, spec.shape).reshape(3, spec.layers, -1)
+    with make_client(near).begin_store(keys) as handle:
+        handle.put_layer(0, layers[:, 0])
+        monkeypatch.setattr(ClientArena, "copy_in", fail)
+        for layer in range(1, spec.layers):
+            handle.put_layer(layer, layers[:, layer])
+        result = handle.commit()
+    assert result.outcomes.tolist() == [SKIPPED] * 3
+    assert isinstance(result.error, Unavailable)
+    with near.called:
+        assert near.called.wait_for(lambda: near.left, 5), "the end of the session gives the slots back"
 
 
 def test_layerwise_store_dropped_gives_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:

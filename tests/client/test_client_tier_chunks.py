@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from client_fakes import FakeNode
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import CacheSpec, KVClient
 from kvclient.call.request_hint import RequestHint
-from kvclient.engines.vllm.tier.chunks import GROUP_BYTES, Chunk, ChunkStore, runs_of
+from kvclient.engines.vllm.tier.chunks import GROUP_BYTES, Chunk, ChunkStore, hide_split_chunks, runs_of
+from kvclient.engines.vllm.tier.counters import TierCounters
+from kvclient.engines.vllm.tier.jobs import ChunkJobs, EndedJob, JobPart
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.node_stats import node_counter
 from support.wait import wait_until
@@ -36,6 +42,12 @@ def opened(cluster: LocalCluster) -> Iterator[list[ChunkStore]]:
     yield stores
     for store in stores:
         store.close()
+
+
+@pytest.fixture
+def spec() -> CacheSpec:
+    """Of clients of fakes."""
+    return CacheSpec("m", block_tokens=32, layers=1, layer_block_bytes=BYTES)
 
 
 def end_s() -> float:
@@ -127,6 +139,25 @@ def test_heads_with_holes_are_found_and_loaded(opened: list[ChunkStore]) -> None
     assert np.array_equal(read[4].row, written[1].row)
 
 
+@given(st.lists(st.booleans(), max_size=24), st.integers(1, 4), st.integers(0, 3))
+def test_chunks_are_stored_at_their_own_places(held: list[bool], per_chunk: int, first: int) -> None:
+    """vLLM writes the pages of a job one after another, from the place of the first."""
+    before = [at + 1 if there else 0 for at, there in enumerate(held)]
+    pages = list(before)
+    hidden = hide_split_chunks(pages, first, per_chunk)
+    assert hidden == sum(one != two for one, two in zip(before, pages, strict=True))
+    range_ = range(first * per_chunk, len(pages) - per_chunk + 1, per_chunk)
+    stored = [pages[at : at + per_chunk] for at in range_ if pages[at + per_chunk - 1]]
+    places = [at for chunk in stored for at, page in zip(range(chunk[-1] - per_chunk, chunk[-1]), chunk, strict=True) if page]
+    job = [page for chunk in stored for page in chunk if page]
+    start = places[0] % per_chunk if places else 0
+    chunks_of_job = [chunk[-1] // per_chunk for chunk in stored]
+    written = [(chunks_of_job[(start + at) // per_chunk] - 1) * per_chunk + (start + at) % per_chunk for at in range(len(job))]
+    assert written == [page - 1 for page in job]
+    whole = sum(all(before[at : at + per_chunk]) for at in range_)
+    assert len(stored) >= whole, "a whole chunk is stored"
+
+
 @given(st.lists(st.none() | st.integers(0, 30), max_size=30))
 def test_runs_have_consecutive_positions(positions: list[int | None]) -> None:
     kept = list(dict.fromkeys(positions)) if None not in positions else [*dict.fromkeys(positions), None]
@@ -149,3 +180,31 @@ def test_chunks_not_stored_or_loaded_say_why() -> None:
         why = store.store(chunks(hashes(21, 2), range(2), seed=1), hashes(21, 2), end_s())[2]
         assert why == "2 SKIPPED: no session with the local node at the moment"
         store.close()
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_job_under_way_ends_when_its_store_closes(
+    loads: bool, near: FakeNode, make_client: Callable[..., KVClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    def hang(_request: object, context: grpc.ServicerContext) -> Iterator[Any]:
+        ended = threading.Event()
+        if context.add_callback(ended.set):
+            assert ended.wait(DEADLINE_S)
+        yield from ()
+
+    resume = threading.Event()
+
+    def hang_prepare(_request: object) -> None:
+        assert resume.wait(DEADLINE_S)
+
+    near.load_script, near.prepare_script = hang, hang_prepare
+    store, names = ChunkStore(make_client(near)), hashes(9, 2)
+    wanted = chunks(names, range(2))
+    jobs = ChunkJobs(1, TierCounters(), lambda: None)
+    jobs.submit(EndedJob(1, loads, tuple(chunk.key for chunk in wanted)), [JobPart(store, wanted, names, None)], DEADLINE_S)
+    near.wait_called("Load" if loads else "Prepare")
+    store.close()
+    jobs.shutdown()
+    resume.set()
+    assert [job.arrived for job in jobs.ended()] == [()]
+    assert any(cause in caplog.text for cause in ("cancelled by the caller", "the channel is closed")), "not at its deadline"

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvclient import KVStoreError, Lookup, Unavailable
 from kvclient.engines.vllm.tier.counters import TierCounters
@@ -88,7 +90,7 @@ def part(store: FakeStore, keys: Sequence[bytes]) -> list[JobPart]:
     return [JobPart(store, keys, (), None)]  # type: ignore[arg-type]
 
 
-def loading(number: int, keys: Sequence[bytes] = KEYS, *, loads: bool = True) -> EndedJob:
+def job(number: int, keys: Sequence[bytes] = KEYS, *, loads: bool = True) -> EndedJob:
     return EndedJob(number, loads, tuple(keys))
 
 
@@ -168,6 +170,39 @@ def test_failed_load_is_a_miss_of_all_present_requests(lookups: ChunkLookups) ->
     wait_until(lambda: ask(lookups, b, store) == [True] * 4, "later requests try again")
 
 
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(["add", "forget"]), st.sampled_from("abc")),
+            st.tuples(st.just("fail"), st.frozensets(st.sampled_from(KEYS))),
+            st.tuples(st.just("renew"), st.none()),
+        ),
+        max_size=40,
+    )
+)
+def test_failed_loads_are_kept_once_while_needed(steps: list[tuple[str, Any]]) -> None:
+    requests = TierRequests()
+    failed: dict[str, set[bytes]] = {}
+    for step, what in steps:
+        if step == "add":
+            requests.add(request(what).request)
+            failed[what] = set()
+        elif step == "forget":
+            requests.forget(what)
+            failed.pop(what, None)
+        elif step == "fail":
+            requests.record_failed(what)
+            failed = {name: keys | what for name, keys in failed.items()}
+        else:
+            requests.renew()
+            failed = {name: set() for name in failed}
+        for name, keys in failed.items():
+            one = requests.get(name)
+            assert one is not None
+            assert {key for key in KEYS if one.answer(key) is False} == keys
+        assert requests.failed_chunks == len(set().union(*failed.values()))
+
+
 def test_requests_with_adapters_are_unknown() -> None:
     requests = TierRequests()
     assert not requests.add(SimpleNamespace(request_id="r", lora_request=object()))
@@ -178,7 +213,7 @@ def test_requests_with_adapters_are_unknown() -> None:
 
 # ---- jobs ----
 def test_job_ends_once_with_what_arrived(jobs: ChunkJobs, counters: TierCounters) -> None:
-    jobs.submit(loading(1), part(FakeStore(KEYS[:3]), KEYS), LATER_S)
+    jobs.submit(job(1), part(FakeStore(KEYS[:3]), KEYS), LATER_S)
     jobs.drain()
     (ended,) = jobs.ended()
     assert (ended.job_id, ended.arrived, ended.nbytes) == (1, tuple(KEYS[:3]), 7)
@@ -190,7 +225,7 @@ def test_job_ends_once_with_what_arrived(jobs: ChunkJobs, counters: TierCounters
 
 @pytest.mark.parametrize("error", [Unavailable("away"), ValueError("a bug"), MemoryError()])
 def test_job_failed_ends(error: Exception, jobs: ChunkJobs, counters: TierCounters) -> None:
-    jobs.submit(loading(1, loads=False), part(FakeStore(KEYS, error), KEYS), LATER_S)
+    jobs.submit(job(1, loads=False), part(FakeStore(KEYS, error), KEYS), LATER_S)
     jobs.drain()
     (ended,) = jobs.ended()
     assert (ended.job_id, ended.arrived) == (1, ())
@@ -209,7 +244,7 @@ def test_job_failed_ends(error: Exception, jobs: ChunkJobs, counters: TierCounte
 def test_job_failed_logs_the_cause(
     parts: list[JobPart], seconds: float, cause: str, jobs: ChunkJobs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    jobs.submit(loading(1, loads=False), parts, seconds)
+    jobs.submit(job(1, loads=False), parts, seconds)
     jobs.drain()
     assert caplog.messages == [f"chunks not stored (amount=4, cause={cause})"]
 
@@ -218,7 +253,7 @@ def test_job_drained_before_it_began_ends(jobs: ChunkJobs) -> None:
     hung = FakeStore(KEYS)
     hung.gate.clear()
     for number in range(5):
-        jobs.submit(loading(number), part(hung, KEYS), LATER_S)
+        jobs.submit(job(number), part(hung, KEYS), LATER_S)
     wait_until(lambda: hung.calls == 1, "the first job has begun")
     threading.Timer(SOON_S, hung.gate.set).start()
     jobs.drain()
@@ -230,8 +265,8 @@ def test_job_drained_before_it_began_ends(jobs: ChunkJobs) -> None:
 def test_load_does_not_wait_for_stores(jobs: ChunkJobs) -> None:
     hung = FakeStore(KEYS)
     hung.gate.clear()
-    jobs.submit(loading(1, loads=False), part(hung, KEYS), LATER_S)
-    jobs.submit(loading(2), part(FakeStore(KEYS), KEYS), LATER_S)
+    jobs.submit(job(1, loads=False), part(hung, KEYS), LATER_S)
+    jobs.submit(job(2), part(FakeStore(KEYS), KEYS), LATER_S)
     seen: list[int] = []
 
     def shown() -> bool:
@@ -254,12 +289,42 @@ def test_job_deadline_counts_from_its_submission(jobs: ChunkJobs) -> None:
     slow.gate.clear()
     before_s = time.monotonic()
     for number in range(2):
-        jobs.submit(loading(number), part(slow, KEYS), SOON_S)
+        jobs.submit(job(number), part(slow, KEYS), SOON_S)
     after_s = time.monotonic()
     threading.Timer(SOON_S, slow.gate.set).start()
     wait_until(lambda: not jobs.busy, "both have ended")
     assert all(before_s + SOON_S <= end_s <= after_s + SOON_S for end_s in ends)
     assert len(ends) == 2
+
+
+# ---- no threads ----
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may start no further thread."""
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_lookup_without_a_thread_is_a_miss(lookups: ChunkLookups, counters: TierCounters) -> None:
+    store, one = FakeStore(KEYS), request()
+    assert ask(lookups, one, store) == [None] * 4
+    assert ask(lookups, one, store) == [False] * 4
+    assert not lookups.busy
+    assert (counters.totals()["lookup_failures"], store.calls) == (1, 0)
+
+
+@pytest.mark.usefixtures("no_threads")
+@pytest.mark.parametrize("loads", [True, False])
+def test_job_without_a_thread_ends(loads: bool, jobs: ChunkJobs, counters: TierCounters) -> None:
+    store = FakeStore(KEYS)
+    jobs.submit(job(1, loads=loads), part(store, KEYS), LATER_S)
+    (ended,) = jobs.ended()
+    assert (ended.job_id, ended.arrived, store.calls) == (1, (), 0)
+    assert counters.totals()["load_missing_chunks" if loads else "store_missing_chunks"] == len(KEYS)
 
 
 # ---- counts ----

@@ -29,3 +29,39 @@ def test_limited_log_one_line_per_kind_and_interval(caplog: pytest.LogCaptureFix
         "refused a peer: 101 are open (suppressed=100)",
         "refused a peer: 103 are open (suppressed=1)",
     ]
+
+
+def test_limited_log_interval_grows_for_rare_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """Two causes may alternate, so each is quiet for longer than the first interval."""
+    clock = ManualClock()
+    limited = LimitedLog(logging.getLogger("test-rare"), 10.0, clock.now_s, most_interval_s=300.0)
+    for _ in range(40):
+        clock.advance(15.0)
+        limited.warning("interrupted")
+    assert [record.getMessage() for record in caplog.records] == [
+        "interrupted",
+        "interrupted",
+        "interrupted (suppressed=1)",
+        "interrupted (suppressed=2)",
+        "interrupted (suppressed=5)",
+        "interrupted (suppressed=10)",
+    ]
+
+
+def test_limited_log_interval_grows_while_lines_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    limited = LimitedLog(logging.getLogger("test-growing"), 10.0, clock.now_s, most_interval_s=40.0)
+
+    def repeat(seconds: int) -> list[str]:
+        caplog.clear()
+        for _ in range(seconds):
+            clock.advance(1.0)
+            limited.warning("interrupted: %s", "refused", cause="Unavailable")
+        return [record.getMessage() for record in caplog.records]
+
+    lines = [f"interrupted: refused (suppressed={number})" for number in (9, 19, 39, 39)]
+    assert repeat(111) == ["interrupted: refused", *lines]
+    limited.warning("interrupted: %s", "bad token", cause="Unauthenticated")
+    assert caplog.records[-1].getMessage() == "interrupted: bad token"
+    clock.advance(40.0)
+    assert repeat(11) == ["interrupted: refused", "interrupted: refused (suppressed=9)"]

@@ -61,6 +61,18 @@ def test_submit_passes_results_and_errors() -> None:
         submit(pool, int, "7")
 
 
+def test_submit_work_cancelled_by_shutdown_is_done() -> None:
+    begun: list[int] = []
+    go = threading.Event()
+    pool = ThreadPoolExecutor(1, "pool")
+    first, second = submit(pool, go.wait, 10.0), submit(pool, begun.append, 1)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert second.cancelled()
+    go.set()
+    assert first.result()
+    assert not begun
+
+
 def test_submit_cancelled_work_does_not_run() -> None:
     begun: list[int] = []
     go = threading.Event()

@@ -10,7 +10,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -27,6 +26,7 @@ from deployed import COMPOSE, Daemon, compose, compose_daemons, image
 
 from kvclient import CacheSpec, KVClient
 from kvstore.embedded import children
+from nursery import cli
 
 WAIT_S = 60.0
 ASK_S = 0.3
@@ -72,9 +72,7 @@ class Service:
 
 
 def asked(daemon: Daemon, environment: dict[str, str]) -> bool:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", *daemon.health], env=environment, capture_output=True, timeout=WAIT_S, check=False
-    )
+    done = subprocess.run([*cli(), *daemon.health], env=environment, capture_output=True, timeout=WAIT_S, check=False)
     return done.returncode == 0
 
 
@@ -94,7 +92,7 @@ def started(daemon: Daemon, places: Places) -> Service:
     command = [*json.loads(last.last("ENTRYPOINT"))[2:], *daemon.arguments]
     assert command.pop(0) == "kvstore"
     with log.open("wb") as sink:
-        process = children.start([sys.executable, "-m", "kvstore.cli", *command], env=environment, stdout=sink, stderr=sink)
+        process = children.start([*cli("metadata", "node"), *command], env=environment, stdout=sink, stderr=sink)
     return Service(daemon, environment, process, log)
 
 

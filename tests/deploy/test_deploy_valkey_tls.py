@@ -7,7 +7,6 @@ import re
 import socket
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +29,7 @@ from kvstore.index.valkey.address import Credentials, ValkeyAddress
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.rpc.client import connect
 from kvstore.testing.index.suite import IndexSuite
+from nursery import cli
 from support.ports import free_valkey_ports
 from support.wait import wait_until
 
@@ -244,10 +244,10 @@ def test_doctor_over_tls_names_the_problem(cluster: TlsCluster, tmp_path: Path, 
         settings["engine"] = settings["engine"].replace("valkeys://", "valkey://")
         del settings["engine_ca"]
     arguments = [word for name, value in settings.items() for word in ("--set", f"metadata.{name}={value}")]
-    command = [sys.executable, "-m", "kvstore.cli", "doctor", "--dram", "16MiB", "-o", "json", *arguments]
+    command = [*cli(), "doctor", "--dram", "16MiB", "-o", "json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path)
     found = [one for one in json.loads(done.stdout)["findings"] if one["area"] == "index"]
-    of_seed = [one for one in found if cluster.seeds[0] in one["what"]]
-    assert any(words in one["what"] for one in of_seed), found
+    of_seed = [one for one in found if cluster.seeds[0] in one["message"]]
+    assert any(words in one["message"] for one in of_seed), found
     if wrong != "nothing":
         assert {one["level"] for one in of_seed} == {"missing"}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvclient.device.int8 import ScaleGroups
 from kvclient.device.layouts import PagedCache
 
 LAYOUTS = ("flash_nhd", "flash_hnd", "block_first_nhd", "vllm_bhnc", "vllm_permuted", "mla", "padded_pages")
@@ -91,3 +92,10 @@ def block_bytes(cache: PagedCache, page_ids: Sequence[int]) -> np.ndarray:
 
 def snapshot(cache: PagedCache) -> list[torch.Tensor]:
     return [layer.tensor.clone() for layer in cache.layers]
+
+
+def token_groups(layout: str, cache: PagedCache) -> ScaleGroups:
+    """Groups of int8 scales: the same place of all tokens of a page."""
+    axis = 0 if layout in {"flash_nhd", "mla", "padded_pages"} else 1
+    shape = cache.layers[0].tensor.shape[2 if cache.kind == "split" else 1 :]
+    return ScaleGroups.along(shape, cache.layers[0].order, axis)

@@ -59,11 +59,12 @@ class DeferredStream:
 
         self.run(work)
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, final_sources: bool = False) -> None:
         if self._device.batches_left is not None:
             if not self._device.batches_left:
                 raise Unsupported("this device does not support batched copies")
             self._device.batches_left -= 1
+        self._device.batches.append((targets, sources, sizes, final_sources))
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self._device.check_host(target, size, source, size, size, 1)
 
@@ -141,6 +142,8 @@ class DeferredDevice:
         """Number of pieces of work to accept; the next is refused."""
         self.batches_left: int | None = None
         """Number of batched copies to accept; the device does not support later ones."""
+        self.batches: deque[tuple[Addresses, Addresses, Addresses, bool]] = deque(maxlen=1000)
+        """Targets, sources and sizes of the last batched copies, and whether their sources were final."""
         self.paused = False
         self._lock = threading.RLock()
 

@@ -6,6 +6,9 @@ import contextlib
 import itertools
 import operator
 import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from kvclient.device.copier import DeviceCopier
 from kvclient.device.copy_plan import layer_groups, staging_plan
 from kvclient.device.copy_strategies import CopyRequest, HostMemory, StagedCopy
 from kvclient.device.page_scatter import TorchScatter
+from kvclient.device.streams import CpuDevice, Event
 from kvclient.memory.device_buffer import DeviceBuffer
 from kvstore.core.errors import Internal
 
@@ -331,6 +335,24 @@ def test_hung_copies_lose_device_and_keep_arena_mapped(monkeypatch: pytest.Monke
     assert copier.stats()["device_lost_total"] == 1
 
 
+def test_failed_copies_fail_every_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planned load drains once per part: the end of copies that failed is unknown for every part."""
+    monkeypatch.setattr("kvclient.device.copier.DRAIN_S", 0.05)
+    device = DeferredDevice()
+    copier = DeviceCopier(make_cache("mla"), device=device)
+    arena = Arena(copier, 2, 0)
+    blocks = copier.blocks([0])
+    device.paused = True
+    blocks.read_arena(arena.view, np.zeros(1, np.uint64), 0, 0, 3)
+    for _ in range(2):
+        with pytest.raises(Internal, match="did not end in time"):
+            blocks.drain()
+    device.paused = False
+    device.run_all()
+    blocks.drain()
+    assert not blocks.begun()
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("direction", ["load", "store"])
 @pytest.mark.parametrize("fails_too", [True, False])
@@ -410,3 +432,63 @@ def test_addresses_outside_arena_or_cache_are_rejected() -> None:
     for layer in (3, -1, 1.5, True, "0"):
         with pytest.raises(InvalidArgument, match="layer out of range"):
             copier.blocks([0, 1], layer=layer)  # type: ignore[arg-type]
+
+
+# ---- pieces ----
+@given(way=st.sampled_from(WAYS), seed=st.integers(0, 10**6))
+def test_drain_of_a_piece_waits_for_that_piece(way: str, seed: int) -> None:
+    rng = random.Random(seed)
+    cache = make_cache("flash_nhd", seed=seed)
+    copier = DeviceCopier(cache, strategy=way, staging_bytes=700, device=DeferredDevice(seed))  # type: ignore[arg-type]
+    arena, count = Arena(copier, 24, seed), 9
+    page_ids, offsets = rng.sample(range(cache.pages), count), arena.offsets(count, rng)
+    blocks = copier.blocks(page_ids)
+    cuts = [0, *sorted(rng.sample(range(1, count), 3)), count]
+    pieces = []
+    for first, last in itertools.pairwise(cuts):
+        blocks.read_arena(arena.view, offsets[first:last], first, 0, len(cache.layers))
+        pieces.append((last, blocks.begun()))
+    for last, begun in pieces:
+        blocks.drain(begun)
+        got = block_bytes(cache, page_ids[:last])
+        assert all(np.array_equal(got[at], arena.block(offsets[at])) for at in range(last))
+    assert not blocks.begun()
+
+
+def test_drain_beside_another_drain_waits_too() -> None:
+    """Parts of a planned load share a buffer: none may return while another one still waits for their copies."""
+    cache, device = make_cache("flash_nhd"), DeferredDevice()
+    copier = DeviceCopier(cache, device=device)
+    arena = Arena(copier, 4, 0)
+    blocks = copier.blocks([0, 1])
+    device.paused = True
+    blocks.read_arena(arena.view, arena.offsets(2, random.Random(0)), 0, 0, len(cache.layers))
+    waiting, wait = threading.Semaphore(0), copier.wait
+
+    def watched(events: Sequence[Event]) -> None:
+        if events:
+            waiting.release()
+        wait(events)
+
+    copier.wait = watched  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        drains = [pool.submit(blocks.drain) for _ in range(2)]
+        both_wait = [waiting.acquire(timeout=5) for _ in drains]
+        device.paused = False
+        for drain in drains:
+            drain.result()
+    assert both_wait == [True, True]
+
+
+def test_cpu_work_computes_in_the_calling_thread_alone() -> None:
+    """The engine computes on the other processors. The engine's own number of threads does not change."""
+    before, seen = torch.get_num_threads(), []
+
+    def work() -> None:
+        seen.append(torch.get_num_threads())
+        raise ValueError("copy")
+
+    stream = CpuDevice().stream()
+    with pytest.raises(ValueError, match="copy"):
+        stream.run(work)
+    assert (seen, torch.get_num_threads()) == ([1], before)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvclient.device.driver import CudaDriver, PinRefused
+from kvclient.device.driver import CudaDriver, PinRefused, _BatchAttributes
 from kvclient.device.streams import CudaDevice, _CudaStream
 from kvstore.core.errors import Internal, Unavailable
 
@@ -223,3 +223,18 @@ def test_streams_are_created_by_driver_at_first_use(library: Libcuda, monkeypatc
     for stream in (*streams[:3], *streams[:3]):
         stream.run(lambda: None)
     assert fake.made == [101, 102, 103]
+
+
+def test_batch_attributes_allow_reading_ahead_only_if_asked(library: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    def batch(*given: Any) -> int:
+        attributes = ctypes.cast(given[4], ctypes.POINTER(_BatchAttributes)).contents
+        seen.append((attributes.order, attributes.flags, given[6].value))
+        return 0
+
+    monkeypatch.setattr(library, "cuMemcpyBatchAsync", batch, raising=False)
+    driver, one = CudaDriver(0), np.ones(3, np.int64)
+    driver.copy_batch(one, one, one, 7)
+    driver.copy_batch(one, one, one, 7, final_sources=True)
+    assert seen == [(1, 0, 1), (3, 1, 1)], "stream order, no flags; any order and overlap with kernels"

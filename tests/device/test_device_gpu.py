@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from caches import LAYOUTS, block_bytes, make_cache, snapshot
+from caches import LAYOUTS, block_bytes, make_cache, snapshot, token_groups
 
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.driver import CudaDriver
-from kvclient.device.fp8 import Fp8Codec
+from kvclient.device.int8 import Int8Codec
 from kvclient.device.page_scatter import TorchScatter
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
@@ -234,19 +234,18 @@ def test_checksums_of_pages_match_the_host(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["flash_nhd", "mla"])
-def test_fp8_on_device_matches_host(layout: str) -> None:
+def test_int8_on_device_matches_host(layout: str) -> None:
     here = make_cache(layout, layers=1, pages=32, tokens=16, dim=64, seed=4)
     there = make_cache(layout, layers=1, pages=32, tokens=16, dim=64, seed=4, device="cuda")
     rows = torch.empty((32, here.row_bytes), dtype=torch.uint8)
     TorchScatter(here).to_rows(0, here.check_pages(range(32)), rows.unsqueeze(1))
     rows.view(torch.bfloat16)[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     rows[1] = 0
-    coded = Fp8Codec(here).encode(rows)
-    on_device = Fp8Codec(there).encode(rows.cuda())
-    # devices may encode the sign of NaN differently
-    nan = (coded & 0x7F) == 0x7F
-    assert torch.equal(torch.where(nan, 0x7F, coded), torch.where(nan, on_device.cpu() & 0x7F, on_device.cpu()))
-    back, again = Fp8Codec(here).decode(coded).view(torch.bfloat16), Fp8Codec(there).decode(on_device).cpu().view(torch.bfloat16)
+    one, other = (Int8Codec(cache, token_groups(layout, cache)) for cache in (here, there))
+    coded, on_device = one.encode(rows), other.encode(rows.cuda())
+    assert torch.equal(coded, on_device.cpu())
+    assert torch.equal(other.encode(other.decode(on_device)), on_device)
+    back, again = one.decode(coded).view(torch.bfloat16), other.decode(on_device).cpu().view(torch.bfloat16)
     assert bool(((back == again) | (torch.isnan(back) & torch.isnan(again))).all())
 
 
@@ -302,3 +301,17 @@ def test_client_load_from_real_node_fills_device(way: str) -> None:
             assert np.array_equal(block_bytes(cache, range(64, 114)), expected)
             assert copier.stats().get("device_unpinned_bytes_total", 0) == 0
     assert copier.pin_reports() == []
+
+
+@pytest.mark.parametrize("layout", ["flash_nhd", "vllm_bhnc"])
+def test_calibration_measures_every_strategy(layout: str) -> None:
+    cache = make_cache(layout, layers=16, pages=512, tokens=16, heads=8, dim=64, device="cuda")
+    before = snapshot(cache)
+    copier = DeviceCopier(cache)
+    choices = copier.calibrate()
+    for direction, choice in choices.items():
+        assert choice.source == "measured", (direction, choice.gap)
+        print(direction, choice.strategy, {name: f"{rate / 1e9:.1f} GB/s" for name, rate in choice.rates.items()})
+    assert copier.stats().get("device_trials_failed_total", 0) == 0
+    for layer, was in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.tensor.view(torch.int16), was.view(torch.int16))

@@ -27,6 +27,7 @@ from landing_bed import BLOCKS, PAGES, SPEC, Engine, Volume, hash_quickly
 from late_engine import Engine as LateEngine
 
 from kvclient import InvalidArgument, Tier
+from kvclient.device.int8 import ScaleGroups
 from kvclient.gds.landing_ring import LandingRing
 from kvclient.gds.ring_slots import RingSlots
 from kvproto.v1 import node_pb2, node_pb2_grpc
@@ -299,7 +300,7 @@ def test_landing_without_memory_is_refused_once(engine_of: Callable[..., Engine]
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("gds", "choices", "refused"),
-    [("off", {}, 0), ("auto", {}, 0), ("forced", {"checksums": False}, 1), ("forced", {"fp8": True}, 1)],
+    [("off", {}, 0), ("auto", {}, 0), ("forced", {"checksums": False}, 1), ("forced", {"int8": ScaleGroups(8, 1)}, 1)],
 )
 def test_landing_is_not_used_without_need(volume: Volume, gds: str, choices: dict[str, Any], refused: int) -> None:
     """Host memory, the setting, a device without checksums."""
@@ -309,7 +310,7 @@ def test_landing_is_not_used_without_need(volume: Volume, gds: str, choices: dic
 
     copier = DeviceCopier(cache_of(1), **choices)
     with LandingRing(copier, gds=gds) as ring:  # type: ignore[arg-type]
-        reader = ring.attach(SPEC if not choices.get("fp8") else copier.spec("landing", 4))
+        reader = ring.attach(SPEC if not choices.get("int8") else copier.spec("landing", 4))
         reader.prepare_disks(volume.stored)
         assert not reader.reads_disks(volume.stored)
         assert copier.counters.snapshot().get("device_gds_refused_total", 0) == refused

@@ -20,6 +20,7 @@ from kvclient import BlockKey, InvalidArgument, KVClient, Tier
 from kvclient.call.execution import CallScope
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
+from kvclient.device.int8 import ScaleGroups
 from kvclient.device.layouts import PagedCache
 from kvclient.hbm import HbmPool, memory
 from kvclient.hbm.namespace_view import NamespaceView
@@ -337,8 +338,8 @@ def test_hung_device_ends_pool_and_keeps_its_memory(monkeypatch: pytest.MonkeyPa
         assert bed.fetch(keys, bed.copier.blocks(bed.pages(4))) == 0
 
 
-def test_fp8_and_checksums_pass_through_host_and_are_counted(pool: HbmPool) -> None:
-    bed = Bed(pool, make_cache("flash_hnd", layers=2, tokens=16, dim=32), fp8=True)
+def test_int8_and_checksums_pass_through_host_and_are_counted(pool: HbmPool) -> None:
+    bed = Bed(pool, make_cache("flash_hnd", layers=2, tokens=16, dim=32), int8=ScaleGroups(16, 32))
     keys = bed.keys(4, 1)
     source = bed.copier.blocks([0, 1, 2, 3]).source()
     assert bed.near.insert(keys, None, 0, source, None, checksums=False) == 4
@@ -433,7 +434,7 @@ def test_client_pool_round_trip_avoids_host_memory(layerwise: bool) -> None:
     copier = DeviceCopier(cache, device=device, pin_chunk_bytes=1 << 20)
     rng = random.Random(5)
     with (
-        LocalCluster([NodeSpec("prefill", dram_bytes=16 << 20)]) as cluster,
+        LocalCluster([NodeSpec("prefill", dram_bytes=16 << 20, settings=(("prefault", "true"),))]) as cluster,
         HbmPool("cpu", capacity_bytes=8 << 20) as pool,
         KVClient.connect(
             cluster.metadata_address,
@@ -474,7 +475,9 @@ def test_disk_blocks_reach_pages_through_the_pool() -> None:
     copier = DeviceCopier(cache, device=DeferredDevice(6, FakePinning()), pin_chunk_bytes=1 << 20)
     rng = random.Random(6)
     with (
-        LocalCluster([NodeSpec("prefill", dram_bytes=16 << 20, nvme_bytes=32 << 20)]) as cluster,
+        LocalCluster(
+            [NodeSpec("prefill", dram_bytes=16 << 20, nvme_bytes=32 << 20, settings=(("prefault", "true"),))]
+        ) as cluster,
         HbmPool("cpu", capacity_bytes=8 << 20, gds="forced", demote=False) as pool,
         KVClient.connect(
             cluster.metadata_address,

@@ -59,7 +59,7 @@ class Allocator:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster([NodeSpec("n", dram_bytes=32 << 20)]) as cluster:
+    with LocalCluster([NodeSpec("n", dram_bytes=32 << 20, settings=(("prefault", "true"),))]) as cluster:
         yield cluster
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deferred import ComputingDevice, DeferredDevice, DeferredEvent
+from deferred import ComputingDevice, DeferredDevice, DeferredEvent, FakePinning
 from late_engine import LAYERS, NAMES, Engine, rows_of
 
 from kvclient.device.blocks import DeviceBlocks
@@ -30,8 +30,8 @@ FIRST, SECOND, OTHER = [1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     nodes = [
-        NodeSpec("n", roles=("prefill",), dram_bytes=32 << 20),
-        NodeSpec("d", roles=("decode",), dram_bytes=32 << 20, settings=(("decode_buffer", "8MiB"),)),
+        NodeSpec("n", roles=("prefill",), dram_bytes=32 << 20, settings=(("prefault", "true"),)),
+        NodeSpec("d", roles=("decode",), dram_bytes=32 << 20, settings=(("decode_buffer", "8MiB"), ("prefault", "true"))),
     ]
     with LocalCluster(nodes) as cluster:
         yield cluster
@@ -75,6 +75,21 @@ def test_vllm_pages_are_read_only_after_load(engines: Callable[..., Engine], fir
         assert engine.side.counters.totals().get("bugs", 0) == 0
 
 
+def test_vllm_auto_strategy_is_measured_and_copies_right(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvclient.device.calibration.trial.PIECES", (8, 32))
+    for seed, first in enumerate(("compute", "copies")):
+        device = ComputingDevice(seed, first)
+        device.pinning = FakePinning()
+        engine = engines(device, strategy="auto", model=f"m{next(numbers)}")
+        ((_, rates),) = engine.side.copy_rates().items()
+        assert len({(direction, strategy) for group, direction, strategy, *_ in rates}) == len(rates) == 6
+        assert [direction for _, direction, _, in_use, _ in rates if in_use] == ["load", "store"]
+        assert life(engine) == ([], True)
+        engine.side.count_device_copies()
+        totals = engine.side.counters.totals()
+        assert not {"bugs", "device_errors", "device_trials_failed", "device_trials_late"} & set(totals)
+
+
 def reached(*_: object) -> DeferredEvent:
     event = DeferredEvent(DeferredDevice())
     event.reached = True
@@ -112,7 +127,7 @@ def no_follow(pages: Any) -> None:
 
 def no_drain(pages: Any) -> None:
     """A load is reported as ended during its copies."""
-    pages.setattr(DeviceBlocks, "drain", lambda _: None)
+    pages.setattr(DeviceBlocks, "drain", lambda *_: None)
 
 
 @pytest.mark.parametrize(

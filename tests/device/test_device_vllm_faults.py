@@ -22,9 +22,13 @@ from kvclient.device import copier as copier_module
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.copy_strategies import StagedCopy
+from kvclient.device.int8 import Int8Codec, ScaleGroups
 from kvclient.device.pins.pinned_range import PinnedRange
 from kvclient.device.streams import CpuDevice
+from kvclient.engines.options import HookOptions
+from kvclient.engines.vllm.identity.namespaces import GroupFacts, group_spec
 from kvclient.engines.vllm.memory.device_pages import device_pages, make_pages
+from kvclient.engines.vllm.memory.int8_groups import int8_groups
 from kvclient.engines.vllm.memory.pages import GroupPages
 from kvclient.engines.vllm.pd.plan import SendJob
 from kvclient.engines.vllm.pd.sender import Sender
@@ -40,7 +44,7 @@ numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster([NodeSpec("n", dram_bytes=32 << 20)]) as cluster:
+    with LocalCluster([NodeSpec("n", dram_bytes=32 << 20, settings=(("prefault", "true"),))]) as cluster:
         yield cluster
 
 
@@ -95,6 +99,33 @@ def test_kernel_pages_smaller_than_blocks_are_copied_whole() -> None:
     assert isinstance(blocks, DeviceBlocks)
     for at, row in enumerate(blocks.gather()):
         assert row.tobytes() == b"".join(bytes(piece) for piece in host.buffer([4, 0]).segments(at, 0, LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks"), [("LBNHC", 6), ("LBHNC", 6), ("BLHNC", 6), ("BLNHC", 6), ("LBNHC", 12), ("LBHNC", 12)]
+)
+def test_int8_channels_have_own_scales_in_all_layouts(layout: str, blocks: int) -> None:
+    """Pages of the kernel's may be smaller than blocks. Channels that do not change within 16 tokens come back exactly."""
+    layers = laid_out(layout, torch.bfloat16, blocks=blocks, tokens=32)
+    for layer in layers:
+        layer.copy_(torch.randn(blocks, 2, 2, 1, 8).exp2().expand(-1, -1, -1, 16, -1).flatten(2, 3) * 2.0 ** torch.arange(8))
+    before = [layer.clone() for layer in layers]
+    groups = [int8_groups(layers[0], "full", "FLASH_ATTN", "device")]
+    (pages,) = device_pages([layers], 6, DeferredDevice(3), strategy="auto", staging_bytes=64, int8=groups)
+    assert all(torch.equal(layer, was) for layer, was in zip(layers, before, strict=True)), "changed by the test of copies"
+    source = pages.buffer([4, 1, 0])
+    assert isinstance(source, DeviceBlocks)
+    coded = source.gather()
+    for layer in layers:
+        layer.zero_()
+    size, each = pages.shape.block_bytes, blocks // 6
+    target = pages.buffer([4, 1, 0])
+    assert isinstance(target, DeviceBlocks)
+    target.read_arena(memoryview(coded.reshape(-1)), np.arange(3) * size, 0, 0, LAYERS)
+    target.drain()
+    for layer, was in zip(layers, before, strict=True):
+        for block in (4, 1, 0):
+            assert torch.equal(layer[block * each : (block + 1) * each], was[block * each : (block + 1) * each])
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
@@ -162,6 +193,31 @@ def test_namespace_of_other_blocks_is_rejected() -> None:
         with pytest.raises(InvalidArgument):
             watcher.check(wrong)
     for wrong in (replace(right, layers=2), replace(right, layer_block_bytes=size * 2)):
+        with pytest.raises(InvalidArgument):
+            pages.watcher(wrong)
+
+
+def test_int8_pages_are_tested_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = laid_out("LBNHC", torch.bfloat16, tokens=16)
+    monkeypatch.setattr(Int8Codec, "decode", lambda _, coded: torch.zeros(len(coded), 512, dtype=torch.uint8))
+    with pytest.raises(Internal, match="wrong bytes"):
+        device_pages([layers], 6, CpuDevice(), strategy="auto", staging_bytes=64, int8=[ScaleGroups(16, 16)])
+
+
+def test_int8_namespace_must_name_the_encoding() -> None:
+    layers = laid_out("LBNHC", torch.bfloat16, tokens=16)
+    (pages,) = make_pages([layers], 6, strategy="auto", staging_bytes=64, int8=[ScaleGroups(16, 16)])
+    assert pages.codec_name == "int8-bfloat16-16x16"
+    size = pages.shape.layer_block_bytes
+    facts = GroupFacts("m", "d", "bfloat16", 16, ("a", "b", "c"), size, (2, 16, 8), "full", "FLASH_ATTN", "device", "0.32")
+    coded = group_spec(HookOptions(), replace(facts, codec=pages.codec_name))
+    watcher = pages.watcher(coded)
+    assert watcher is not None
+    watcher.check(coded)
+    plain = group_spec(HookOptions(), facts)
+    others = [plain, group_spec(HookOptions(), replace(facts, codec="int8-float16-16x16")), replace(coded, dtype="bfloat16")]
+    assert len({spec.namespace for spec in [coded, *others]}) == 4
+    for wrong in others:
         with pytest.raises(InvalidArgument):
             pages.watcher(wrong)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from docs_site.markdown import Fence, fences
 
 from kvstore.embedded.children import die_with_parent
 from kvstore.embedded.temp_dirs import TempDir
+from nursery import cli
 from support.ports import free_ports, free_valkey_ports
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
@@ -121,7 +123,7 @@ class Session:
         self._printed: str | None = None
         programs = folder / "bin"
         programs.mkdir()
-        python, kvstore = (sys.executable, f"{sys.executable} -m kvstore.cli")
+        python, kvstore = (sys.executable, shlex.join(cli("metadata", "node", "admin", "router")))
         if installed is not None:
             python, kvstore = (str(installed / "python"), str(installed / "kvstore"))
         calls = {"python": python, "kvstore": kvstore, **{name: str(path) for name, path in valkey_programs().items()}}

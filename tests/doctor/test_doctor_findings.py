@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.config.sources import load_config
+from kvstore.doctor.contract import Finding, Level
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedVolume
 from kvstore.doctor.findings import findings, healthy
-from kvstore.doctor.levels import Finding, Level, show_size
 from kvstore.doctor.servers.daemon_findings import (
     Answer,
     RunningMetadata,
@@ -57,11 +57,11 @@ SERVER: dict[str, dict[str, Any]] = LAPTOP | {
         "libraries": ["libibverbs", "librdmacm"],
     },
     "volume:0": {
-        "exists": True, "nearest": "/mnt/a", "filesystem": "ext4", "writable": True, "free_bytes": 900 * GIB, "roster": False,
-        "direct": None,
+        "exists": True, "nearest": "/mnt/a", "filesystem": "ext4", "writable": True, "free_bytes": 900 * GIB,
+        "slot_manifest": False, "direct": None,
     },
     "nixl": {"works": True, "why": ""},
-    "gds:0": {"path": "gds", "real": True, "why": "6.5 GB/s measured", "measured": True, "mend": None, "facts": {"devices": 1}},
+    "gds:0": {"path": "gds", "real": True, "why": "6.5 GB/s measured", "measured": True, "fix": None, "facts": {"devices": 1}},
 }  # fmt: skip
 VOLUME = WantedVolume(Path("/mnt/a"), 100 * GIB)
 SMALL = Wanted(dram_bytes=GIB)
@@ -78,7 +78,7 @@ def facts(base: dict[str, dict[str, Any]], **changes: dict[str, Any] | str) -> F
 
 
 def of(found: list[Finding], area: str, words: str = "") -> Finding:
-    matching = [finding for finding in found if finding.area == area and words in finding.what]
+    matching = [finding for finding in found if finding.area == area and words in finding.message]
     assert len(matching) == 1, found
     return matching[0]
 
@@ -92,36 +92,36 @@ SETTINGS = frozenset(load_config(default_files=())[1])
 
 def assert_mends_can_be_pasted(found: Iterable[Finding]) -> None:
     """Assert that each fix is a valid shell line without placeholders, or names existing settings."""
-    for mend in (finding.mend for finding in found if finding.mend is not None):
-        line = mend.partition("   #")[0]
+    for fix in (finding.fix for finding in found if finding.fix is not None):
+        line = fix.partition("   #")[0]
         words = shlex.split(line)
         if words[0] == "--set":
-            assert all(flag == "--set" for flag in words[::2]), mend
-            assert SETTINGS.issuperset(setting.partition("=")[0] for setting in words[1::2]), mend
+            assert all(flag == "--set" for flag in words[::2]), fix
+            assert SETTINGS.issuperset(setting.partition("=")[0] for setting in words[1::2]), fix
             continue
-        assert subprocess.run(["bash", "-n", "-c", line], check=False).returncode == 0, mend
-        assert COMMANDS.issuperset(part.split()[0] for part in re.split(r";|&&", line)), mend
-        assert re.search(r"…|\b(PATH|SIZE|ADDR|HOST|PORT)\b", line) is None, mend
+        assert subprocess.run(["bash", "-n", "-c", line], check=False).returncode == 0, fix
+        assert COMMANDS.issuperset(part.split()[0] for part in re.split(r";|&&", line)), fix
+        assert re.search(r"…|\b(PATH|SIZE|ADDR|HOST|PORT)\b", line) is None, fix
 
 
 def test_findings_laptop_has_no_missing() -> None:
     found = findings(facts(LAPTOP), SMALL)
     assert healthy(found)
     assert {finding.level for finding in found} == {Level.OK, Level.INFO}
-    assert of(found, "GPU").what == "none: blocks live in DRAM and on NVMe"
-    assert of(found, "limits", "memlock").mend is None
-    assert of(found, "network lab").mend == "sudo kvstore demo --dual-path"
+    assert of(found, "GPU").message == "none: blocks live in DRAM and on NVMe"
+    assert of(found, "limits", "memlock").fix is None
+    assert of(found, "network lab").fix == "sudo kvstore demo --dual-path"
 
 
 def test_findings_complete_server_is_ok() -> None:
     found = findings(facts(SERVER), LARGE)
     assert {finding.level for finding in found} == {Level.OK}, found
-    assert "real (6.5 GB/s measured)" in of(found, "GPUDirect Storage").what
-    assert not any(finding.mend for finding in found)
+    assert "real (6.5 GB/s measured)" in of(found, "GPUDirect Storage").message
+    assert not any(finding.fix for finding in found)
 
 
 @pytest.mark.parametrize(
-    ("changes", "area", "words", "level", "mend"),
+    ("changes", "area", "words", "level", "fix"),
     [
         # ---- GPU
         ({"gpu": {"library": False, "devices": None}}, "GPU", "libcuda.so.1", Level.WARNING, "nvidia-driver"),
@@ -131,12 +131,12 @@ def test_findings_complete_server_is_ok() -> None:
         ({"system": {"packages": {"torch": "2.13.0+cpu"}}}, "GPU", "does not use it", Level.WARNING, "pip install"),
         ({"gpu": "gave no answer within 10 s"}, "GPU", "gave no answer within 10 s", Level.WARNING, None),
         # ---- GDS, which this configuration requires
-        ({"gds_0": {"path": "compat", "real": False, "why": "no GDS", "mend": "modprobe nvidia-fs"}},
+        ({"gds_0": {"path": "compat", "real": False, "why": "no GDS", "fix": "modprobe nvidia-fs"}},
          "GPUDirect Storage", "compat (no GDS)", Level.MISSING, "modprobe nvidia-fs"),
         ({"gds_0": {"real": "yes"}}, "GPUDirect Storage", "posix is used", Level.MISSING, None),
         ({"gds_0": "failed with code -11: it said nothing"}, "GPUDirect Storage", "code -11", Level.MISSING, None),
         # ---- storage
-        ({"volume_0": {"free_bytes": 40 * GIB}}, "storage", "60 GiB too little", Level.MISSING, "df -h /mnt/a"),
+        ({"volume_0": {"free_bytes": 40 * GIB}}, "storage", "60.0 GiB too little", Level.MISSING, "df -h /mnt/a"),
         ({"volume_0": {"writable": False, "free_bytes": 900 * GIB}}, "storage", "no volume can be made", Level.MISSING,
          'sudo chown "$USER" /mnt/a'),
         ({"volume_0": {"writable": False, "exists": False, "nearest": "/mnt"}}, "storage", "/mnt cannot be written to",
@@ -158,26 +158,26 @@ def test_findings_complete_server_is_ok() -> None:
          "kvstore volumes repair /mnt/a"),
         ({"volume_0": "gave no answer within 10 s"}, "storage", "/mnt/a: not known", Level.WARNING, None),
         # ---- memory
-        ({"memory": {"total_bytes": 32 * GIB}}, "memory", "in 32 GiB of RAM", Level.MISSING, "--set node.dram=16GiB"),
+        ({"memory": {"total_bytes": 32 * GIB}}, "memory", "in 32.0 GiB of RAM", Level.MISSING, "--set node.dram=16GiB"),
         ({"memory": {"available_bytes": 32 * GIB}}, "memory", "available now", Level.WARNING, "free -h"),
         ({"memory": {"huge_pages_free": 768}}, "memory", "too few", Level.WARNING, "vm.nr_hugepages=92000"),
         ({"memory": {"huge_pages_total": 0, "huge_pages_free": 0, "total_bytes": 100 * GIB, "available_bytes": 72 * GIB}},
-         "memory", "would not leave 10 GiB to the host", Level.WARNING, "--set node.dram=62GiB"),
+         "memory", "would not leave 10.0 GiB to the host", Level.WARNING, "--set node.dram=62GiB"),
         ({"memory": {"huge_pages_total": 0, "huge_pages_free": 0, "total_bytes": 100 * GIB, "available_bytes": 74 * GIB}},
          "memory", "too few", Level.WARNING, "vm.nr_hugepages=32768"),
         ({"memory": {"huge_page_bytes": 0}}, "memory", "this kernel has none", Level.WARNING, None),
-        ({"memory": {"shm_free_bytes": 64 << 20}}, "memory", "/dev/shm has 64 MiB", Level.WARNING, "remount,size=50%"),
+        ({"memory": {"shm_free_bytes": 64 << 20}}, "memory", "/dev/shm has 64.0 MiB", Level.WARNING, "remount,size=50%"),
         # ---- limits, network
         ({"memory": {"memlock_soft": 8 << 20, "memlock_hard": 8 << 20}},
-         "limits", "memlock: 8 MiB", Level.WARNING, "sudo prlimit --pid $$ --memlock=unlimited:unlimited"),
-        ({"memory": {"memlock_soft": 8 << 20}}, "limits", "memlock: 8 MiB", Level.WARNING, "ulimit -S -l unlimited"),
+         "limits", "memlock: 8.0 MiB", Level.WARNING, "sudo prlimit --pid $$ --memlock=unlimited:unlimited"),
+        ({"memory": {"memlock_soft": 8 << 20}}, "limits", "memlock: 8.0 MiB", Level.WARNING, "ulimit -S -l unlimited"),
         ({"memory": {"memlock_soft": 8 << 20, "memlock_hard": 64 << 30}},
-         "limits", "memlock: 8 MiB", Level.WARNING, f"ulimit -S -l {64 << 20}"),
+         "limits", "memlock: 8.0 MiB", Level.WARNING, f"ulimit -S -l {64 << 20}"),
         ({"memory": {"nofile_hard": 1024}}, "limits", "nofile: 1024", Level.WARNING,
          "sudo prlimit --pid $$ --nofile=65536:65536   # systemd: LimitNOFILE=65536"),
         ({"memory": {"nofile_hard": 1024, "root_raises_limits": False}}, "limits", "nofile: 1024", Level.WARNING,
          "ulimit -H -a   # not even root"),
-        ({"network": {"tcp_rmem": 212_992}}, "network", "tcp_rmem: 208 KiB", Level.WARNING, "net.ipv4.tcp_rmem="),
+        ({"network": {"tcp_rmem": 212_992}}, "network", "tcp_rmem: 208.0 KiB", Level.WARNING, "net.ipv4.tcp_rmem="),
         ({"network": {"rdma": [{"name": "mlx5_0:1", "state": "1: DOWN"}]}}, "RDMA", "1: DOWN", Level.WARNING, "rdma link show"),
         ({"network": {"libraries": []}}, "RDMA", "libibverbs", Level.WARNING, "ibverbs-providers"),
         ({"network": {"uverbs": False}}, "RDMA", "/dev/infiniband", Level.WARNING, "--device"),
@@ -185,11 +185,11 @@ def test_findings_complete_server_is_ok() -> None:
         ({"network": {"tools": ["ip"]}}, "network lab", "tc not installed", Level.INFO, "apt install iproute2"),
     ],
 )  # fmt: skip
-def test_findings_one_problem_has_fix(changes: dict[str, Any], area: str, words: str, level: Level, mend: str | None) -> None:
+def test_findings_one_problem_has_fix(changes: dict[str, Any], area: str, words: str, level: Level, fix: str | None) -> None:
     found = findings(facts(SERVER, **changes), LARGE)
     finding = of(found, area, words)
     assert finding.level is level
-    assert (mend in finding.mend) if mend is not None and finding.mend else finding.mend is None and mend is None
+    assert (fix in finding.fix) if fix is not None and finding.fix else finding.fix is None and fix is None
     assert healthy(found) is (level is not Level.MISSING)
     assert [other for other in found if other.level is Level.MISSING] == ([finding] if level is Level.MISSING else [])
     assert_mends_can_be_pasted(found)
@@ -201,34 +201,34 @@ def test_huge_pages_fix_leaves_memory_to_host(gib: int) -> None:
     host = facts(LAPTOP, memory={"total_bytes": 23 * GIB, "available_bytes": 22 * GIB})
     finding = of(findings(host, Wanted(dram_bytes=gib * GIB, huge_pages=True)), "memory", "too few")
     assert_mends_can_be_pasted([finding])
-    if finding.mend is not None and finding.mend.startswith("--set node.dram="):
+    if finding.fix is not None and finding.fix.startswith("--set node.dram="):
         assert gib > 19
-        smaller = int(finding.mend.partition("=")[2].partition("GiB")[0])
+        smaller = int(finding.fix.partition("=")[2].partition("GiB")[0])
         finding = of(findings(host, Wanted(dram_bytes=smaller * GIB, huge_pages=True)), "memory", "too few")
-    assert finding.mend is not None
-    pages = int(finding.mend.removeprefix("sudo sysctl -w vm.nr_hugepages="))
+    assert finding.fix is not None
+    pages = int(finding.fix.removeprefix("sudo sysctl -w vm.nr_hugepages="))
     assert pages * (2 << 20) <= 22 * GIB - 2.3 * GIB
 
 
 def test_huge_pages_without_memory_are_not_proposed() -> None:
     for memory in ({"available_bytes": GIB}, {"available_bytes": None}, {"available_bytes": None, "total_bytes": None}):
         finding = of(findings(facts(LAPTOP, memory=memory), Wanted(dram_bytes=GIB, huge_pages=True)), "memory", "too few")
-        assert (finding.mend or "").startswith("--set node.huge_pages=false")
+        assert (finding.fix or "").startswith("--set node.huge_pages=false")
 
 
 def test_nixl_without_sysfs_proposes_mount() -> None:
     base = SERVER | {"nixl": {"works": False, "why": "NIXL_ERR_BACKEND"}, "network": SERVER["network"] | {"sysfs": False}}
     finding = of(findings(facts(base), LARGE), "NIXL")
-    assert (finding.mend or "").startswith("sudo mount -t sysfs sysfs /sys")
+    assert (finding.fix or "").startswith("sudo mount -t sysfs sysfs /sys")
     assert_mends_can_be_pasted([finding])
 
 
 @pytest.mark.parametrize(
     ("gds", "said", "level"),
     [
-        ("auto", {"path": "none", "real": False, "why": "no CUDA driver", "facts": {}, "mend": "x"}, Level.INFO),
-        ("auto", {"path": "compat", "real": False, "why": "pretended", "facts": {"devices": 1}, "mend": "x"}, Level.WARNING),
-        ("required", {"path": "none", "real": False, "why": "no CUDA driver", "facts": {}, "mend": "x"}, Level.MISSING),
+        ("auto", {"path": "none", "real": False, "why": "no CUDA driver", "facts": {}, "fix": "x"}, Level.INFO),
+        ("auto", {"path": "compat", "real": False, "why": "pretended", "facts": {"devices": 1}, "fix": "x"}, Level.WARNING),
+        ("required", {"path": "none", "real": False, "why": "no CUDA driver", "facts": {}, "fix": "x"}, Level.MISSING),
         ("auto", {"path": "gds", "real": True, "why": "measured", "facts": {"devices": 1}}, Level.OK),
         ("off", {"path": "gds", "real": True, "why": "measured", "facts": {"devices": 1}}, Level.INFO),
     ],
@@ -281,7 +281,7 @@ def test_volumes_and_mounts_are_separate() -> None:
     base = SERVER | {
         "volume:1": SERVER["volume:0"] | {"direct": "Invalid argument"},
         "gds:1": {"real": False, "path": "compat", "facts": {"devices": 1}},
-        "mount:0": {"exists": True, "roster": True, "filesystem": "ceph"}, "mount:1": {"exists": False},
+        "mount:0": {"exists": True, "slot_manifest": True, "filesystem": "ceph"}, "mount:1": {"exists": False},
         "mount:2": {"exists": False, "closed": True, "nearest": "/m"},
     }  # fmt: skip
     mounts = (Path("/m/a"), Path("/m/b"), Path("/m/c"))
@@ -291,7 +291,7 @@ def test_volumes_and_mounts_are_separate() -> None:
     assert of(found, "GPUDirect Storage", "/mnt/b").level is Level.WARNING
     assert of(found, "storage", "/m/a").level is Level.OK
     assert of(found, "storage", "/m/b").level is Level.WARNING
-    assert (of(found, "storage", "/m/c: this user may not enter /m").mend or "").startswith("sudo chmod o+x /m ")
+    assert (of(found, "storage", "/m/c: this user may not enter /m").fix or "").startswith("sudo chmod o+x /m ")
     assert healthy(found)
     assert_mends_can_be_pasted(found)
 
@@ -299,8 +299,8 @@ def test_volumes_and_mounts_are_separate() -> None:
 def test_folders_with_blanks_are_quoted() -> None:
     spaced = Wanted(dram_bytes=GIB, volumes=(WantedVolume(Path("/mnt/my disk"), GIB),), mounts=(Path("/m/b c"),))
     found = findings(facts(SERVER | {"mount:0": {"exists": False}}, volume_0={"writable": False}), spaced)
-    assert of(found, "storage", "cannot be written to").mend == "sudo chown \"$USER\" '/mnt/my disk'"
-    assert of(found, "storage", "mount /m/b c").mend == "sudo mount '/m/b c'   # as /etc/fstab names it"
+    assert of(found, "storage", "cannot be written to").fix == "sudo chown \"$USER\" '/mnt/my disk'"
+    assert of(found, "storage", "mount /m/b c").fix == "sudo mount '/m/b c'   # as /etc/fstab names it"
 
 
 # ---- running nodes ----
@@ -342,10 +342,10 @@ def test_running_node_io_paths_have_levels(line: str, required: bool, level: Lev
 def test_running_node_errors_and_silence_are_reported() -> None:
     counters = {"nvme_read_errors_total": 2, "gds_pretended_total": 1, "nvme_sync_errors_total": 0, "lookups_total": 9}
     found = list(node_findings(RunningNode("x", "a", (), counters)))
-    assert [finding.what for finding in found] == ["since it started: gds_pretended 1, nvme_read_errors 2"]
+    assert [finding.message for finding in found] == ["since it started: gds_pretended 1, nvme_read_errors 2"]
     (silent,) = node_findings(RunningNode("unix:/x", error="no answer"))
     assert silent.level is Level.WARNING
-    assert (silent.mend or "").startswith("kvstore health node ")
+    assert (silent.fix or "").startswith("kvstore health node ")
     assert_mends_can_be_pasted([*found, silent])
 
 
@@ -364,7 +364,7 @@ def two_volumes(free: int, devices: tuple[int, int], disks: tuple[str, str], sla
 
 def test_volumes_on_one_file_system_are_added_up() -> None:
     found = findings(two_volumes(150 * GIB, (7, 7), ("nvme0n1", "nvme0n1")), Wanted(dram_bytes=GIB, volumes=TWO, gds="off"))
-    together = of(found, "storage", "together they need 200 GiB more, and 150 GiB is free")
+    together = of(found, "storage", "together they need 200.0 GiB more, and 150.0 GiB is free")
     assert together.level is Level.MISSING
     assert of(found, "storage", "share one disk (nvme0n1)").level is Level.WARNING
     assert_mends_can_be_pasted(found)
@@ -383,7 +383,7 @@ def test_volumes_on_partitions_of_one_disk_share_it() -> None:
     assert healthy(found)
     of(found, "storage", "2 volumes share one disk (nvme0n1)")
     apart = findings(two_volumes(150 * GIB, (7, 8), ("nvme0n1", "nvme1n1")), wanted)
-    assert not [finding for finding in apart if "share" in finding.what]
+    assert not [finding for finding in apart if "share" in finding.message]
 
 
 def test_index_memory_beyond_the_host_is_a_warning() -> None:
@@ -392,12 +392,12 @@ def test_index_memory_beyond_the_host_is_a_warning() -> None:
     host = facts(SERVER, memory={"total_bytes": 64 * GIB, "available_bytes": 64 * GIB})
     finding = of(findings(host, wanted), "memory", "arena and index of a full node")
     assert finding.level is Level.WARNING
-    assert "1 GiB plus 1,000 bytes for each of 6,352,896 blocks of 1 MiB" in finding.what
-    assert finding.mend == "--set node.dram=57GiB"
+    assert "1.0 GiB plus 1,000 bytes for each of 6,352,896 blocks of 1.0 MiB" in finding.message
+    assert finding.fix == "--set node.dram=57GiB"
     large_blocks = Wanted(dram_bytes=60 * GIB, volumes=wanted.volumes, gds="off", block_bytes=16 << 20)
     enough = of(findings(host, large_blocks), "memory", "a full node takes")
     assert enough.level is Level.OK
-    assert "(1 GiB plus " in enough.what
+    assert "(1.0 GiB plus " in enough.message
 
 
 @pytest.mark.parametrize(
@@ -416,9 +416,9 @@ def test_large_host_small_arena_gets_proposal() -> None:
     }
     host = facts(SERVER | {"disks": disks}, memory={"numa_nodes": 2})
     found = findings(host, SMALL)
-    assert of(found, "memory", "the arena takes 0.2 % of 512 GiB").level is Level.INFO
-    assert of(found, "storage", "NVMe disk nvme1n1, 7 TiB, not mounted").level is Level.INFO
-    assert of(found, "storage", "NVMe disk nvme0n1, 1 TiB, mounted at /").level is Level.INFO
+    assert of(found, "memory", "the arena takes 0.2 % of 512.0 GiB").level is Level.INFO
+    assert of(found, "storage", "NVMe disk nvme1n1, 7.00 TiB, not mounted").level is Level.INFO
+    assert of(found, "storage", "NVMe disk nvme0n1, 1.00 TiB, mounted at /").level is Level.INFO
     numa = of(findings(host, LARGE), "memory", "2 NUMA nodes")
     assert_mends_can_be_pasted([*found, numa])
 
@@ -426,12 +426,12 @@ def test_large_host_small_arena_gets_proposal() -> None:
 def test_no_volume_configured_names_running_volumes() -> None:
     found = findings(facts(LAPTOP | {"running": {"volumes": ["vm/nvme0"]}}), SMALL)
     words = "the configuration of this command names no NVMe volume; nodes that run here have vm/nvme0"
-    assert of(found, "storage").what == of(found, "GPUDirect Storage").what == words
+    assert of(found, "storage").message == of(found, "GPUDirect Storage").message == words
 
 
 def test_defaults_are_reported_with_reason() -> None:
     found = findings(facts(LAPTOP), Wanted(dram_bytes=GIB, defaults=("node.load_threads = 8 (why)",)))
-    assert of(found, "defaults").what == "node.load_threads = 8 (why)"
+    assert of(found, "defaults").message == "node.load_threads = 8 (why)"
 
 
 # ---- servers ----
@@ -454,7 +454,7 @@ def test_defaults_are_reported_with_reason() -> None:
 def test_metadata_configured_without_answer_is_missing(server: RunningMetadata, level: Level, words: str) -> None:
     (finding,) = metadata_findings([server])
     assert finding.level is level
-    assert words in finding.what
+    assert words in finding.message
     assert_mends_can_be_pasted([finding])
 
 
@@ -463,7 +463,7 @@ def test_metadata_one_of_several_away_is_a_warning() -> None:
     there = RunningMetadata(address="m:1", setting="client.metadata", required=True, nodes=3, nodes_alive=3)
     found = list(metadata_findings([there, away]))
     assert [one.level for one in found] == [Level.OK, Level.WARNING]
-    assert "m:2 (client.metadata) does not answer: x; calls go to the other servers" in found[1].what
+    assert "m:2 (client.metadata) does not answer: x; calls go to the other servers" in found[1].message
     assert_mends_can_be_pasted(found)
 
 
@@ -471,9 +471,9 @@ def test_node_rejecting_token_counts_as_running() -> None:
     node = RunningNode("unix:/x", error="a token is required (client.token_file is not set)", answer=Answer.REFUSED)
     (finding,) = node_findings(node)
     assert finding.level is Level.WARNING
-    assert "it runs" in finding.what
-    assert finding.mend is not None
-    assert finding.mend.startswith("--set client.token_file=")
+    assert "it runs" in finding.message
+    assert finding.fix is not None
+    assert finding.fix.startswith("--set client.token_file=")
     assert_mends_can_be_pasted([finding])
 
 
@@ -486,7 +486,7 @@ def test_no_node_and_closed_folders_are_reported() -> None:
     (nothing,) = nodes_findings([], ["/run/kvstore"], [])
     assert nothing.level is Level.INFO
     (closed,) = nodes_findings([], ["/run/kvstore"], ["/run/kvstore"])
-    assert (closed.level, closed.mend) == (Level.WARNING, "sudo kvstore doctor")
+    assert (closed.level, closed.fix) == (Level.WARNING, "sudo kvstore doctor")
 
 
 def test_node_low_open_files_limit_is_warning() -> None:
@@ -516,12 +516,4 @@ def test_findings_malformed_facts_never_raise(data: st.DataObject) -> None:
     for wanted in (SMALL, LARGE):
         for finding in findings(Facts(sections), wanted):
             assert finding.area
-            assert finding.what
-
-
-@pytest.mark.parametrize(
-    ("size", "shown"),
-    [(0, "0 B"), (999, "999 B"), (8 << 20, "8 MiB"), (212_992, "208 KiB"), (141 << 30, "141 GiB"), (5 << 40, "5 TiB")],
-)
-def test_show_size_format(size: int, shown: str) -> None:
-    assert show_size(size) == shown
+            assert finding.message

@@ -20,9 +20,9 @@ from kvstore.doctor import collect as collecting
 from kvstore.doctor import host_probes
 from kvstore.doctor.certificates import certificate_findings
 from kvstore.doctor.collect import collect, run_probe
+from kvstore.doctor.contract import Level
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, WantedVolume
 from kvstore.doctor.findings import findings
-from kvstore.doctor.levels import Level
 from kvstore.doctor.servers.local_nodes import sockets_in
 from kvstore.tiers.nvme.ownership import claim
 from kvstore.tiers.nvme.slab import NvmeSlab
@@ -79,7 +79,7 @@ def test_folder_probe_changes_nothing(tmp_path: Path) -> None:
     assert missing.text("nearest") == str(tmp_path)
     assert volume.text("direct") == empty.text("direct")  # tried on a slab or an unnamed file of the same file system
     assert len(facts.all("gds")) == 4
-    assert facts.all("mount")[0].flag("roster") is True
+    assert facts.all("mount")[0].flag("slot_manifest") is True
 
 
 def test_volume_probe_names_adopter(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_certificates_valid_have_expiry(tmp_path: Path) -> None:
     ends = cert.number("ends") or 0
     facts = Facts({"tls:0": found})
     for moment, level in ((ends - 40 * 86_400, Level.OK), (ends - 86_400, Level.WARNING), (ends + 1, Level.MISSING)):
-        (finding,) = [one for one in certificate_findings(facts, wanted, moment) if str(made.cert) in one.what]
+        (finding,) = [one for one in certificate_findings(facts, wanted, moment) if str(made.cert) in one.message]
         assert finding.level is level
     assert collect(wanted)["tls:0"].sections("certificates") == found.sections("certificates")
     assert now_s < ends

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from typing import Any
 import pytest
 
 from kvstore.core.index_backend import IndexBackend, IndexServer
-from kvstore.doctor.levels import Level
+from kvstore.doctor.contract import Level
 from kvstore.doctor.servers.shard_findings import RunningIndex, SeedAnswer, SeedProblem, index_findings
 from kvstore.embedded.ports import free_port
 from kvstore.embedded.valkey import ValkeyServers, find_server
+from nursery import cli
 
 WELL = IndexServer(
     address="h:1", primary=True, shard=0, slots=16_384, replicas=1, version="valkey 9.1.2", compare_and_set=True, keys=1,
@@ -26,7 +26,7 @@ WELL = IndexServer(
 
 def judged(*servers: IndexServer, unserved_slots: int = 0) -> list[tuple[Level, str]]:
     index = RunningIndex([SeedAnswer("h:1")], IndexBackend(servers, unserved_slots))
-    return [(one.level, one.what) for one in index_findings(index) if one.level is not Level.OK]
+    return [(one.level, one.message) for one in index_findings(index) if one.level is not Level.OK]
 
 
 def test_index_in_a_file_gives_no_findings() -> None:
@@ -46,7 +46,7 @@ def test_healthy_cluster_gives_only_ok() -> None:
         (replace(WELL, eviction_policy="allkeys-lru"), Level.WARNING, "noeviction is required"),
         (replace(WELL, append_only=True), Level.WARNING, "written to disk"),
         (replace(WELL, snapshots=True), Level.WARNING, "written to disk"),
-        (replace(WELL, used_bytes=950), Level.WARNING, "950 B of 0.977 KiB"),
+        (replace(WELL, used_bytes=950), Level.WARNING, "950 B of 1000 B"),
         (replace(WELL, compare_and_set=False), Level.INFO, "no compare-and-set"),
         (replace(WELL, limit_bytes=0), Level.INFO, "no server has a maxmemory"),
         (replace(WELL, snapshots=None), Level.INFO, "may not run CONFIG GET"),
@@ -76,7 +76,7 @@ def test_seed_problem_beside_usable_seeds_is_a_warning(problem: SeedProblem) -> 
 def doctor(folder: Path, *settings: str) -> list[dict[str, Any]]:
     """Findings of the command about the index."""
     arguments = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "kvstore.cli", "doctor", "--dram", "16MiB", "-o", "json", *arguments]
+    command = [*cli(), "doctor", "--dram", "16MiB", "-o", "json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, cwd=folder)
     return [one for one in json.loads(done.stdout)["findings"] if one["area"] == "index"]
 
@@ -92,11 +92,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_doctor_reports_a_real_cluster(servers: ValkeyServers, tmp_path: Path) -> None:
     silent = f"127.0.0.1:{free_port()}"
     found = doctor(tmp_path, f"metadata.engine=valkey://{servers.seeds[0]},{silent}")
-    levels = {one["what"]: one["level"] for one in found}
+    levels = {one["message"]: one["level"] for one in found}
     assert levels[f"{servers.seeds[0]} (metadata.engine) answers"] == "ok"
     refused = f"{silent} (metadata.engine) does not answer: connection refused; the other servers of the setting are used"
     assert levels[refused] == "warning"
-    assert any(what.startswith("shards: 1, replicas that answer: 1, ") and level == "ok" for what, level in levels.items())
+    assert any(message.startswith("shards: 1, replicas that answer: 1, ") and level == "ok" for message, level in levels.items())
 
 
 def test_doctor_reports_a_rejected_password(servers: ValkeyServers, tmp_path: Path) -> None:
@@ -111,12 +111,12 @@ def test_doctor_reports_a_rejected_password(servers: ValkeyServers, tmp_path: Pa
             f"metadata.engine_password_file={tmp_path / 'password'}",
         )
         assert found["level"] == "missing"
-        assert words in found["what"]
+        assert words in found["message"]
 
 
 def test_doctor_reports_a_server_without_tls(servers: ValkeyServers, tmp_path: Path) -> None:
     (found,) = doctor(tmp_path, f"metadata.engine=valkeys://{servers.seeds[0]}")
-    assert (found["level"], "does not speak TLS" in found["what"]) == ("missing", True), found
+    assert (found["level"], "does not speak TLS" in found["message"]) == ("missing", True), found
 
 
 async def test_doctor_reports_a_server_that_closes_connections(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ async def test_doctor_reports_a_server_that_closes_connections(tmp_path: Path) -
     async with listening:
         port = listening.sockets[0].getsockname()[1]
         (found,) = await asyncio.to_thread(doctor, tmp_path, f"metadata.engine=valkey://127.0.0.1:{port}")
-    assert "may require TLS" in found["what"]
+    assert "may require TLS" in found["message"]
 
 
 async def test_doctor_reports_a_server_that_is_too_old(tmp_path: Path) -> None:
@@ -138,4 +138,4 @@ async def test_doctor_reports_a_server_that_is_too_old(tmp_path: Path) -> None:
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
         (found,) = await asyncio.to_thread(doctor, tmp_path, f"metadata.engine=valkey://127.0.0.1:{port}")
-    assert (found["level"], "is too old: Redis 6.2" in found["what"]) == ("missing", True), found
+    assert (found["level"], "is too old: Redis 6.2" in found["message"]) == ("missing", True), found

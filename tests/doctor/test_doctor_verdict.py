@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from kvstore.doctor.levels import Finding, Level
+from kvstore.doctor.contract import Finding, Level
 from kvstore.doctor.verdict import verdict
 
 FINE = Finding("software", Level.OK, "Python 3.11")
 ABSENT = Finding("GPU", Level.INFO, "none", "install one")
 
 
-def warning(area: str, mend: str | None = None) -> Finding:
-    return Finding(area, Level.WARNING, f"something with {area}", mend)
+def warning(area: str, fix: str | None = None) -> Finding:
+    return Finding(area, Level.WARNING, f"something with {area}", fix)
 
 
 def test_verdict_without_problems_is_ready() -> None:
-    assert verdict([FINE, ABSENT]).line == "READY: nothing to do"
-    assert verdict([FINE, ABSENT]).actions == ()
+    assert verdict([FINE]).line == "READY: nothing to do"
+    assert verdict([FINE]).actions == ()
+
+
+def test_verdict_names_optional_commands() -> None:
+    node = Finding("node", Level.INFO, "none runs", "kvstore node")
+    found = verdict([FINE, node, ABSENT, Finding("storage", Level.INFO, "no volumes")])
+    assert found.line == "READY; optional, see above: GPU, node"
+    assert found.actions == ()
 
 
 def test_verdict_counts_warnings() -> None:

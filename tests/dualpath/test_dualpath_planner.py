@@ -18,6 +18,7 @@ from kvstore.dualpath.contract import MAX_RELAYS, LoadPlan, NodeState, PlanPart,
 from kvstore.dualpath.planner import (
     DEADLINE_GRACE_S,
     DECISION_PARTS_KEPT,
+    MAX_PLAN_LIFE_S,
     PATIENCE_S,
     PLAN_LIFE_S,
     Planner,
@@ -122,7 +123,7 @@ class PlannerMachine(RuleBasedStateMachine):
         model = self.live[answer.plan_id] = PlanModel(
             request,
             self.now + (min(life, LIFE) if life else LIFE),
-            self.now + life + DEADLINE_GRACE_S if life else math.inf,
+            self.now + (life or MAX_PLAN_LIFE_S) + DEADLINE_GRACE_S,
         )
         self.started(model, answer, set(range(blocks)))
 
@@ -497,6 +498,17 @@ def test_kept_decisions_are_bounded_by_parts(monkeypatch: pytest.MonkeyPatch) ->
         planner.plan(PlanRequest("r", 1, 1_000, 64, "p"), 0.0)
     assert planner.abort(under_way[0], 0.0)
     assert planner.plan(PlanRequest("r", 1, 1_000, 64, "p"), 0.0).plan_id not in under_way
+
+
+def test_live_plans_are_paged_by_id() -> None:
+    drawn = iter([7, 3, 5, 9])
+    planner = Planner(PrefillOnly(), draw=lambda: next(drawn))
+    planner.add_node("p", 1e9, 8e9)
+    for _ in range(4):
+        planner.plan(PlanRequest("r", 1, 1, 1, "p"), 0.0)
+    assert [plan.plan_id for plan in planner.live(2)] == [3, 5]
+    assert [plan.plan_id for plan in planner.live(9, after=5)] == [7, 9]
+    assert planner.live(0) == []
 
 
 def test_plan_ids_are_drawn_and_unique() -> None:

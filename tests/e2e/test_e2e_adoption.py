@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Outcome, Tier
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.embedded.valkey import find_server
+from nursery import cli
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -168,7 +168,7 @@ def test_owner_paused_while_it_writes_harms_no_older_block(make_store: MakeStore
 
 
 def status(store: Store) -> str:
-    asked = [sys.executable, "-m", "kvstore.cli", "status", "--detail", "--metadata", store.cluster.metadata_address]
+    asked = [*cli(), "status", "--detail", "--metadata", store.cluster.metadata_address]
     return subprocess.run(asked, check=False, capture_output=True, timeout=30, text=True).stdout
 
 

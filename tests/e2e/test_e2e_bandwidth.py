@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from conftest import Store
 from kvstore.embedded.cluster import NodeSpec
+from nursery import cli
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -20,13 +20,13 @@ MIB = 1 << 20
 def links(store: Store) -> dict[str, dict[str, Any]]:
     """The links of node a, by network."""
     words = ["nodes", "show", "a", "-o", "json", "--metadata", store.cluster.metadata_address]
-    command = [sys.executable, "-m", "kvstore.cli", *words]
+    command = [*cli(), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return {nic["network"]: nic for nic in json.loads(done.stdout)["nics"]}
 
 
 def shown(store: Store) -> str:
-    command = [sys.executable, "-m", "kvstore.cli", "nodes", "show", "a", "--metadata", store.cluster.metadata_address]
+    command = [*cli(), "nodes", "show", "a", "--metadata", store.cluster.metadata_address]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 

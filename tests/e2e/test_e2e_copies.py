@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from kvstore.core.types import BlockKey, pack_keys
 from kvstore.embedded.cluster import NodeSpec
 from kvstore.embedded.valkey import find_server
 from kvstore.node.control.migration_plan import free_space
+from nursery import cli
 from support.wait import wait_until
 
 DRAM = 32 << 20
@@ -34,15 +34,17 @@ def nodes(*names: str, **zones: str) -> list[NodeSpec]:
 
 def command(store: Store, *arguments: str) -> str:
     """Run a ``kvstore`` command. Returns its output."""
-    words = [sys.executable, "-m", "kvstore.cli", *arguments, "--metadata", store.cluster.metadata_address]
+    words = [*cli(), *arguments, "--metadata", store.cluster.metadata_address]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, (done.stdout, done.stderr)
     return done.stdout
 
 
 def hold_twice(store: Store, engine: Engine) -> None:
-    """Order two copies of an engine's namespace."""
-    assert "2 copies" in command(store, "namespaces", "copies", engine.spec.namespace.hex(), "2")
+    """Order two copies of an engine's namespace, once the commands' server has heard of it from the engine's."""
+    namespace = engine.spec.namespace.hex()
+    wait_until(lambda: namespace in command(store, "namespaces", "-o", "json"), "its engine has registered it")
+    assert "2 copies" in command(store, "namespaces", "copies", namespace, "2")
 
 
 def holders(store: Store, engine: Engine, keys: Sequence[BlockKey]) -> list[set[str]]:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from conftest import Engine, Store
 from kvclient import KVClient
 from kvstore.core.errors import Unavailable
 from kvstore.embedded.cluster import NodeSpec
+from nursery import cli
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -65,7 +65,7 @@ def fill_up(path: Path) -> Path:
 
 def volume_status(store: Store) -> dict[str, object]:
     """The node's NVMe volume in ``kvstore status``."""
-    command = [sys.executable, "-m", "kvstore.cli", "status", "-o", "json", "--metadata", store.cluster.metadata_address]
+    command = [*cli(), "status", "-o", "json", "--metadata", store.cluster.metadata_address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     volumes = json.loads(done.stdout)["nodes"][0]["volumes"]
     return next(volume for volume in volumes if volume["tier"] == "nvme")

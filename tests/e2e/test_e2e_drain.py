@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.types import BlockKey, Outcome, StoreOutcome
 from kvstore.embedded.cluster import Daemon, NodeSpec
 from kvstore.replay.engine import ReplayTotals, RequestRunner
+from nursery import cli
 from support.wait import wait_until
 
 ROOM = 64 << 20
@@ -38,7 +38,7 @@ def nodes(*names: str, **more: object) -> list[NodeSpec]:
 
 def command(store: Store, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run a ``kvstore`` command with piped output."""
-    words = [sys.executable, "-m", "kvstore.cli", *arguments, "--metadata", store.cluster.metadata_address]
+    words = [*cli(), *arguments, "--metadata", store.cluster.metadata_address]
     return subprocess.run(words, capture_output=True, text=True, check=False, timeout=timeout_s)
 
 

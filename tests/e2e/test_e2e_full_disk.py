@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 import urllib.request
 from collections import deque
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from conftest import Store
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from nursery import cli
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -69,7 +69,7 @@ def gauge(address: str, name: str) -> float:
 
 def shown(store: Store) -> dict[str, Any]:
     """Run ``kvstore status``."""
-    command = [sys.executable, "-m", "kvstore.cli", "status", "-o", "json", "--metadata", store.cluster.metadata_address]
+    command = [*cli(), "status", "-o", "json", "--metadata", store.cluster.metadata_address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return dict(json.loads(done.stdout))
 

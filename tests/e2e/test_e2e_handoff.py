@@ -15,6 +15,7 @@ import pytest
 from conftest import Engine, Store
 from kvclient import CapacityExceeded, InvalidArgument, Outcome, Paths, StoreOutcome, StoreResult, Unavailable
 from kvclient.handoff.sender import PromptSender
+from kvclient.results import LoadResult
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import NodeSpec
@@ -98,10 +99,36 @@ def test_handoff_decode_stores_new_full_blocks_only(store: Store) -> None:
         handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
     assert handoff.commit().error is None
     assert awaited.wait(10)
-    assert awaited.take(decode.allocate(len(prompt.keys))).hit_blocks == len(prompt.keys)
+    taken = decode.allocate(len(prompt.keys) - 2)
+    assert awaited.take(taken, skip=1, stop=len(prompt.keys) - 1).hit_blocks == len(prompt.keys)
+    assert np.array_equal(taken, prompt.bytes[1:-1])
     assert decode.client.flush(10)
     wait_until(lambda: writer.load_keys(prompt.keys[:-1]).hit_blocks == 6, "the new blocks lie in storage")
     wait_until(lambda: decode.load_keys([*prompt.keys]).outcome(6) is Outcome.MISS, "the partial block is gone")
+
+
+@pytest.mark.parametrize("end", ["close", "cancel", "take"])
+def test_take_after_release_of_arrived_blocks_gives_no_hit(store: Store, end: str) -> None:
+    writer, prefill, decode = (engine(store, node) for node in ("storage-0", "prefill-0", "decode-0"))
+    prompt = Prompt(writer, end, hit=2, new=2)
+    awaited = decode.client.await_prompt(prompt.keys, deadline_s=20)
+    with prefill.client.begin_handoff(prompt.keys, "decode-0", tail=True) as handoff:
+        for layer in range(LAYERS):
+            handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
+        assert handoff.commit().error is None
+    assert awaited.wait(10)
+    taken = decode.allocate(len(prompt.keys))
+    ends: dict[str, Callable[[], object]] = {
+        "close": decode.client.close,
+        "cancel": awaited.cancel,
+        "take": lambda: awaited.take(taken),
+    }
+    earlier = ends[end]()
+    taken[:] = 0
+    result = awaited.take(taken)
+    assert {result.outcome(at) for at in range(len(prompt.keys))} == {Outcome.UNAVAILABLE}
+    assert not taken.any()
+    assert not isinstance(earlier, LoadResult) or earlier.hit_blocks == len(prompt.keys)
 
 
 def test_handoff_incomplete_prompt_names_missing_blocks(store: Store) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 from conftest import Engine, Store
 from kvstore.core.types import BlockKey, Tier
 from kvstore.embedded.cluster import NodeSpec
+from nursery import cli
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -128,7 +128,7 @@ def test_mount_missing_or_wrong_owner_serves(make_store: MakeStore, tmp_path: Pa
         assert store.engine(node).load("c", 20).bytes_by_node == {"owner": 20 * 4 * 4096}
         assert counter(store, node, "mount_errors_total") >= 1
     found = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", "status", "--metadata", store.cluster.metadata_address, "-o", "json"],
+        [*cli(), "status", "--metadata", store.cluster.metadata_address, "-o", "json"],
         check=True,
         capture_output=True,
         timeout=30,

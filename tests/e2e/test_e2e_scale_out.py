@@ -12,13 +12,14 @@ from typing import Self
 import pytest
 
 from kvstore.embedded.cluster import LocalCluster
-from kvstore.embedded.restarts import RedundantServers
+from kvstore.embedded.restarts import ClusterSupervisor
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.replay.demo import DemoPlan, demo_cluster, run_workload
 from kvstore.rpc.failover.selection import PROBE_MAX_S
+from samples import sample
 from support.wait import wait_until
 
-PLAN = DemoPlan(sessions=3, max_turns=40, servers=2, shards=3)
+PLAN = DemoPlan(sessions=3, max_turns=sample(20, of=40), servers=2, shards=3)
 PAUSE_S = (0.1, 1.5)
 """Time between two kills."""
 TURN_S = 0.4
@@ -70,7 +71,7 @@ class Killer(threading.Thread):
             raise
 
     def _kill_and_restart(self) -> None:
-        redundant = RedundantServers(self._cluster, self._tell)
+        redundant = ClusterSupervisor(self._cluster, self._tell)
         next_s = time.monotonic()
         while not self._ended.wait(0.05):
             were_away = redundant.away
@@ -124,7 +125,7 @@ def test_demo_servers_killed_serves_right_bytes(tmp_path: Path, seed: int) -> No
 def test_shard_lost_with_replica_is_started_again(tmp_path: Path) -> None:
     story: list[str] = []
     with LocalCluster([], tmp_path, servers=2, shards=3) as cluster:
-        redundant = RedundantServers(cluster, story.append)
+        redundant = ClusterSupervisor(cluster, story.append)
         assert cluster.valkey is not None
         for server in (cluster.valkey.primaries[1], cluster.valkey.replicas[1]):
             server.end()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from nursery import cli
 from support.wait import wait_until
 
 CODE = "METADATA_SERVERS_DIFFER"
 
 
 def run(*arguments: str) -> tuple[int, dict[str, Any]]:
-    command = [sys.executable, "-m", "kvstore.cli", *arguments, "-o", "json"]
+    command = [*cli(), *arguments, "-o", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, json.loads(done.stdout)
 
@@ -31,7 +31,7 @@ def test_servers_with_different_indexes_are_noticed(tmp_path: Path) -> None:
         assert CODE in codes(both), "status compares them"
         code, found = run("doctor", "--dram", "16MiB", "--metadata", both)
         assert code == 1
-        assert any(one["level"] == "missing" and "different indexes" in one["what"] for one in found["findings"])
+        assert any(one["level"] == "missing" and "different indexes" in one["message"] for one in found["findings"])
         with LocalCluster([node], tmp_path / "third"):
             asked = first.metadata_address, second.metadata_address
             wait_until(lambda: any(CODE in codes(address) for address in asked), "the node reports it", poll_s=0.5)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conftest import Store
-from kvstore.core.types import Outcome, StoreOutcome, Tier
+from kvclient.memory.arena import open_arena
+from kvstore.core.errors import PermissionDenied
+from kvstore.core.types import Outcome, SessionId, StoreOutcome, Tier
 from kvstore.embedded.cluster import NodeSpec
 from support.wait import wait_until
 
@@ -29,6 +32,14 @@ def test_store_is_loaded_by_another_engine(make_store: MakeStore) -> None:
     assert result.hit_blocks == 40
     assert result.bytes_by_tier == {Tier.DRAM: 40 * reader.spec.block_bytes}
     assert set(writer.store("c", 40).outcomes) == {StoreOutcome.EXISTS}
+
+
+def test_refused_arena_connection_is_counted(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a"))
+    arena = Path(store.cluster.node("a").local_socket.removeprefix("unix:")).with_suffix(".arena")
+    with pytest.raises(PermissionDenied):
+        open_arena(arena, SessionId(bytes(16)), 10.0)
+    assert store.node_stats("a").counters["arena_connections_refused_total"] == 1
 
 
 def test_layers_arrive_in_order(make_store: MakeStore) -> None:

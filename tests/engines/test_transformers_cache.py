@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 import threading
 import warnings
@@ -42,6 +41,7 @@ from kvclient.engines.transformers.weights import fingerprint, weights_digest
 from kvclient.engines.transformers.writer import StoredChain
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.tiny_models import PAD
+from nursery import run_engine
 
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek"]
 MIB = 1 << 20
@@ -53,7 +53,8 @@ TIMEOUT_S = 280.0
 def test_cache_loads_what_another_process_stored(models: Callable[[str], Any], shared: LocalCluster, connect: Connect) -> None:
     script = [sys.executable, str(Path(__file__).with_name("generate_bed.py"))]
     arguments = [shared.metadata_address, shared.node("n").local_socket, str(models.folder)]  # type: ignore[attr-defined]
-    subprocess.run([*script, *arguments, *FAMILIES], check=True, timeout=TIMEOUT_S)
+    done = run_engine([*script, *arguments, *FAMILIES], TIMEOUT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
     for family in FAMILIES:
         model, ids = models(family), prompt()
         fresh = greedy(model, ids) if family != "deepseek" else with_local_prefix(model, ids, HIT)  # the latter computes in bf16
@@ -294,6 +295,24 @@ def test_what_depends_on_more_than_tokens_is_not_stored(llama: Any, shared: Loca
     assert store.stats().get("hook_stored_blocks_total", 0) == 0
 
 
+def test_loaded_prefix_with_other_inputs_is_refused(llama: Any, shared: LocalCluster, connect: Connect) -> None:
+    """Blocks of a prompt's tokens alone are not those of the same ids fed with embeddings or an image."""
+    store, ids = connect(shared, llama), prompt(34)
+    fresh, _ = answer(store, ids)
+    rest = ids[:, HIT:]
+    embedded = llama.get_input_embeddings()(ids).detach()
+    for given in ({"inputs_embeds": embedded[:, HIT:]}, {"input_ids": rest, "pixel_values": torch.ones(1, 3, 2, 2)}):
+        cache = store.cache(ids)
+        assert cache.loaded_tokens == HIT
+        with pytest.raises(InvalidArgument, match="another prompt"):
+            llama(**given, past_key_values=cache)
+    loaded = store.stats()["hook_loaded_tokens_total"]
+    tokens = store.generate(ids, inputs_embeds=embedded, max_new_tokens=STEPS, do_sample=False)
+    assert tokens[:, -STEPS:].tolist() == fresh
+    assert store.stats()["hook_loaded_tokens_total"] == loaded
+    assert store.stats()["hook_bypassed_total"] == 1
+
+
 def test_training_and_late_adapters_leave_the_store_alone(
     models: Callable[[str], Any], shared: LocalCluster, connect: Connect
 ) -> None:
@@ -400,7 +419,7 @@ def test_extras_tenants_and_weights_are_worlds_of_their_own(
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight[3, 5] += 1e-3  # one number of one matrix
     assert connect(shared, model, salt="worlds").cache(ids).loaded_tokens == 0
-    with pytest.raises(InvalidArgument, match="which model"):
+    with pytest.raises(InvalidArgument, match="does not identify a model"):
         connect(shared, LlamaForCausalLM(LlamaConfig(**SMALL)), weights_epoch="1")
 
 

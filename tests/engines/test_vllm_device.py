@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +49,7 @@ def ask(engine: VllmEngine) -> tuple[list[tuple[int, ...]], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "copies"), [("llama", "async", "batched"), ("llama", "layerwise", "staged"), ("gemma3", "async", "staged")]
+    ("family", "mode", "copies"), [("llama", "async", "batched"), ("llama", "layerwise", "staged"), ("gemma3", "async", "auto")]
 )
 def test_blocks_go_both_ways_between_host_memory_and_a_device(family: str, mode: str, copies: str, opened: Open) -> None:
     """Stored out of host memory, loaded into a device; and the other way round, under another salt."""
@@ -102,3 +104,32 @@ class TestVllmOnALateDeviceLayerByLayer(ConnectorSuite):
     @classmethod
     def make_driver(cls, folder: Path) -> VllmDriver:
         return VllmDriver(tiny("llama", folder), load_mode="layerwise", **LATE)
+
+
+def test_copy_gauges_follow_the_strategy_in_use() -> None:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+    from kvclient.engines.vllm.metrics import COPY_RATES, StorePromMetrics, StoreStats
+
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    metrics = StorePromMetrics(SimpleNamespace(kv_transfer_config=object()), kinds, ["engine"], {0: ["0"], 1: ["1"]})
+
+    def rates(batched: int) -> StoreStats:
+        rows = [[2, "load", "batched", batched, 5e9], [2, "load", "staged", 1 - batched, 0.0]]
+        return StoreStats(data={COPY_RATES: {"0": rows}})
+
+    for batched in (1, 0):
+        other = StoreStats(data={COPY_RATES: {"1": [[0, "store", "staged", 1, 7e9]]}, "loads": 1})
+        stats = StoreStats(data={"loads": 2}).aggregate(rates(batched)).aggregate(other)
+        assert stats.reduce() == {"loads": 3}, "facts are no counts of the log line"
+        metrics.observe(stats.data, 1)
+        shown = generate_latest(registry).decode().splitlines()
+        for name, labels, value in (
+            ("strategy", 'direction="load",engine="1",group="2",strategy="batched",worker="0"', f"{batched}.0"),
+            ("strategy", 'direction="load",engine="1",group="2",strategy="staged",worker="0"', f"{1 - batched}.0"),
+            ("strategy", 'direction="store",engine="1",group="0",strategy="staged",worker="1"', "1.0"),
+            ("bytes_per_second", 'direction="load",engine="1",group="2",strategy="batched",worker="0"', "5e+09"),
+        ):
+            assert f"vllm:kvstore_copy_{name}{{{labels}}} {value}" in shown
+        assert sum("copy_bytes_per_second{" in line for line in shown) == 2, "none of strategies that were not measured"

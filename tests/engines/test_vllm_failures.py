@@ -415,6 +415,10 @@ def test_a_reset_begins_an_epoch(make_bed: Callable[..., Bed], tmp_path: Path) -
     assert all(one.loaded_tokens for one in engine.generate(PROMPTS, 12)), "and by another engine of the same epoch"
     assert engine.flush()
     assert engine.llm.reset_prefix_cache(reset_connector=True)
+    assert all(one.loaded_tokens for one in engine.generate(PROMPTS, 12)), "the same weights, so the same name"
+    assert engine.flush()
+    engine.llm.apply_model(lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(2) is None)
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
     assert not any(one.loaded_tokens for one in engine.generate(PROMPTS, 12)), "without a name, it is this engine's alone"
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from vllm_bed import BLOCK, SingleEngine, VllmDriver, VllmEngine, text, tiny
 
 from kvclient.engines.vllm.plan import WorkerOutput
+from kvstore.recompute.decisions import LoadDecisions
 from kvstore.testing.connector.driver import StoreAddress
 
 PROMPT = text(1, 700)
@@ -25,22 +26,24 @@ def engine(folder: Path, store: StoreAddress) -> Iterator[VllmEngine]:
     single.close()
 
 
-def test_load_choice_follows_the_link(engine: VllmEngine) -> None:
+def test_load_choice_follows_the_link(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads take as long as the test says: a busy machine does not decide."""
+    monkeypatch.setattr(LoadDecisions, "load_noticed", lambda *_: None)
+    ended, link_s = engine.scheduler_side.on_worker_output, [0.0001]
+
+    def on_worker_output(output: WorkerOutput) -> None:
+        for sample in output.loads.values():
+            sample.seconds = link_s[0]
+        ended(output)
+
+    engine.scheduler_side.on_worker_output = on_worker_output  # type: ignore[method-assign]
     (computed,) = engine.tokens([PROMPT])
     engine.forget()
     loaded = engine.one_by_one([text(9, 8), PROMPT])[1]
     assert (loaded.tokens, loaded.loaded_tokens) == (computed, HIT)
     engine.one_by_one([text(seed, 300) for seed in (2, 3, 4)])  # these steps are measured
     engine.forget()
-    ended = engine.scheduler_side.on_worker_output
-
-    def on_worker_output(output: WorkerOutput) -> None:
-        """The link has become slow, according to the workers."""
-        for sample in output.loads.values():
-            sample.seconds = 1_000.0
-        ended(output)
-
-    engine.scheduler_side.on_worker_output = on_worker_output  # type: ignore[method-assign]
+    link_s[0] = 1_000.0
     assert engine.one_by_one([text(9, 8), PROMPT])[1].loaded_tokens == HIT
     engine.forget()
     again = engine.one_by_one([text(9, 8), PROMPT])[1]

@@ -7,8 +7,6 @@ Few run by default, all with ``--thorough``. With ``--thorough --record-models``
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -23,6 +21,7 @@ from models_bed import ConnectorModel, served
 
 from kvstore.lab.model_recipes import RECIPES, Recipe
 from kvstore.testing.connector.driver import StoreAddress
+from nursery import run_engine
 
 SAMPLE = ("gptoss", "mistral", "qwen3next", "deepseek3")
 """Sinks and experts, windows in all layers, linear attention, latents. Other tests run Llama, Qwen 3, Gemma and LFM 2."""
@@ -38,7 +37,7 @@ def stored_elsewhere(names: Sequence[str], folder: Path, store: StoreAddress, *o
     script = Path(__file__).with_name("models_bed.py")
     argv = [sys.executable, str(script), store.metadata, store.node, str(folder), *names, *options]
     limit_s = START_S + MODEL_S * len(names)
-    done = subprocess.run(argv, env=os.environ, capture_output=True, text=True, timeout=limit_s, check=False)
+    done = run_engine(argv, limit_s)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -54,10 +54,13 @@ def ended(bed: PdBed, engine: ServedEngine, counter: str, before: int) -> bool:
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 333, 2100])
 def test_prompts_of_all_lengths(bed: PdBed, oracle: Oracle, tokens: int) -> None:
     """2,100 tokens are computed in two steps."""
-    before = bed.counts(bed.decode).get("prompts", 0)
+    before = bed.counts(bed.decode)
     prompt = text(("length", tokens), tokens)
     assert bed.ask(prompt) == oracle.says(prompt, 16)
-    assert bed.counts(bed.decode)["prompts"] == before + 1
+    after = bed.counts(bed.decode)
+    assert after["prompts"] == before.get("prompts", 0) + 1
+    failed = {name: after.get(name, 0) - before.get(name, 0) for name in ("bugs", "prompts_failed")}
+    assert failed == {"bugs": 0, "prompts_failed": 0}, "an arrived prompt is copied, not computed"
 
 
 def test_pd_session_and_answers_load_over_both_paths(bed: PdBed, oracle: Oracle) -> None:

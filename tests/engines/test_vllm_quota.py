@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm_bed import SingleEngine, VllmDriver, text, tiny
 
+from kvclient import InvalidArgument
 from kvstore.recompute.prefill_estimate import pairs
 
 PROMPTS = [text(1, 700), text(2, 620), text(3, 128), text(4, 31)]
@@ -54,3 +56,14 @@ def test_vllm_quota_cuts_steps_and_keeps_tokens(folder: Path, single: SingleEngi
     assert "steps cut by the attention quota (total=1, " in caplog.text
     assert scheduler.quota_cut_steps > 0
     assert 0 < max(work) <= MOST_PAIRS + pairs(max(map(len, PROMPTS)), scheduler.block_size)
+
+
+@pytest.mark.parametrize("name", ["QuotaScheduler", "AsyncQuotaScheduler"])
+def test_vllm_quota_without_chunked_prefill_is_refused(name: str) -> None:
+    """vLLM admits no prompt that is longer than the bound of a step, and nothing behind it."""
+    from kvclient.engines.vllm.quota import scheduler
+
+    settings = {"kvstore_attention_quota_ms": QUOTA_MS, "kvstore_attention_pair_ps": PAIR_PS}
+    config = SimpleNamespace(additional_config=settings, scheduler_config=SimpleNamespace(enable_chunked_prefill=False))
+    with pytest.raises(InvalidArgument, match="requires chunked prefill"):
+        getattr(scheduler, name)(vllm_config=config)

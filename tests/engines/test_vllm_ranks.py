@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ pytest.importorskip("vllm")
 from vllm_ranks_bed import TOKENS
 
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from nursery import run_engine
 
 RANKS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -39,17 +37,9 @@ def answers(cluster: LocalCluster, folder: Path, family: str) -> dict[str, Any]:
     """Run an engine with two ranks in separate processes and return its output."""
     script = Path(__file__).with_name("vllm_ranks_bed.py")
     argv = [sys.executable, str(script), cluster.metadata_address, cluster.node("n").local_socket, str(folder), family]
-    process = subprocess.Popen(
-        argv, env=os.environ | RANKS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        output, errors = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
-        process.wait()
-    assert process.returncode == 0, errors[-4000:]
-    output_of_engine: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    done = run_engine(argv, TIMEOUT_S, env=os.environ | RANKS, new_session=True)  # kills the ranks, too
+    assert done.returncode == 0, done.stderr[-4000:]
+    output_of_engine: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     return output_of_engine
 
 

@@ -154,17 +154,19 @@ def hit_blocks(bed: PdBed) -> int:
     return sum(bed.counts(bed.engines.engine(name)).get("hit_blocks", 0) for name in (PREFILL, DECODE))
 
 
+def served(router: RouterProcess) -> list[list[str]]:
+    """Models of each engine, as the router knows them."""
+    with urllib.request.urlopen(f"http://{router.address}/router/engines", timeout=10) as answer:
+        return [engine["models"] for engine in json.load(answer).values()]
+
+
 def serve_adapter(bed: PdBed, router: RouterProcess, name: str, folder: Path) -> None:
     """Load an adapter into both engines, and wait until the router lists it."""
     for engine in (bed.prefill, bed.decode):
         status, why = engine.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         assert status == 200, why
 
-    def known() -> bool:
-        with urllib.request.urlopen(f"http://{router.address}/router/engines", timeout=10) as answer:
-            return all(name in engine["models"] for engine in json.load(answer).values())
-
-    wait_until(known, "the router knows the adapter")
+    wait_until(lambda: all(name in models for models in served(router)), "the router knows the adapter")
 
 
 def test_router_adapters_loaded_at_run_time(bed: PdBed, router: RouterProcess, oracle: Oracle, tmp_path: Path) -> None:
@@ -192,6 +194,7 @@ def test_router_adapters_loaded_at_run_time(bed: PdBed, router: RouterProcess, o
     make_adapter(bed.model, tmp_path / adapter, 7)  # new weights in the same folder
     for engine in (bed.prefill, bed.decode):
         assert engine.call("POST", "/v1/unload_lora_adapter", {"lora_name": adapter})[0] == 200
+    wait_until(lambda: not any(adapter in models for models in served(router)), "the router knows that the adapter is gone")
     serve_adapter(bed, router, adapter, tmp_path / adapter)
     bed.only_in_storage()  # vLLM's own prefix cache identifies an adapter by its name alone
     before = hit_blocks(bed)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from vllm_bed import BLOCK, SingleEngine, VllmDriver, VllmEngine, text, tiny
 
 from kvclient import KVClient, LoadHandle
 from kvstore.testing.connector.driver import StoreAddress
+from nursery import run_engine
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gemma4", "llama4", "deepseek"]
 MIB = 1 << 20
@@ -57,7 +56,7 @@ def elsewhere(folder: Path, store: StoreAddress, tmp_path_factory: pytest.TempPa
     prompts.write_text(json.dumps(PROMPTS))
     script = Path(__file__).with_name("vllm_bed.py")
     argv = [sys.executable, str(script), store.metadata, store.node, str(folder), str(prompts), *FAMILIES]
-    done = subprocess.run(argv, env=os.environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = run_engine(argv, TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from vllm_bed import BLOCK, text, tiny
 from kvclient import InvalidArgument
 from kvstore.embedded.cluster import LocalCluster
 from kvstore.testing.connector.driver import StoreAddress
+from nursery import run_engine
 
 TIMEOUT_S = 280.0
 PROMPTS = [text(1, 700), text(2, 580), text(3, BLOCK * 4), text(4, 31)]
@@ -35,7 +35,7 @@ def elsewhere(folder: Path, store: StoreAddress, tmp_path_factory: pytest.TempPa
     prompts.write_text(json.dumps(PROMPTS))
     script = Path(__file__).with_name("tier_bed.py")
     argv = [sys.executable, str(script), store.metadata, store.node, str(folder), str(prompts)]
-    done = subprocess.run(argv, env=os.environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = run_engine(argv, TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answers
@@ -75,14 +75,25 @@ def spoil_loads(connector: Any) -> None:
         store.load = spoiled
 
 
+def scale_layer(model: Any) -> None:
+    """Change the weights of one norm in place."""
+    model.model.layers[1].input_layernorm.weight.data.mul_(2)
+
+
 def test_tier_reset_of_the_connector_begins_an_epoch(folder: Path, store: StoreAddress) -> None:
-    """Earlier KV is not found any more, by this engine or by vLLM's host memory."""
+    """KV of other weights is not found any more, by this engine or by vLLM's host memory."""
     with engine(tiny("llama", folder), store, {"salt": "reset"}) as resetting:
         first = resetting.answers(PROMPTS)
         resetting.settle()
         assert resetting.llm.reset_prefix_cache(reset_connector=True)
+        again = resetting.answers(PROMPTS)
+        assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
+        assert [answer.cached_tokens > 0 for answer in again] == [True, True, True, False], "the weights are the same"
+        resetting.llm.llm_engine.engine_core.engine_core.pause_scheduler("abort", True)
+        resetting.llm.apply_model(scale_layer)
+        resetting.llm.llm_engine.engine_core.engine_core.resume_scheduler()
         after = resetting.answers(PROMPTS)
-        assert [answer.tokens for answer in after] == [answer.tokens for answer in first]
+        assert [answer.tokens for answer in after] != [answer.tokens for answer in first]
         assert [answer.cached_tokens for answer in after] == [0] * len(PROMPTS)
         resetting.settle()
         assert resetting.llm.reset_prefix_cache(reset_connector=False)

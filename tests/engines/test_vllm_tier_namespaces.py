@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +22,8 @@ from tier_namespaces import HEAD_SIZE, HEADS, Described
 
 from kvclient import CacheSpec, KVClient
 from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore
+from kvclient.engines.vllm.tier.counters import TierCounters
+from kvclient.engines.vllm.versions import vllm_imports
 from kvstore.lab.tiny_models import Family, TinyModel, make_model
 from kvstore.testing.connector.driver import StoreAddress
 
@@ -117,3 +122,83 @@ def test_tier_canonical_weights_without_name_depend_on_ranks(model: Path) -> Non
     known, unknown = (Described(canonical=True, named=named) for named in (True, False))
     epochs = {specs_of(replace(engine, ranks=ranks), model)[0].weights_epoch for engine in (known, unknown) for ranks in (1, 2)}
     assert len(epochs) == 3, "one name, and one digest for each number of ranks"
+
+
+def test_tier_chunk_that_lost_pages_is_not_stored() -> None:
+    """Two chunks wait since host memory was full, and vLLM gave away two pages of the second one, which the window has passed."""
+    with vllm_imports():
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
+        from vllm.v1.request import RequestStatus
+
+        from kvclient.engines.vllm.tier.connector import WholeChunksScheduler
+    given: dict[str, Any] = {"tokens_per_block": 16, "tokens_per_chunk": 64, "hashes_per_chunk": 4, "kv_event_group_spec": None}
+    manager = SimpleNamespace(reachable_block_mask=lambda **_: None)
+    group = offloading.GroupOffloadConfig(0, **given, sliding_window_size_in_chunks=1, kv_cache_spec=None, manager_cls=manager)
+    config = offloading.SchedulerOffloadConfig((group,), 4, 16, 1, offload_prompt_only=False, supports_partial_tail=False)
+    fields: dict[str, Any] = {"num_computed_tokens": 128, "num_tokens": 200, "num_prompt_tokens": 200, "kv_transfer_params": None}
+    hashes = [bytes([at]) * 32 for at in range(12)]
+    request = SimpleNamespace(status=RequestStatus.RUNNING, is_finished=lambda: False, block_hashes=hashes, **fields)
+    context: Any = SimpleNamespace(set_offload_key_position=lambda *_: None)
+    state = offloading.RequestOffloadState(config, request, context, None)
+    state.update_offload_keys()
+    state.group_states[0].block_ids = [5, 6, 7, 8, 9, 10, 11, 12]
+    made: Any = object.__new__(offloading.OffloadingConnectorScheduler)
+    vars(made).update(
+        config=config,
+        manager=SimpleNamespace(
+            on_schedule_end=lambda _: None,
+            prepare_store=lambda keys, _: SimpleNamespace(keys_to_store=list(keys), store_spec=None),
+        ),
+        _req_status={"r": state},
+        _sliding_window_groups=(0,),
+        _jobs={},
+        _job_counter=0,
+        _block_id_to_pending_jobs={},
+        _current_batch_load_jobs={},
+        _current_batch_jobs_to_flush=set(),
+        _current_batch_allocated_block_ids=set(),
+        _events_tracker=SimpleNamespace(record_store=lambda *_: None),
+    )
+    counters = TierCounters()
+    scheduled: Any = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
+        kv_cache_block_copies=[SimpleNamespace(dst_block_id=page) for page in (9, 10)],
+        preempted_req_ids=None,
+        kv_connector_block_state=None,
+        num_scheduled_tokens={"r": 16},
+        finished_req_ids=(),
+    )
+    plan: Any = WholeChunksScheduler.of(made, counters).build_connector_meta(scheduled)
+    assert [job.src_spec.block_ids.tolist() for job in plan.store_jobs.values()] == [[5, 6, 7, 8]]
+    assert counters.counts()["store_missing_chunks"] == 1
+
+
+def test_tier_without_a_thread_to_reconnect_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reset, between two steps of a running engine."""
+    with vllm_imports():
+        from kvclient.engines.vllm.tier.connector import KVStoreOffloadingConnector
+    from kvclient.engines.vllm.tier.options import TierOptions
+
+    class Weights:
+        is_open, name = False, "w1"
+
+        def end_checks(self) -> None:
+            self.is_open = True
+
+    counters, weights = TierCounters(), Weights()
+    connector: Any = object.__new__(KVStoreOffloadingConnector)
+    vars(connector).update(
+        connector_scheduler=SimpleNamespace(update_connector_output=lambda _: None),
+        _weights=weights,
+        _tier=SimpleNamespace(counters=counters),
+        _specs={0: CacheSpec(model="m", block_tokens=4, layers=1, layer_block_bytes=64)},
+        _options=TierOptions.from_extra_config({"kvstore": {"metadata": "127.0.0.1:1"}}),
+    )
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
+    assert weights.is_open

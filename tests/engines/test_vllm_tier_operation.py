@@ -83,13 +83,31 @@ def test_tier_reset_while_pages_are_in_use_closes_it(folder: Path, store: StoreA
     with engine(tiny("llama", folder), store, {"salt": "in-use"}) as served:
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         served.llm.llm_engine.add_request("running", {"prompt_token_ids": PROMPTS[0]}, params)
-        for _ in range(4):
+        scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
+        copies, late = served.tier.page_copies, []
+        report, copies.reported = copies.reported, late.append
+        while not (scheduler.running and any(late)):  # until its lookup is answered, or late, and pages were copied
             served.llm.llm_engine.step()
+        copies.reported = report
+        open_at_drain: list[bool] = []
+        drain = served.tier.drain_jobs
+
+        def drain_jobs() -> None:
+            open_at_drain.append(bool(served.tier.stores))
+            drain()
+
+        served.tier.drain_jobs = drain_jobs
         assert not served.llm.reset_prefix_cache(reset_connector=True)
         assert not served.tier.stores
+        assert open_at_drain == [False], "loads and stores under way are cancelled before vLLM waits for them"
+        assert copies.stale, "as if a worker had yet to copy pages into rows of before the reset"
+        for ended in late:
+            report(ended)
         while served.llm.llm_engine.has_unfinished_requests():
             served.llm.llm_engine.step()
         served.settle()
+        assert not copies.stale
+        served.llm.apply_model(lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(2) is None)
         assert served.llm.reset_prefix_cache(reset_connector=True)
         first = served.answers(PROMPTS)
         assert [answer.cached_tokens for answer in first] == [0, 0]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from tier_ranks_bed import TOKENS
 from vllm_bed import BLOCK, tiny
 
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from nursery import run_engine
 
 RANKS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -36,15 +34,9 @@ def answer(cluster: LocalCluster, model: Path, ranks: int, *more: str) -> dict[s
     script = Path(__file__).with_name("tier_ranks_bed.py")
     argv = [sys.executable, str(script), cluster.metadata_address, cluster.node("n").local_socket, str(model), str(ranks), *more]
     env = os.environ | (RANKS if ranks > 1 else ONE_RANK)
-    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        output, errors = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
-        process.wait()
-    assert process.returncode == 0, errors[-4000:]
-    said: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith('{"answer')))
+    done = run_engine(argv, TIMEOUT_S, env=env, new_session=True)  # kills the ranks, too
+    assert done.returncode == 0, done.stderr[-4000:]
+    said: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"answer')))
     return said
 
 

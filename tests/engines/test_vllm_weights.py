@@ -141,8 +141,57 @@ def test_weights_changed_in_place_begin_an_epoch(
     engine.llm.apply_model(scale_layer(0.5))
     assert engine.llm.reset_prefix_cache()
     answers = engine.generate([*PROMPTS, *new], 12)
-    assert loaded(answers) == ([0] * 4 if options else [384, 384, 0, 0]), "back to the first weights"
+    assert loaded(answers) == [384, 384, 0, 0], "back to the first weights, and to their name"
     assert [one.tokens for one in answers[:2]] == right
+    engine.close()
+
+
+def compute(engine: VllmEngine, prompt: list[int], max_tokens: int, adapter: Any = None) -> None:
+    """Begin a request, and step until it has computed its prompt."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    engine.llm.llm_engine.add_request("7", {"prompt_token_ids": prompt}, params, lora_request=adapter)
+    while not engine.core.scheduler.running:  # until its lookup is answered, or late
+        engine.llm.llm_engine.step()
+    for _ in range(4):
+        engine.llm.llm_engine.step()
+
+
+def test_weights_after_pauses_and_failed_resets_are_named_right(
+    right: list[tuple[int, ...]], driver: VllmDriver, store: StoreAddress, tmp_path: Path
+) -> None:
+    """vLLM resets its cache when it pauses, before the weights change. A reset that fails leaves KV of other weights in it."""
+    name = tmp_path / "epoch"
+    name.write_text("v1\n")
+    engine = driver.open(store, {"weights_epoch_file": str(name)})
+    assert engine.tokens(PROMPTS) == right
+    assert engine.flush()
+    for factor, epoch, hits in ((2, "v2", [0, 0]), (1, "v2", [384, 384])):
+        engine.core.pause_scheduler("abort", True)
+        engine.llm.llm_engine.abort_request(["nobody"])
+        for _ in range(3):
+            engine.llm.llm_engine.step()
+        engine.llm.apply_model(scale_layer(factor))
+        name.write_text(epoch)
+        engine.core.resume_scheduler()
+        answers = engine.generate(PROMPTS, 12)
+        assert (loaded(answers), engine.scheduler_side.weights.name) == (hits, epoch)
+        assert [one.tokens for one in answers] != right
+        assert engine.flush()
+
+    compute(engine, text(9, 100), 60)
+    engine.llm.apply_model(scale_layer(0.5))
+    name.write_text("v3")
+    assert not engine.llm.reset_prefix_cache(reset_connector=True)
+    engine.generate(PROMPTS, 1)  # from vLLM's cache, which has KV of the weights before
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.llm.llm_engine.step()
+    assert engine.flush()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    answers = engine.generate(PROMPTS, 12)
+    assert ([one.tokens for one in answers], loaded(answers)) == (right, [0, 0])
+    assert engine.scheduler_side.weights.name == "v3"
     engine.close()
 
 
@@ -243,6 +292,30 @@ def test_vllm_adapter_changed_before_its_step_is_not_stored(driver: VllmDriver, 
     engine.close()
     assert counts["stores_unsure"] >= 1
     assert counts.get("stores", 0) == 0
+
+
+def test_adapter_replaced_in_place_ends_stores_of_its_requests(driver: VllmDriver, store: StoreAddress, tmp_path: Path) -> None:
+    """A request that runs meanwhile goes on with the new weights. Its keys name the old ones."""
+    from vllm.lora.request import LoRARequest
+
+    for seed, name in enumerate("ab"):
+        make_adapter(driver.model, tmp_path / name, seed)
+    old, new = (LoRARequest("x", 1, str(tmp_path / name), load_inplace=name == "b") for name in "ab")
+    engine = driver.open(store, **LORA)
+    compute(engine, text(3, 100), 150, old)
+    assert engine.llm.llm_engine.add_lora(new)
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.llm.llm_engine.step()
+    assert engine.flush()
+    counts = engine.counters()
+    assert (counts["store_blocks"], counts["stores_unsure"]) == (100 // 32, 1)
+    asked = LoRARequest("x", 1, str(tmp_path / "b"))
+    right = ask(engine, asked)[0]
+    engine.forget()
+    assert ask(engine, asked) == (right, [384, 384]), "the new weights are known"
+    ask(engine, LoRARequest("x", 2, str(tmp_path / "a")))
+    assert engine.counters()["adapters_unknown"] == 2, "vLLM's cache has KV of both under the old path"
+    engine.close()
 
 
 OLD, NEW = "1" * 40, "2" * 40

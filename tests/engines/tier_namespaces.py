@@ -16,7 +16,7 @@ import torch
 
 from kvclient import CacheSpec
 from kvclient.engines.options import HookOptions
-from kvclient.engines.vllm.identity.model_weights import combined_digest
+from kvclient.engines.vllm.identity.weights_check import combined_digest
 from kvclient.engines.vllm.tier.canonical import canonical_chunk
 from kvclient.engines.vllm.tier.facts import check_block_hash, chunk_specs, row_bytes, tier_groups, worker_facts
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import shutil
 import subprocess
-import sys
 import termios
 from array import array
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvproto.v1.common_pb2 import Tier
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from nursery import cli
 from support.dynamo_indexer import dynamo_indexer
 from support.events_command import Publisher, publishing
 from support.kv_event_subscriber import ZmqSubscriber
@@ -236,18 +236,7 @@ def test_dynamo_indexer_finds_prefix_and_loses_it(tmp_path: Path) -> None:
 def test_events_command_prints_a_line_per_change(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
         keys = engine.store(1)
-        command = [
-            sys.executable,
-            "-m",
-            "kvstore.cli",
-            "events",
-            "--metadata",
-            cluster.metadata_address,
-            "--tier",
-            "dram",
-            "-o",
-            "json",
-        ]
+        command = [*cli(), "events", "--metadata", cluster.metadata_address, "--tier", "dram", "-o", "json"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
             lines = [json.loads(process.stdout.readline()) for _ in range(BLOCKS + 2)]
@@ -263,7 +252,7 @@ def test_events_command_prints_a_line_per_change(tmp_path: Path) -> None:
 def test_events_prints_a_block_of_two_tiers_once(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
         keys = engine.store(1)
-        command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address, "-o", "json"]
+        command = [*cli(), "events", "--metadata", cluster.metadata_address, "-o", "json"]
 
         def snapshot() -> list[dict[str, list[object]]]:
             with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -281,7 +270,7 @@ def test_events_prints_a_block_of_two_tiers_once(tmp_path: Path) -> None:
 
 def test_events_stops_on_signal_without_readers(tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
-        command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address]
+        command = [*cli(), "events", "--metadata", cluster.metadata_address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             assert process.stdout is not None
             fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4_096)

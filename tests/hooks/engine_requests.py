@@ -25,6 +25,7 @@ class Request:
     prompt_embeds: Any = None
     block_hashes: list[bytes] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -35,6 +36,10 @@ class Request:
 class Block:
     block_id: int
     users: int = 0
+
+    @property
+    def ref_cnt(self) -> int:
+        return self.users
 
 
 class Pool:

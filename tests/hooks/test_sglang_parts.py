@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvclient import InvalidArgument
 from kvclient.engines.file_stamps import mark_engine_start
 from kvclient.engines.options import HookOptions
+from kvclient.engines.sglang.generations import Generations
 from kvclient.engines.sglang.host_pages import HostPages
 from kvclient.engines.sglang.model_facts import model_text
 from kvclient.engines.sglang.namespaces import page_spec
@@ -285,3 +286,20 @@ def test_adapters_at_server_start_change_namespace(tmp_path: Path, typed: Any) -
     assert first == text()
     model_folder(adapter, b"trained on")
     assert text() != first
+
+
+@given(st.lists(st.sampled_from(["clear", "begin_update", "pause", "resume", "a", "b", ""]), max_size=30))
+def test_generations_never_give_old_pages_or_while_paused(events: list[str]) -> None:
+    """Names that stored before a clear or an update get another generation, and none while the engine's caches may be old."""
+    generations, stored, paused = Generations(), set[tuple[str, int]](), False
+    for event in events:
+        if event in {"a", "b", ""}:
+            generation = generations.of(event)
+            assert (generation is None) == paused
+            if generation is not None:
+                stored.add((event, generation))
+            continue
+        getattr(generations, event)()
+        paused = event in {"begin_update", "pause"}
+        if event in {"clear", "begin_update"}:
+            assert all((name, generations.of(name)) not in stored for name, _ in stored)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import struct
+import threading
 from array import array
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvclient import CacheSpec
+from kvclient.engines.options import HookOptions
+from kvclient.engines.vllm.announcements import engine_events
 from kvclient.engines.vllm.announcements.announcer import Announcement, Announcer, ordered_parts
 from kvclient.engines.vllm.announcements.engine_run import EngineRun
 from kvclient.engines.vllm.announcements.recent_prefixes import MOST_PER_CALL, RecentPrefixes
@@ -329,3 +333,47 @@ def test_labels_of_a_run_have_parents_and_tokens() -> None:
         (b"i" * 16, BlockLabel(4, run.hashes[:2], b"p" * 32, struct.pack("<4I", 0, 1, 2, 3), "adapter", (["x"], None))),
         (b"j" * 16, BlockLabel(5, run.hashes[2:], b"b" * 32, struct.pack("<4I", 4, 5, 6, 7), "adapter", (None, ["y"]))),
     ]
+
+
+def test_labels_without_a_thread_end_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = threading.Event()
+
+    class FakeWriter:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def close(self) -> None:
+            closed.set()
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine_events, "LabelWriter", FakeWriter)
+    events = engine_events.EngineEvents(HookOptions(), announce=False, most_blocks=1, count=lambda _name, _count: None)
+    events.connect([engine_events.AnnouncedGroup(SPECS, "sha256", "full", labelled=True)])
+    assert events.labels
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        events.disconnect()
+    assert not closed.is_set()
+    events.take()
+    assert closed.wait(10.0)
+
+
+def test_close_that_fails_lets_the_other_labels_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    counts: list[str] = []
+
+    class FakeWriter:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def close(self) -> None:
+            ended.append(len(ended))
+            raise OSError("closed twice")
+
+    monkeypatch.setattr(engine_events, "LabelWriter", FakeWriter)
+    events = engine_events.EngineEvents(HookOptions(), announce=False, most_blocks=1, count=lambda name, _: counts.append(name))
+    events.connect([engine_events.AnnouncedGroup(SPECS, "sha256", "full", labelled=True)] * 2)
+    events.close()
+    assert (ended, counts) == ([0, 1], ["bugs", "bugs"])

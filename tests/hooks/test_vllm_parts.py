@@ -21,11 +21,11 @@ from kvclient.engines.model_files import sampled_digest
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
-from kvclient.engines.vllm.identity.engine_facts import check_steps, files_text, model_digest, whole_prompts_only
+from kvclient.engines.vllm.identity.engine_facts import check_launcher, check_steps, files_text, model_digest, whole_prompts_only
 from kvclient.engines.vllm.identity.keys import RequestKeys, is_hashable, request_extras
 from kvclient.engines.vllm.identity.kv_groups import GroupView
+from kvclient.engines.vllm.identity.model_weights import ModelWeights
 from kvclient.engines.vllm.identity.namespaces import GroupFacts, chain_spec, group_spec
-from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.memory.pages import GroupPages, page_order
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import WorkerOutput
@@ -106,6 +106,83 @@ def test_adapter_number_of_two_folders_is_not_shared(tmp_path: Path) -> None:
     assert digest_in(adapters, adapter_folder(tmp_path / "a")) is not None
     assert digest_in(adapters, adapter_folder(tmp_path / "b", b"two")) is None
     assert digest_in(adapters, tmp_path / "a", 2) is not None
+
+
+def test_adapters_beyond_the_bound_are_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvclient.engines.vllm.identity.adapters._MOST_ADAPTERS", 1)
+    tally = ConnectorCounters()
+    adapters = Adapters(tally)
+    a, b = (adapter_of(str(adapter_folder(tmp_path / name, name.encode()))) for name in "ab")
+    assert adapters.of_request(a) is not None
+    assert adapters.of_request(adapter_of(b.lora_path, 2)) is None
+    assert tally.totals() == {"adapters_unknown": 1}
+    assert "too many adapters" in caplog.text
+    assert adapters.weights(b) is None
+    assert adapters.weights(a) is None, "vLLM may have read the other folder under this number"
+
+
+def test_adapters_replaced_beyond_the_bound_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvclient.engines.vllm.identity.adapters._MOST_ADAPTERS", 1)
+    adapters = Adapters(ConnectorCounters())
+    a, b = (str(adapter_folder(tmp_path / name, name.encode())) for name in "ab")
+    assert digest_in(adapters, a) is not None
+    for number in range(1, 10):
+        adapters.end_replacement(adapter_of(b, number), adapters.begin_replacement(adapter_of(b, number)))
+        assert digest_in(adapters, b, number) is None
+        assert digest_in(adapters, a, number) is None
+    assert adapters.known == 2
+
+
+def test_adapter_number_of_two_folders_spoils_both(tmp_path: Path) -> None:
+    """vLLM may have read the second folder, so its prefix cache may have KV of that one under the first folder's name."""
+    adapters = Adapters(ConnectorCounters())
+    assert digest_in(adapters, adapter_folder(tmp_path / "a")) is not None
+    assert digest_in(adapters, adapter_folder(tmp_path / "b", b"two")) is None
+    assert digest_in(adapters, tmp_path / "a") is None
+    assert digest_in(adapters, tmp_path / "a", 2) is None
+
+
+def test_adapter_replaced_by_a_request_is_not_shared(tmp_path: Path) -> None:
+    """A request of vLLM's offline API may replace an adapter. No event shows when vLLM reads it."""
+    adapters = Adapters(ConnectorCounters())
+    a, b = (adapter_of(str(adapter_folder(tmp_path / name, name.encode()))) for name in "ab")
+    assert adapters.weights(a) is not None
+    b.load_inplace = True
+    assert adapters.weights(b) is None
+    assert digest_in(adapters, tmp_path / "a", 2) is None, "running requests of the old one continue with the new weights"
+
+
+def test_adapter_replaced_from_another_folder_is_known(tmp_path: Path) -> None:
+    """The KV that running requests compute from then on is in vLLM's prefix cache under the old path."""
+    adapters = Adapters(ConnectorCounters())
+    a, b = (adapter_of(str(adapter_folder(tmp_path / name, name.encode()))) for name in "ab")
+    before = adapters.weights(a)
+    assert before is not None
+    assert adapters.holds(a, before)
+    read = adapters.begin_replacement(b)
+    assert read is not None
+    assert adapters.weights(b) is None, "vLLM has not read it yet"
+    adapters.end_replacement(b, read)
+    assert adapters.weights(b) is read
+    assert adapters.holds(b, read)
+    assert not adapters.holds(a, before)
+    assert adapters.weights(a) is None
+    assert digest_in(adapters, tmp_path / "a", 2) is None, "nor by another number"
+    assert adapters.weights(b) is read, "which the new one does not suffer from"
+
+
+def test_adapter_replacement_failed_leaves_number_unknown(tmp_path: Path) -> None:
+    adapters = Adapters(ConnectorCounters())
+    a, b = (adapter_of(str(adapter_folder(tmp_path / name, name.encode()))) for name in "ab")
+    adapters.weights(a)
+    adapters.begin_replacement(b)
+    assert (adapters.weights(a), adapters.weights(b)) == (None, None)
+    changed = adapters.begin_replacement(b)
+    adapter_folder(tmp_path / "b", b"later")
+    adapters.end_replacement(b, changed)
+    assert adapters.weights(b) is None, "vLLM may have read either files"
 
 
 @pytest.mark.parametrize("spoil", ["missing", "a hub's name", "unreadable", "no config", "blind"])
@@ -301,46 +378,11 @@ def test_layerwise_loads_with_overlapping_steps_are_rejected(way: dict[str, Any]
         check_steps(engine(**way))
 
 
-def test_weights_epoch_without_file_becomes_unique(tmp_path: Path) -> None:
-    named = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch": "7"}))
-    assert (named.name, named.number, named.named) == ("7", 0, True)
-    names = {"7", "changed"}
-    for changed in ("", "changed", ""):
-        named.begin(changed)
-        names.add(named.name)
-    assert len(names) == 5
-    assert named.number == 3
-
-
-def test_weights_epoch_unnamed_takes_digest_of_changed_weights() -> None:
-    epoch = WeightsEpoch(ConnectorOptions.from_mapping({}))
-    assert (epoch.name, epoch.named) == ("", False)
-    epoch.begin("xxh3:new")
-    assert epoch.name == "xxh3:new"
-    epoch.begin()
-    assert epoch.name not in {"", "xxh3:new"}, "the weights may be others"
-
-
-def test_weights_epoch_file_names_each_epoch(tmp_path: Path) -> None:
-    path = tmp_path / "epoch"
-    with pytest.raises(InvalidArgument):
-        WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
-    path.write_text(" 8\n")
-    epoch = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
-    assert epoch.name == "8"
-    path.write_text("9")
-    epoch.begin()
-    assert (epoch.name, epoch.number) == ("9", 1)
-    epoch.begin()
-    assert epoch.name == "9", "the same weights once more"
-    epoch.begin("changed")
-    assert epoch.name not in {"9", "changed"}, "the file names the weights before"
-    path.write_text("10")
-    epoch.begin("changed")
-    assert epoch.name == "10"
-    path.unlink()
-    epoch.begin()
-    assert epoch.name not in {"8", "9", "10", ""}, "rather nothing than stale KV"
+def test_external_launcher_of_several_workers_is_refused() -> None:
+    for backend, workers in (("mp", 2), ("external_launcher", 1)):
+        check_launcher(SimpleNamespace(distributed_executor_backend=backend, world_size=workers))
+    with pytest.raises(InvalidArgument, match="mp or ray"):
+        check_launcher(SimpleNamespace(distributed_executor_backend="external_launcher", world_size=2))
 
 
 def test_weights_digest_changes_with_weights(tmp_path: Path) -> None:
@@ -440,6 +482,21 @@ def engine_of(folder: Path, load_format: str = "auto", **fields: Any) -> Any:
     for name, value in fields.items():
         (model if name in model else load)[name] = value
     return SimpleNamespace(model_config=SimpleNamespace(**model), load_config=SimpleNamespace(**load))
+
+
+@pytest.mark.parametrize("error", [AssertionError("kernel"), ValueError("kernel"), KeyError("kernel"), RuntimeError("kernel")])
+def test_weights_unreadable_get_a_name_of_their_own(error: Exception) -> None:
+    """A layer's kernel refuses the vectors that read its weights: no reason to end the engine."""
+
+    class Runner:
+        def get_model(self) -> None:
+            raise error
+
+    runner = Runner()
+    weights = ModelWeights(runner, torch.bfloat16)
+    names = {weights.digest() for _ in range(2)}
+    assert len(names) == 2
+    assert all(name.startswith("unique:") for name in names)
 
 
 def test_files_text_named_weights_differs_by_load_options(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvclient import InvalidArgument, KeyChain
 from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.adapters import Adapters
 from kvclient.engines.vllm.identity.kv_groups import GroupView
 from kvclient.engines.vllm.pd.options import PdOptions
 from kvclient.engines.vllm.pd.params import Role, Transfer, read_transfer
@@ -175,6 +178,29 @@ def test_decode_prompt_cached_here_is_dropped() -> None:
     assert made.pop_given_up("r")
 
 
+@pytest.mark.parametrize("change", ["", "files", "replaced"])
+def test_decode_prompt_of_a_changed_adapter_is_dropped(change: str, tmp_path: Path) -> None:
+    one, counters = prompt(9), ConnectorCounters()
+    adapters, weights = Adapters(counters), tmp_path / "old" / "adapter_model.safetensors"
+    made = PdScheduler(BLOCK, [lambda _token: 0], 0.5, counters, adapters=adapters)
+    old, new = (SimpleNamespace(lora_name="x", lora_int_id=1, lora_path=str(tmp_path / name)) for name in ("old", "new"))
+    for adapter in (old, new):
+        Path(adapter.lora_path).mkdir()
+        (Path(adapter.lora_path) / weights.name).write_bytes(b"weights")
+        (Path(adapter.lora_path) / "adapter_config.json").write_text("{}")
+    one.lora_request = old
+    made.on_new_request(one, HERE, CHAIN, adapters.weights(old))
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))
+    if change == "files":
+        weights.write_bytes(b"others")
+    elif change == "replaced":
+        adapters.end_replacement(new, adapters.begin_replacement(new))
+    assert made.get_num_new_matched_tokens(one, 0) == (0 if change else 8)
+    assert step(made).drops == (["r"] if change else [])
+    assert made.pop_given_up("r") == bool(change), "served like any other request"
+    assert counters.totals().get("prompts_failed", 0) == bool(change)
+
+
 @pytest.mark.parametrize("stage", ["awaited", "here"])
 def test_decode_request_ended_while_waiting_is_dropped(stage: str) -> None:
     made = decisions()
@@ -185,6 +211,39 @@ def test_decode_request_ended_while_waiting_is_dropped(stage: str) -> None:
     assert made.request_finished("r") is None
     assert step(made).drops == ["r"]
     made.on_worker_output(PdWorkerOutput(known={"r": 1}))  # too late: ignored
+
+
+def test_decode_request_ended_before_its_step_is_not_awaited() -> None:
+    made = decisions()
+    for name in ("r", "kept"):
+        made.on_new_request(prompt(9, name), HERE, CHAIN)
+    made.request_finished("r")
+    plan = step(made)
+    assert [job.request_id for job in plan.awaits] == ["kept"], "nobody would drop a prompt that arrives later"
+    assert not plan.drops
+
+
+def test_decode_request_that_reads_no_prefix_awaits_nothing() -> None:
+    """One that wants logprobs of its prompt: vLLM computes all of it."""
+    made, one = decisions(), prompt(9)
+    one.skip_reading_prefix_cache = True
+    made.on_new_request(one, HERE, CHAIN)
+    assert not step(made).awaits
+    assert made.pop_given_up("r"), "served like any other request"
+
+
+def test_decode_prompt_that_is_not_read_is_dropped() -> None:
+    """vLLM's own cache holds as much."""
+    made, one = decisions(), prompt(9)
+    made.on_new_request(one, HERE, CHAIN)
+    step(made)
+    assert not made.pop_unread("r"), "it is awaited"
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}))
+    assert made.get_num_new_matched_tokens(one, 4) == 4
+    assert made.pop_unread("r")
+    assert step(made).drops == ["r"]
+    assert made.state("r") is TransferState.ENDED
+    assert not made.pop_unread("r")
 
 
 def test_decode_awaits_only_visible_part_of_window() -> None:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,12 @@ from hypothesis import strategies as st
 
 from kvclient import BlockKey, KeyChain, Lookup
 from kvclient.engines.options import HookOptions
-from kvclient.engines.vllm.identity.keys import RequestKeys
+from kvclient.engines.vllm.identity.keys import RequestKeys, request_extras
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
+from kvclient.engines.vllm.identity.weights_check import combined_digest
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import StepPlan, StoreJob, WorkerOutput
+from kvclient.engines.vllm.scheduler.pinned_pages import FREES_WAIT_S, PinnedPages
 from kvclient.engines.vllm.scheduler.prefix_lookup import PrefixMatch
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 
@@ -295,6 +299,18 @@ def test_store_after_layerwise_load_waits_for_all_workers(then: str) -> None:
     assert pool.pinned == set()
 
 
+def test_store_answered_twice_is_counted() -> None:
+    pool = Pool(20)
+    made, one = side(Shelf(), pool), request(17)
+    made.on_new_request(one)
+    made.get_num_new_matched_tokens(one, 0)
+    (job,) = plan(made, one, 17, [[1, 2, 3, 4, 5]]).stores
+    for _ in range(2):
+        made.on_worker_output(WorkerOutput({job.job_id: 1}, {job.job_id}))
+    assert pool.pinned == set()
+    assert made.counters.totals()["bugs"] == 1
+
+
 def test_store_failed_is_retried_once_with_next_blocks() -> None:
     pool, observed = Pool(20), Observed()
     made = side(Shelf(), pool, observed)
@@ -310,6 +326,23 @@ def test_store_failed_is_retried_once_with_next_blocks() -> None:
     assert made.counters.totals()["stores_given_up"] == 1
     assert pool.pinned == set()
     assert observed.stored_blocks == []
+
+
+def test_store_failed_children_of_it_are_no_failures() -> None:
+    pool = Pool(20)
+    made = side(Shelf(), pool)
+    one = request(40)
+    made.on_new_request(one)
+    ids = [list(range(1, 11))]
+    plan(made, one, 8, ids)
+    plan(made, one, 4, ids)
+    made.on_worker_output(WorkerOutput({1: 1, 2: 1}, {1, 2}))
+    assert made.counters.totals().get("stores_given_up", 0) == 0
+    (save,) = plan(made, one, 4, ids).stores
+    assert (save.first_block, len(save.keys)) == (0, 4)
+    made.on_worker_output(WorkerOutput({3: 1}, {3}))
+    assert made.counters.totals()["stores_given_up"] == 1
+    assert pool.pinned == set()
 
 
 def test_pages_waiting_for_store_are_bounded() -> None:
@@ -360,6 +393,87 @@ def test_changed_weights_drop_pending_work() -> None:
     assert made.has_pins
     made.on_worker_output(WorkerOutput({1: 1}))
     assert pool.pinned == set()
+
+
+def test_check_of_weights_holds_back_loads_and_stores() -> None:
+    made = side(Shelf(hits=2), Pool(20))
+    running, waiting = request(17), request(17, "s")
+    for one in (running, waiting):
+        made.on_new_request(one)
+    made.get_num_new_matched_tokens(running, 0)
+    made.weights.start("one", combined_digest(["a"]))
+    made.weights.reset_ended(cleared=False)
+    assert made.get_num_new_matched_tokens(waiting, 0) == (None, False)
+    first = plan(made, running, 12, [[1, 2, 3, 4, 5]])
+    assert (first.weights_check, first.stores) == (1, [])
+    made.on_worker_output(WorkerOutput(weights={(1, 0): "a"}))
+    made.weights.end_checks()
+    assert made.get_num_new_matched_tokens(waiting, 0) == (8, True)
+    (job,) = plan(made, running, 4, [[1, 2, 3, 4, 5]]).stores
+    assert (job.first_block, len(job.keys)) == (2, 2), "also what was computed during the check"
+
+
+def test_images_of_a_later_input_chunk_are_in_the_keys() -> None:
+    """vLLM appends them to a streamed request without a call of the connector."""
+    keys = []
+    for image in ("a", "b"):
+        made, one = side(Shelf(), Pool(64)), request(8)
+        one.mm_features = []
+        made.on_new_request(one)
+        made.get_num_new_matched_tokens(one, 0)
+        (first,) = plan(made, one, 8, [[1, 2, 3, 4]]).stores
+        one.all_token_ids += [77] * 8
+        one.mm_features.append(SimpleNamespace(identifier=image, mm_position=SimpleNamespace(offset=8, length=8)))
+        (second,) = plan(made, one, 8, [[1, 2, 3, 4]]).stores
+        whole = RequestKeys(made.prefix_lookup.chain, request_extras(one, None, BLOCK))  # type: ignore[union-attr]
+        assert [*first.keys, *second.keys] == whole.upto(one.all_token_ids, 4)
+        keys.append((first.keys, second.keys))
+    assert keys[0][0] == keys[1][0]
+    assert keys[0][1] != keys[1][1]
+
+
+def test_store_of_a_replaced_adapter_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    made, one = side(Shelf(hits=4), Pool(64)), request(17)
+    one.lora_request = SimpleNamespace(lora_name="x", lora_int_id=1, lora_path=str(tmp_path))
+    made.on_new_request(one)
+    assert made.get_num_new_matched_tokens(one, 0) == (16, True)
+    made.adapters.begin_replacement(SimpleNamespace(lora_name="x", lora_int_id=1, lora_path=str(tmp_path / "b")))
+    assert made.get_num_new_matched_tokens(one, 0) == (0, False)
+    one.all_token_ids += [1] * 8
+    assert plan(made, one, 24, [list(range(1, 9))]).stores == []
+    assert made.counters.totals()["stores_unsure"] == 1
+
+
+def test_pins_let_the_engine_wait_only_for_pages_they_free() -> None:
+    now_s = [0.0]
+    pool, pinned = Pool(8), PinnedPages(lambda: now_s[0])
+    mine, shared = pool.blocks[1:3], pool.blocks[3:4]
+    pool.touch(shared)  # by its running request
+    pinned.pin(pool, shared)
+    assert not pinned.frees_soon(pool)
+    pinned.pin(pool, mine)
+    assert pinned.frees_soon(pool)
+    now_s[0] = FREES_WAIT_S
+    assert not pinned.frees_soon(pool), "a store may take long"
+    pinned.unpin(pool, shared)
+    assert not pinned.frees_soon(pool), "that freed no page"
+    pinned.unpin(pool, mine[:1])
+    assert pinned.frees_soon(pool)
+    pinned.unpin(pool, mine[1:])
+    assert not pinned.frees_soon(pool)
+    assert pool.pinned == {3}
+
+
+def test_closed_epoch_computes_and_stores_nothing() -> None:
+    made = side(Shelf(hits=2), Pool(20))
+    one = request(17)
+    made.on_new_request(one)
+    made.weights.reset_ended(cleared=False)
+    made.weights.renew()
+    assert made.get_num_new_matched_tokens(one, 0) == (0, False)
+    assert plan(made, one, 12, [[1, 2, 3, 4, 5]]).stores == []
 
 
 @given(st.data())

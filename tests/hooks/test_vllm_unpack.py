@@ -102,6 +102,8 @@ def test_unpack_unsupported_layout_is_rejected() -> None:
     ):
         with pytest.raises(InvalidArgument):
             pytest.fail(str(PageLayout.of(wrong)))
+    with pytest.raises(InvalidArgument, match="stored_dtype"):
+        PageLayout.of(spec(codec="int8-float16-16x1"))
     layout = PageLayout.of(spec())
     for memory in (torch.zeros(1, layout.block_bytes - 4, dtype=torch.uint8), torch.zeros(layout.block_bytes, dtype=torch.uint8)):
         with pytest.raises(InvalidArgument):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from engine_requests import Pool, Request
 
-from kvclient import CacheSpec, ClientOptions, KVClient
+from kvclient import BlockKey, CacheSpec, ClientOptions, KVClient, Lookup
 from kvclient.call.request_hint import RequestHint
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.counters import ConnectorCounters
@@ -95,13 +95,19 @@ class Rank:
         chain = keys.upto(TOKENS, first + len(ids[0]))
         parent = chain[first - 1] if first else None
         job = StoreJob(job_id, "r", first, parent, chain[first:], [list(one) for one in ids])
-        plan = StepPlan(chain=self.chain, stores=[job])
-        self.side.end_forward(plan)
+        self.side.end_forward(StepPlan(chain=self.chain, stores=[job]))
+        return self.until_stored(job_id)
+
+    def until_stored(self, job_id: int) -> set[int]:
+        """Wait for the end of a store; return the failed jobs."""
         end_s = time.monotonic() + WAIT_S
-        while (answer := self.side.take_output()) is None:
+        done: dict[int, int] = {}
+        while job_id not in done:
             assert time.monotonic() < end_s
-            self.side.take_completions(plan, set())  # waits a moment
-        assert answer.stores_done == {job_id: 1}
+            self.side.take_completions(StepPlan(), set())  # waits a moment
+            answer = self.side.take_output() or WorkerOutput()
+            done |= answer.stores_done
+        assert done == {job_id: 1}
         return answer.stores_failed
 
     @property
@@ -317,6 +323,129 @@ def test_pages_reclaimed_are_stored_if_node_is_only_slow(
     rank.side.close()
 
 
+def test_step_without_end_stores_nothing(cluster: LocalCluster, find: Find) -> None:
+    rank = Rank(cluster, [spec()], seed=8)
+    _, keys = find([[spec()]])
+    job = StoreJob(1, "r", 0, None, keys.upto(TOKENS, 4), [[1, 2, 3, 4]])
+    rank.side.begin_step(StepPlan(chain=rank.chain, stores=[job]))
+    assert rank.side.take_output() is None
+    rank.side.begin_step(StepPlan(chain=rank.chain))
+    assert rank.side.take_output() == WorkerOutput({1: 1}, {1})
+    rank.side.end_forward(StepPlan(chain=rank.chain))
+    assert rank.side.counters.totals()["stores_not_begun"] == 1
+    assert rank.save([[1, 2, 3, 4]], keys, job_id=2) == set()
+    rank.side.close()
+
+
+@pytest.mark.parametrize("calls", ["begin begin end", "begin end end", "begin end begin end"])
+def test_step_begun_or_ended_twice_stores_once(cluster: LocalCluster, find: Find, calls: str) -> None:
+    """The pages of a store that was answered may have other content."""
+    rank = Rank(cluster, [spec()], seed=8)
+    _, keys = find([[spec()]])
+    plan = StepPlan(chain=rank.chain, stores=[StoreJob(1, "r", 0, None, keys.upto(TOKENS, 4), [[1, 2, 3, 4]])])
+    for call in calls.split():
+        (rank.side.begin_step if call == "begin" else rank.side.end_forward)(plan)
+    assert rank.until_stored(1) == set()
+    rank.side.begin_step(StepPlan(chain=rank.chain))
+    assert rank.save([[5]], keys, first=4, job_id=2) == set(), "the first store was answered once"
+    rank.side.close()
+
+
+def test_epoch_without_clients_is_tried_again_each_step(
+    cluster: LocalCluster, find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rank = Rank(cluster, [spec()], seed=8)
+    rank.specs = [replace(spec(), weights_epoch="two")]
+    _, keys = find([rank.specs])
+    later = StepPlan(epoch=1, weights_epoch="two", weights_check=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(KVClient, "connect", fail)
+        for _ in range(2):
+            rank.side.begin_step(later)
+            assert rank.save([[1, 2]], keys) == {1}
+    assert rank.side.counters.totals()["bugs"] == 2
+    rank.side.begin_step(later)
+    assert rank.save([[1, 2]], keys) == set()
+    assert find([rank.specs], 2)[0].hit_blocks == 2
+    assert find([[spec()]])[0].hit_blocks == 0
+    rank.side.close()
+
+
+def test_store_thread_survives_a_client_that_cannot_close(
+    cluster: LocalCluster, find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(client: KVClient) -> None:
+        close(client)
+        raise OSError("closed twice")
+
+    close = KVClient.close
+    rank = Rank(cluster, [spec()], seed=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(KVClient, "close", fail)
+        rank.side.begin_step(StepPlan(epoch=1, weights_epoch="two"))
+        end_s = time.monotonic() + WAIT_S
+        while rank.side.counters.totals().get("bugs") != 1:
+            assert time.monotonic() < end_s, "the clients were closed"
+            time.sleep(0.01)
+    _, keys = find([[replace(spec(), weights_epoch="two")]])
+    assert rank.save([[1, 2]], keys) == set()
+    rank.side.close()
+
+
+def test_load_that_cannot_begin_is_computed(cluster: LocalCluster, find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rank = Rank(cluster, [spec()], seed=8)
+    _, keys = find([[spec()]])
+    rank.save([[1, 2]], keys)
+    found, _ = find([[spec()]], 2)
+    monkeypatch.setattr(KVClient, "start_load", fail)
+    assert rank.load(found, [[5, 6]]) == LoadCompletions({"r"}, {"r"}, {5, 6})
+    rank.side.close()
+
+
+def test_lookup_that_waits_too_long_finds_nothing(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    def slow(_client: KVClient, keys: Sequence[BlockKey], *_: object) -> Lookup:
+        assert answers.wait(WAIT_S)
+        return Lookup(keys)
+
+    monkeypatch.setattr(KVClient, "lookup", slow)
+    counters = ConnectorCounters()
+    finder = BackgroundLookup(HookOptions(metadata=cluster.metadata_address, lookup_deadline_s=0.1), [[spec()]], counters)
+    futures = [finder.begin(RequestKeys(finder.chain, {}), TOKENS, 8) for _ in range(8)]
+    time.sleep(0.2)
+    answers.set()
+    assert all(future.result(WAIT_S).hit_blocks == 0 for future in futures)
+    assert counters.totals()["lookups_late"] == 6, "two threads look up"
+    answers.clear()
+    futures = [finder.begin(RequestKeys(finder.chain, {}), TOKENS, 8) for _ in range(8)]
+    threading.Timer(0.2, answers.set).start()
+    finder.close()
+    assert all(future.done() for future in futures)
+
+
+def test_lookup_without_a_thread_is_a_miss_and_never_runs(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    counters = ConnectorCounters()
+    finder = BackgroundLookup(HookOptions(metadata=cluster.metadata_address), [[spec(0)], [spec(1)]], counters)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert finder.begin(RequestKeys(finder.chain, {}), TOKENS, 8).result(0).hit_blocks == 0
+    assert finder.begin(RequestKeys(finder.chain, {}), TOKENS, 8).result(WAIT_S).hit_blocks == 0
+    finder.close()
+    totals = counters.totals()
+    assert (totals["lookup_failures"], totals["lookups"]) == (1, 1)
+    assert finder.begin(RequestKeys(finder.chain, {}), TOKENS, 8).result(0).hit_blocks == 0
+
+
 def test_pages_reclaimed_are_awaited_once_per_step(cluster: LocalCluster, find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(cluster, [spec()], seed=9)
     waits: list[float] = []
@@ -343,6 +472,25 @@ def test_changed_weights_change_namespace(cluster: LocalCluster, find: Find) -> 
     while old[0].stats()["client_session_open"]:
         assert time.monotonic() < end_s, "clients that nobody needs are closed"
         time.sleep(0.01)
+    rank.side.close()
+
+
+def test_weights_other_than_those_of_the_epoch_are_not_stored(cluster: LocalCluster, find: Find) -> None:
+    rank = Rank(cluster, [spec()], seed=5)
+    _, keys = find([[spec()]])
+    job = StoreJob(1, "r", 0, None, list(keys.upto(TOKENS, 2)), [[1, 2]])
+    weights = ["", "other", "", "other"]
+    rank.side.digest_weights = lambda: weights[check]
+    for check, plan, failed in (
+        (1, StepPlan(weights_check=1), {1}),
+        (2, StepPlan(weights_check=2), set()),
+        (3, StepPlan(weights_check=3), {1}),
+        (3, StepPlan(epoch=1, weights_epoch="two"), set()),
+    ):
+        plan.chain, plan.stores = rank.chain, [job]
+        rank.side.begin_step(plan)
+        rank.side.end_forward(plan)
+        assert rank.until_stored(1) == failed, check
     rank.side.close()
 
 

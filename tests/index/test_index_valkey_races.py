@@ -18,7 +18,7 @@ from kvstore.core.types import BlockKey, BootId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.contract import ReplicaRun, VolumeEpoch
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.cluster import Answer, Command, Lane
+from kvstore.index.valkey.cluster import Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
 from kvstore.index.valkey.feed import FRESH_S, StreamPosition
 from kvstore.index.valkey.index import A, ValkeyIndex
@@ -135,6 +135,24 @@ def test_sweep_keeps_replicas_of_a_new_volume_epoch(index: InterruptedIndex, oth
     assert runs(index, {mine, *theirs}) == {ReplicaRun(0, 100, theirs[0])}
 
 
+def test_sweep_end_that_runs_twice_counts_once(index: ValkeyIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command is sent again, as after a lost answer."""
+    run_until = ValkeyClient.run_until
+
+    async def run_twice(
+        self: ValkeyClient, commands: Sequence[Command], deadline_s: float, lane: Lane = Lane.WRITES
+    ) -> list[Reply]:
+        await run_until(self, commands, deadline_s, lane)
+        return await run_until(self, commands, deadline_s, lane)
+
+    while not index.sweep(1_000):
+        pass
+    index.close_volume_epoch(opened(index, "mine"))
+    monkeypatch.setattr(ValkeyClient, "run_until", run_twice)
+    assert not index.sweep(1 << 20), "records may have been written behind this sweep"
+    assert index.sweep(1 << 20)
+
+
 def test_inventory_has_replicas_of_a_new_volume_epoch(index: InterruptedIndex, other: ValkeyIndex) -> None:
     theirs = list[VolumeEpoch]()
     index.before_reading = published_by(other, theirs)
@@ -158,7 +176,7 @@ async def test_events_of_a_server_that_was_stopped_are_still_true(address: Valke
     index = await InterruptedIndex.start(address, lookup_budget_s=5.0)
     other = await ValkeyIndex.start(address, lookup_budget_s=5.0)
     for one in (index, other):
-        one.feed.record(encode_events, 1 << 20)
+        one.feed.start_recording(encode_events, 1 << 20)
     await index.feed.join()
     await index.feed.settle()
     mine, keys = await asyncio.to_thread(opened, index, "mine"), CHAIN.keys

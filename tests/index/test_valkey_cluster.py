@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 
+import hiredis
 import pytest
 
 from kvstore.core.errors import Unauthenticated, Unavailable, Unsupported
@@ -160,7 +161,7 @@ async def test_cluster_requires_the_password(servers: ValkeyServers, counters: C
 
 
 @asynccontextmanager
-async def serving(answers: Callable[[bytes], bytes]) -> AsyncIterator[str]:
+async def serving(answers: Callable[[bytes], bytes], host: str = "127.0.0.1") -> AsyncIterator[str]:
     """A server that answers each part that it receives. Yields its address."""
     handlers: set[asyncio.Task[None]] = set()
 
@@ -174,9 +175,9 @@ async def serving(answers: Callable[[bytes], bytes]) -> AsyncIterator[str]:
                 await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    server = await asyncio.start_server(handle, host, 0)
     async with server:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield f"{host}:{server.sockets[0].getsockname()[1]}"
     await asyncio.gather(*handlers)
 
 
@@ -194,3 +195,26 @@ async def test_garbage_from_a_server_is_unavailable(garbage: bytes, counters: Co
     async with serving(lambda _: garbage) as address:
         with pytest.raises(Unavailable):
             await ValkeyClient(ValkeyAddress((address,)), budget_s=1.0, count=counters.add).start()
+
+
+def replies_to(data: bytes, replies: dict[bytes, bytes]) -> bytes:
+    reader = hiredis.Reader()
+    reader.feed(data)
+    commands = []
+    while (command := reader.gets()) is not False:
+        commands.append(replies.get(command[0], b"+OK\r\n"))
+    return b"".join(commands)
+
+
+async def test_moved_without_host_is_followed_at_the_same_host(counters: Counters) -> None:
+    with_key = {b"GET": b"$1\r\n1\r\n"}
+    async with serving(lambda data: replies_to(data, with_key), "127.0.0.2") as target:
+        port = target.rpartition(":")[2].encode()
+        asked: dict[bytes, bytes] = {b"GET": b"-MOVED 0 :%s\r\n" % port}
+        async with serving(lambda data: replies_to(data, asked), "127.0.0.2") as address:
+            own = address.rpartition(":")[2].encode()
+            asked[b"CLUSTER"] = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%s\r\n" % own
+            client = ValkeyClient(ValkeyAddress((address,)), budget_s=5.0, count=counters.add)
+            await client.start()
+            assert await client.run([(0, pack("GET", "key"))]) == [b"1"]
+            await client.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.config.metadata import MetadataConfig
-from kvstore.core.errors import InvalidArgument, KVStoreError, Unauthenticated
+from kvstore.core.errors import InvalidArgument, KVStoreError, Unauthenticated, Unavailable
 from kvstore.embedded.ports import free_port
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.counts import count_nothing
@@ -80,3 +82,43 @@ def test_engine_without_port_names_the_setting() -> None:
     with pytest.raises(InvalidArgument, match=r"metadata\.engine needs a port with each server") as raised:
         _ = MetadataConfig(index_path=Path("index"), engine="valkey://somewhere").valkey_servers
     assert raised.value.fields["address"] == "somewhere"
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Other programs take ports between the search for a free port and the start of a server: as many as the list's number."""
+    left = [0]
+    with contextlib.ExitStack() as others:
+
+        def port() -> int:
+            found = free_port()
+            if left[0] > 0:
+                left[0] -= 1
+                others.enter_context(socket.socket()).bind(("127.0.0.1", found))
+            return found
+
+        monkeypatch.setattr("kvstore.embedded.valkey.free_port", port)
+        yield left
+
+
+def test_server_whose_port_was_taken_gets_another(taken: list[int], tmp_path: Path) -> None:
+    taken[0] = 1
+    with ValkeyServers(tmp_path, shards=1) as started:
+        assert started.whole
+
+
+def test_server_that_ends_at_each_start_names_the_reason(taken: list[int], tmp_path: Path) -> None:
+    taken[0] = 100
+    with pytest.raises(Unavailable, match=r"ended at its start.*[Ff]ailed"):
+        ValkeyServers(tmp_path, shards=1)
+
+
+def test_server_at_the_port_of_another_is_not_taken_for_it(
+    servers: ValkeyServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The port was taken by another Valkey, which answers."""
+    ports = iter([servers.servers[0].port])
+    monkeypatch.setattr("kvstore.embedded.valkey.free_port", lambda: next(ports, None) or free_port())
+    with ValkeyServers(tmp_path, shards=1) as started:
+        assert started.whole
+        assert started.seeds != servers.seeds

@@ -13,7 +13,7 @@ from kvstore.core.types import BlockKey
 from kvstore.index.valkey import keys
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.records import Abilities, abilities_of, change_command, took_effect
-from kvstore.index.valkey.topology import NO_SHARD, ShardNodes, parse_cluster_slots
+from kvstore.index.valkey.topology import NO_SHARD, ShardNodes, known_address, parse_cluster_slots
 
 KEY = BlockKey(bytes(range(16)))
 OLD, NEW = b"o" * 16, b"n" * 24
@@ -21,6 +21,12 @@ OLD, NEW = b"o" * 16, b"n" * 24
 
 def server(host: bytes | None, port: int) -> list[object]:
     return [host, port, b"0" * 40, []]
+
+
+def test_redirection_without_host_stays_at_the_host() -> None:
+    assert known_address("10.0.0.2:6381", "10.0.0.1") == "10.0.0.2:6381"
+    assert known_address(":6381", "10.0.0.1") == "10.0.0.1:6381"
+    assert known_address("?:6381", "10.0.0.1") == "10.0.0.1:6381"
 
 
 def test_slot_of_tag_matches_the_specification() -> None:

@@ -19,6 +19,7 @@ from kvstore.metadata.cluster import event_journal
 from kvstore.metadata.cluster.event_journal import KEEP_S, MAX_EVENTS, ClusterEvent, EventJournal, encode_lines
 from kvstore.metadata.cluster.event_sources import FindingEvents, NodeEvents
 from kvstore.observe.counters import Counters
+from kvstore.process import atomic_file
 from kvstore.process.atomic_file import write_atomically
 
 
@@ -306,7 +307,7 @@ def test_events_of_an_engine_cache_name_it(tmp_path: Path, wall: Wall) -> None:
 
 
 def test_events_wait_in_memory_for_a_lock(tmp_path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_journal, "_LOCK_S", 0.05)
+    monkeypatch.setattr(atomic_file, "LOCK_S", 0.05)
     counters = Counters()
     one = journal(tmp_path, wall, counters)
     with (tmp_path / "index.events.jsonl.lock").open("w") as held:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -17,8 +18,8 @@ from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import Tier as TierMessage
 from kvstore.core.clock import ManualClock
-from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
-from kvstore.index.contract import VolumeEpoch
+from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.index.contract import VolumeEpoch, VolumeEpochInfo
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.events import subscription as watching
 from kvstore.metadata.events.event_log import BlockEventLog
@@ -203,7 +204,7 @@ class FeedMachine(RuleBasedStateMachine):
         boot = BootId(self.boots.to_bytes(16, "big"))
         volume_epoch = self.index.open_volume_epoch(VolumeId(f"v{number}"), NodeId(f"n{number // 2}"), tier, boot)
         self.nodes.visible |= {volume_epoch}
-        self.feed.serve(self.nodes.visible)
+        self.feed.update_served(self.nodes.visible)
 
     def volume_epoch(self, choice: int) -> VolumeEpoch:
         volume_epochs = sorted(info.volume_epoch for info in self.index.volume_epochs())
@@ -215,12 +216,12 @@ class FeedMachine(RuleBasedStateMachine):
         volume_epoch = self.volume_epoch(choice)
         self.index.close_volume_epoch(volume_epoch)
         self.nodes.visible -= {volume_epoch}
-        self.feed.serve(self.nodes.visible)
+        self.feed.update_served(self.nodes.visible)
 
     @rule(choice=choices)
     def turn_silent_or_back(self, choice: int) -> None:
         self.nodes.visible ^= {self.volume_epoch(choice)}
-        self.feed.serve(self.nodes.visible)
+        self.feed.update_served(self.nodes.visible)
 
     @rule(
         choice=choices, chain=st.sampled_from(CHAINS), start=positions, end=positions, others=st.lists(st.integers(0, LENGTH - 1))
@@ -293,3 +294,38 @@ class TestSmallRing(SmallRingMachine.TestCase):
     def runTest(self) -> None:  # noqa: N802
         with small_pages():
             super().runTest()
+
+
+async def test_resume_over_foreign_changes_lets_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter that drops the whole ring must not hold the event loop of the server."""
+    monkeypatch.setattr(watching, "MESSAGE_BYTES", 1)  # one change per batch
+    loop = asyncio.get_running_loop()
+    log, nodes, volume = BlockEventLog(loop, 1 << 20, 4, ManualClock()), Nodes(), VolumeEpoch(1)
+    nodes.visible = frozenset({volume})
+    log.join(list, nodes.visible)
+    log.opened(VolumeEpochInfo(volume, VolumeId("n/dram"), NodeId("n"), Tier.DRAM, BootId(bytes(16))))
+    begin, mine, other = log.sequence, NamespaceId(b"m" * 16), NamespaceId(b"o" * 16)
+    for number in range(100):
+        log.published(volume, [BlockRun(other, None, 0, (BlockKey(number.to_bytes(16, "big")),))], [])
+    log.published(volume, [BlockRun(mine, None, 0, (BlockKey(b"own".ljust(16)),))], [])
+    wanted = pb.WatchBlocksRequest(feed_id=log.feed_id, sequence=begin, namespace_ids=[mine])
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    task, reads = asyncio.create_task(others()), IndexThread("reads")
+    with tempfile.TemporaryDirectory() as folder:
+        index = LmdbIndex.open(Path(folder) / "index", map_bytes=1 << 22)
+        stream = BlockEventSubscription(wanted, log, index, reads, nodes, Counters()).run()  # type: ignore[arg-type]
+        messages = [await anext(stream), await anext(stream)]
+        await stream.aclose()
+        task.cancel()
+        await reads.close()
+        index.close()
+    assert messages[0].HasField("resumed")
+    assert [len(one.stored.runs) for one in messages[1].events.events] == [1]
+    assert turns >= 100

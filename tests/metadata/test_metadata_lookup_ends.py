@@ -10,7 +10,9 @@ import pytest
 from metadata_harness import run_of, serve
 
 from kvstore.index import lmdb
+from kvstore.index.contract import VolumeEpoch
 from kvstore.index.record import decode
+from kvstore.metadata.membership.node_table import NodeTable, VolumeLocation
 from support.chains import chain
 
 LENGTH = 1_600
@@ -81,3 +83,15 @@ async def test_lookup_with_wrong_ends_has_the_same_answer(
                 assert length < LENGTH or answer == expected
         assert len(read) <= 3 * (2 * len(WRONG[case]) + 30)
         assert (await peer.lookup(chain("b", 10), ends=WRONG[case])).hit_blocks == 0
+
+
+async def test_lookup_overtaken_by_registrations_is_a_miss(index_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_nodes: NodeTable, volume_epoch: VolumeEpoch) -> VolumeLocation:
+        raise KeyError(volume_epoch)
+
+    async with serve(index_path) as running:
+        peer = running.peer()
+        with monkeypatch.context() as patch:
+            patch.setattr(NodeTable, "server_of", gone)
+            assert (await peer.lookup(KEYS)).hit_blocks == 0
+        assert (await peer.lookup(KEYS)).hit_blocks == 1_500

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from metadata_harness import EngineCache, Running
+from metadata_harness import TIMEOUT_S, EngineCache, Peer, Running
 
+from kvproto.v1 import metadata_pb2 as pb
+from kvstore.control_api.serializers import is_arriving
+from kvstore.rpc.client import call_aio
 from support.wait import wait_until_async
 
 
@@ -48,3 +51,25 @@ async def test_members_do_not_change_with_caches_of_engines(running: Running) ->
     assert (await cache.beat()).members == (await node.beat()).members == alone
     await cache.unregister()
     assert (await node.beat()).members == alone
+
+
+async def arriving(peer: Peer) -> list[str]:
+    """The volumes of a node that the commands show as arriving."""
+    listed = await call_aio(peer.stub.ListNodes, pb.ListNodesRequest(), TIMEOUT_S)
+    (status,) = listed.nodes
+    return [volume.volume_id for volume in status.node.volumes if is_arriving(status, volume.volume_id)]
+
+
+async def test_volumes_arrive_until_inventory_is_whole(running: Running) -> None:
+    node = running.peer("a")
+    await node.register()
+    assert await arriving(node) == list(node.volumes)
+    for volume in node.volumes:
+        await node.publish(volume, sync_end=True)
+    await node.beat()
+    assert await arriving(node) == []
+    node.reboot()
+    assert set((await node.register()).values()) == {True}
+    await node.publish(next(iter(node.volumes)), sync_end=True)
+    await node.beat()
+    assert await arriving(node) == list(node.volumes)[1:]

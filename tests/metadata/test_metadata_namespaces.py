@@ -16,7 +16,7 @@ from kvstore.core.spec import CacheSpec as Spec
 from kvstore.core.types import NamespaceId
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.retention import tenants
-from kvstore.metadata.retention.tenants import NamespaceOwners
+from kvstore.metadata.retention.tenants import NamespaceList, NamespaceOwners
 from kvstore.rpc.client import call_aio
 from kvstore.rpc.codec import spec_to_proto
 from support.chains import chain
@@ -76,4 +76,19 @@ def test_lookup_unregistered_namespace_reads_no_namespaces(tmp_path: Path, monke
         with pytest.raises(NotFound):
             asyncio.run(owners.check(unknown))
     assert index.spec_of(spec.namespace) == spec_to_proto(spec).SerializeToString(deterministic=True)
+    index.close()
+
+
+def test_list_of_namespaces_parses_each_spec_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = LmdbIndex.open(tmp_path / "index", map_bytes=1 << 24)
+    owners, listing = NamespaceOwners(index), NamespaceList()
+    specs = [spec_of(tenant, 1) for tenant in ("acme", "beta")]
+    for spec in specs:
+        owners.register(spec)
+    known = index.namespaces()
+    listing.listed(known, None)
+    monkeypatch.setattr(tenants, "CacheSpec", None)
+    assert [info.namespace_id for info in listing.listed(known, None).namespaces] == [spec.namespace for spec in specs]
+    (mine,) = listing.listed(known, "beta").namespaces
+    assert (mine.namespace_id, mine.spec) == (specs[1].namespace, spec_to_proto(specs[1]))
     index.close()

@@ -8,6 +8,7 @@ import random
 import re
 import secrets
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +28,10 @@ from kvstore.core.spec import CacheSpec
 from kvstore.dualpath.contract import LoadPlan
 from kvstore.dualpath.planner import DEADLINE_GRACE_S, PATIENCE_S, PLAN_LIFE_S
 from kvstore.dualpath.queues import QUEUE_S
+from kvstore.metadata.scheduling import planner_service
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.server import MetadataServer
+from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import call_aio, connect_aio
 from kvstore.rpc.failover.addresses import MetadataAddresses
@@ -373,6 +376,66 @@ async def test_replan_too_many_ranges_is_refused(running: Running, monkeypatch: 
     assert (await p.counters())["metadata_plans_refused_total"] == 2
     assert await report(p, pb.LoadReport(plan_id=one.plan_id, finished=True)) == []
     assert await pending(p) == 0
+
+
+class TwoNodes:
+    """The part of the node table that the planner uses, with counted reads."""
+
+    def __init__(self) -> None:
+        records = {
+            name: NodeInfo(
+                node_id=name,
+                boot_id=bytes(16),
+                control_address="h:1",
+                roles=["prefill"],
+                storage_bytes_per_s=10**9,
+                compute_bytes_per_s=10**9,
+            )
+            for name in ("p", "d")
+        }
+        self.last_view = SimpleNamespace(nodes=records)
+        self.updates = 0
+        self.dead: set[str] = set()
+        self.reads = 0
+
+    def view(self) -> SimpleNamespace:
+        return self.last_view
+
+    def is_alive(self, node_id: str) -> bool:
+        self.reads += 1
+        return node_id not in self.dead
+
+    def is_draining(self, node_id: str) -> bool:
+        return False
+
+    def read_bytes_per_s(self, node_id: str) -> int:
+        return 0
+
+
+def test_plan_reads_nodes_after_a_change_only() -> None:
+    nodes = TwoNodes()
+    service = PlannerService(nodes, "split", Counters(), ManualClock())  # type: ignore[arg-type]
+    for _ in range(5):
+        service.price(asked())
+        assert {part.node_id for part in service.plan(asked()).parts} == {"p", "d"}
+    assert nodes.reads == 2
+    nodes.dead.add("d")
+    nodes.updates += 1
+    assert {part.node_id for part in service.plan(asked()).parts} == {"p"}
+    service.clear()
+    assert {part.node_id for part in service.plan(asked()).parts} == {"p"}
+
+
+async def test_plan_tenant_leaves_space_for_others(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = (await hosts(running))["p"]
+    monkeypatch.setattr(limits, "MAX_PARTS_UNDER_WAY", 40)
+    monkeypatch.setattr(planner_service, "tenant", lambda: "confined")
+    for _ in range(5):
+        await plan(p, asked(policy="prefill_only"))
+    with pytest.raises(CapacityExceeded, match="of this tenant"):
+        await plan(p, asked(policy="prefill_only"))
+    monkeypatch.setattr(planner_service, "tenant", lambda: None)
+    assert covered(await plan(p, asked(policy="prefill_only"))) == list(range(100))
 
 
 async def test_plan_stalled_leaves_queues(running: Running) -> None:

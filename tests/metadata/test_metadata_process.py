@@ -268,7 +268,7 @@ def test_config_remote_listen_requires_tls_or_permission(tmp_path: Path) -> None
     MetadataConfig(index_path=tmp_path, listen="0.0.0.0:1", tls=TlsSection(cert=tmp_path, key=tmp_path)).check()
     MetadataConfig(index_path=tmp_path, listen="[::1]:1").check()
     MetadataConfig(index_path=tmp_path, metrics_listen="0.0.0.0:1", allow_insecure_metrics=True).check()
-    with pytest.raises(InvalidArgument, match="requires TLS"):
+    with pytest.raises(InvalidArgument, match=r"requires TLS; set metadata\.tls, or metadata\.allow_insecure_remote"):
         MetadataConfig(index_path=tmp_path, listen="0.0.0.0:1", allow_insecure_metrics=True).check()
     with pytest.raises(InvalidArgument, match="allow_insecure_metrics"):
         MetadataConfig(index_path=tmp_path, metrics_listen="0.0.0.0:1").check()

@@ -274,25 +274,25 @@ async def test_set_rule_reaches_nodes(running: Running) -> None:
         )
 
     with pytest.raises(NotFound):
-        await set_rule(bytes(16), pinned=True)
+        await set_rule(bytes(16), kept=True)
     with pytest.raises(InvalidArgument):
-        await set_rule(b"short", pinned=True)
+        await set_rule(b"short", kept=True)
     with pytest.raises(InvalidArgument):
         await set_rule(known.namespace_id, ttl_ms=2**60)
     with pytest.raises(InvalidArgument):
         await set_rule(known.namespace_id, copies=3)
-    done = await set_rule(known.namespace_id, ttl_ms=5_000, pinned=True)
-    assert (done.before.ttl_ms, done.before.pinned, done.rule.ttl_ms, done.rule.pinned) == (0, False, 5_000, True)
+    done = await set_rule(known.namespace_id, ttl_ms=5_000, kept=True)
+    assert (done.before.ttl_ms, done.before.kept, done.rule.ttl_ms, done.rule.kept) == (0, False, 5_000, True)
     with pytest.raises(Conflict) as changed:
-        await set_rule(known.namespace_id, metadata_pb2.NamespaceRule(ttl_ms=5_000), pinned=True)
-    assert changed.value.fields["rule"] == "ttl=5000,pinned=yes,copies=1"
+        await set_rule(known.namespace_id, metadata_pb2.NamespaceRule(ttl_ms=5_000), kept=True)
+    assert changed.value.fields["rule"] == "ttl=5000,kept=yes,copies=1"
     (rule,) = (await peer.beat()).retention.rules
-    assert (rule.namespace_id, rule.ttl_ms, rule.pinned) == (known.namespace_id, 5_000, True)
+    assert (rule.namespace_id, rule.ttl_ms, rule.kept) == (known.namespace_id, 5_000, True)
     (shown,) = (await ask(running, "DescribeNamespaces", pb.DescribeNamespacesRequest())).namespaces
-    assert (shown.ttl_ms, shown.pinned, shown.copies) == (5_000, True, 1)
+    assert (shown.ttl_ms, shown.kept, shown.copies) == (5_000, True, 1)
     await set_rule(known.namespace_id, copies=2)
     (rule,) = (await peer.beat()).retention.rules
-    assert (rule.ttl_ms, rule.pinned, rule.copies) == (0, False, 2)
+    assert (rule.ttl_ms, rule.kept, rule.copies) == (0, False, 2)
     await set_rule(known.namespace_id)
     assert not (await peer.beat()).retention.rules
 

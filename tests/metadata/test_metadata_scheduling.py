@@ -13,7 +13,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, InvalidArgument, NotFound
 from kvstore.dualpath.queues import ReadQueues
-from kvstore.dualpath.scheduler import SchedulerLimits
+from kvstore.dualpath.scheduler import MAX_HBM_UNITS, SchedulerLimits
 from kvstore.metadata.scheduling import groups
 from kvstore.metadata.scheduling import scheduler_service as module
 from kvstore.metadata.scheduling.scheduler_service import SchedulerService
@@ -185,6 +185,16 @@ async def test_fetch_uses_planned_and_reported_reads() -> None:
     leader.engines = [engine("p", read_tokens=ALPHA + 1), engine("q", read_tokens=ALPHA + 1)]
     await shell.asked(shell.ask("d"))
     assert [one.engine for one in leader.report()] == ["q"]  # all are long: the fewest tokens
+
+
+async def test_report_accepted_whatever_work_is_queued() -> None:
+    shell = Shell()
+    shell.queues.join("node-p", 1e9, 1e9)
+    leader = Leader(shell, "P", PREFILL, engine("p", tokens=1, sequences=1))
+    leader.report()
+    for _ in range(3):
+        shell.queues.charge("node-p", None, 1, 1, MAX_HBM_UNITS, 0.0)
+        leader.report()
 
 
 async def test_report_without_figures_keeps_engine_working() -> None:

@@ -34,6 +34,7 @@ from kvstore.core.errors import (
     Unavailable,
     Unsupported,
 )
+from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call, call_aio, connect_aio
 from support.wait import wait_until_async
 
@@ -252,7 +253,10 @@ async def test_router_cancelled_call_cancels_request(tmp_path: Path) -> None:
             await wait_until_async(lambda: _waiting(peer, 0))
 
 
-async def test_assign_late_answer_frees_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lost", [DeadlineExceeded, Unavailable])
+async def test_assign_lost_answer_frees_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: type[KVStoreError]
+) -> None:
     with server_process(tmp_path) as server:
         async with connect_aio(server.address) as channel, client_of(server.address) as client:
             groups = [Engines(client, "P", "prefill", ends=False), Engines(client, "D", "decode", ends=False)]
@@ -261,12 +265,12 @@ async def test_assign_late_answer_frees_engines(tmp_path: Path, monkeypatch: pyt
             async def too_late(method: Any, request: Any, timeout_s: float) -> Any:
                 answer = await call_aio(method, request, timeout_s)
                 if isinstance(request, pb.AssignRequestRequest):
-                    raise DeadlineExceeded("the answer came a moment after")
+                    raise lost("the answer came a moment after, or the connection ended")
                 return answer
 
             monkeypatch.setattr("kvclient.scheduling.client.call_aio", too_late)
-            with pytest.raises(DeadlineExceeded):
-                await client.assign(EngineRequest("r", 10), 30)
+            with pytest.raises(lost):
+                await client.assign(EngineRequest("r", 10), 1.0)
 
             async def nothing_left() -> bool:
                 return (await peer.counters())["metadata_scheduler_requests"] == 0
@@ -274,13 +278,15 @@ async def test_assign_late_answer_frees_engines(tmp_path: Path, monkeypatch: pyt
             await wait_until_async(nothing_left)
             with SchedulerClient(server.address) as other:
 
-                def late(method: Any, request: Any, timeout_s: float) -> None:
-                    call(method, request, timeout_s)
-                    raise DeadlineExceeded("the answer came a moment after")
+                def late(method: Any, request: Any, timeout_s: float) -> Any:
+                    answer = call(method, request, timeout_s)
+                    if isinstance(request, pb.AssignRequestRequest):
+                        raise lost("the answer came a moment after, or the connection ended")
+                    return answer
 
                 monkeypatch.setattr("kvclient.scheduling.client.call", late)
-                with pytest.raises(DeadlineExceeded):
-                    await asyncio.to_thread(other.assign, EngineRequest("s", 10), 30)
+                with pytest.raises(lost):
+                    await asyncio.to_thread(other.assign, EngineRequest("s", 10), 1.0)
                 await wait_until_async(nothing_left)
             for engines in groups:
                 await engines.die()
@@ -309,6 +315,32 @@ async def test_cancel_reaches_hung_server_later(tmp_path: Path) -> None:
             await wait_until_async(cancelled)
             for engines in groups:
                 await engines.die()
+
+
+async def test_cancel_beyond_the_bound_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvclient.scheduling.client.MAX_CANCELLATIONS", 0)
+    counters = Counters()
+    with SchedulerClient("127.0.0.1:1", counters=counters) as client, pytest.raises(KVStoreError):
+        client.assign(EngineRequest("r", 10), 0.05)
+    assert counters.get("client_cancellations_failed_total") == 1
+    async with AsyncSchedulerClient("127.0.0.1:1", counters=counters) as other:
+        with pytest.raises(KVStoreError):
+            await other.assign(EngineRequest("s", 10), 0.05)
+    assert counters.get("client_cancellations_failed_total") == 2
+
+
+async def test_engines_probe_repeats_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server remembers ended operations, so new ids would replace those of requests."""
+    seen: list[pb.CancelRequestRequest] = []
+
+    async def answered(method: Any, request: pb.CancelRequestRequest, timeout_s: float) -> pb.CancelRequestResponse:
+        seen.append(request)
+        return pb.CancelRequestResponse(engines=3)
+
+    monkeypatch.setattr("kvclient.scheduling.client.call_aio", answered)
+    async with client_of("127.0.0.1:1") as client:
+        assert [await client.engines() for _ in range(3)] == [3, 3, 3]
+    assert [one == seen[0] for one in seen] == [True] * 3
 
 
 def test_scheduler_calls_have_deadlines_and_typed_errors(tmp_path: Path) -> None:

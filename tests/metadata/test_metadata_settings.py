@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
+import json
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -16,10 +18,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from settings_suite import SettingsSuite, quota, reads
 
 from kvstore.core.errors import CapacityExceeded, Unavailable
+from kvstore.core.types import NamespaceId
 from kvstore.metadata.retention import settings_store
-from kvstore.metadata.retention.settings_store import KNOWN_CHANGES, FileSettings, OperatorSettings, QuotaSetting, SettingsStore
+from kvstore.metadata.retention.settings_store import (
+    KNOWN_CHANGES,
+    FileSettings,
+    OperatorSettings,
+    QuotaSetting,
+    RuleSetting,
+    SettingsStore,
+)
 from kvstore.metadata.retention.shared_settings import Reconciled, SharedSettings, reconcile
 from kvstore.observe.counters import Counters
+from kvstore.process import atomic_file
 
 
 class MemoryValue:
@@ -52,6 +63,17 @@ class MemoryValue:
 class TestFileSettings(SettingsSuite):
     async def make(self, path: Path) -> SettingsStore:
         return FileSettings(path)
+
+
+async def test_settings_locked_by_a_stopped_process_are_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic_file, "LOCK_S", 0.05)
+    store = FileSettings(tmp_path / "settings.json")
+    with (tmp_path / "settings.json.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(Unavailable):
+            await store.change(lambda _: quota("t"))
+    await store.change(lambda _: quota("t"))
+    await reads(store, quota("t"))
 
 
 class TestSharedSettings(SettingsSuite):
@@ -143,6 +165,14 @@ def test_reconcile_in_any_order_gives_all_servers_the_same(made: list[OperatorSe
         assert copies[0] == newest[0], "if one is the newest of all, it is in force"
     for copy in copies:
         assert reconcile(copy, shared) == Reconciled(copy, write_shared=False)
+
+
+def test_settings_of_version_1_name_a_kept_rule_pinned() -> None:
+    namespace = NamespaceId(b"n" * 16)
+    stored = json.dumps({"version": 1, "namespaces": {namespace.hex(): {"ttl_ms": 0, "pinned": True, "copies": 1}}}).encode()
+    found = OperatorSettings.decode(stored)
+    assert found.rules == {namespace: RuleSetting(kept=True)}
+    assert json.loads(found.encode())["namespaces"][namespace.hex()]["pinned"] is True
 
 
 def test_settings_far_behind_are_an_origin() -> None:

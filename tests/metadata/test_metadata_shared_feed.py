@@ -19,7 +19,7 @@ from kvstore.core.types import BlockKey, BlockRun, NamespaceId, NodeId, Tier, Vo
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.contract import RemovedKeys, VolumeEpoch
 from kvstore.index.valkey.address import ValkeyAddress
-from kvstore.index.valkey.feed import StreamPosition, decode_position, encode_position, judge
+from kvstore.index.valkey.feed import FeedPosition, StreamPosition, decode_position, encode_position, judge, lowered, reached
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import FEED, STREAMS
 from kvstore.metadata.events.shared_feed import encode_events
@@ -185,7 +185,7 @@ async def test_feed_without_watchers_appends_nothing(cluster: ValkeyServers) -> 
     cluster.primaries[0].call("FLUSHALL")
     index = await ValkeyIndex.start(ValkeyAddress(cluster.seeds), lookup_budget_s=2.0)
     try:
-        index.feed.record(encode_events, 1 << 20)
+        index.feed.start_recording(encode_events, 1 << 20)
         opened = await asyncio.to_thread(index.open_volume_epoch, VolumeId("v"), NodeId("n"), Tier.NVME, b"b" * 16)
         run = BlockRun(NamespaceId(b"n" * 16), None, 0, tuple(BlockKey(key) for key in KEYS))
         await _publish(index, opened, [run], [])
@@ -203,7 +203,7 @@ async def test_feed_is_bounded_in_bytes(cluster: ValkeyServers) -> None:
     cluster.primaries[0].call("FLUSHALL")
     index = await ValkeyIndex.start(ValkeyAddress(cluster.seeds), lookup_budget_s=2.0)
     try:
-        index.feed.record(encode_events, 16 * 100_000)
+        index.feed.start_recording(encode_events, 16 * 100_000)
         await index.feed.join()
         for size in (10, 1_000, 10):
             keys = [BlockKey(number.to_bytes(16, "big")) for number in range(size)]
@@ -223,6 +223,15 @@ numbers = st.integers(0, 2**64 - 1)
 def test_position_round_trip(position: list[StreamPosition]) -> None:
     assert decode_position(encode_position(tuple(position))) == tuple(position)
     assert decode_position(b"short") is None
+
+
+positions = st.lists(st.builds(StreamPosition, st.integers(0, 3), st.integers(0, 3), st.just(0)), min_size=16, max_size=16)
+
+
+@given(positions.map(tuple), positions.map(tuple))
+def test_goal_lowered_is_reached_at_the_end(goal: FeedPosition, newest: FeedPosition) -> None:
+    assert reached(newest, lowered(goal, newest)), "a reader at the end of the streams waits for nothing"
+    assert reached(goal, lowered(goal, newest))
 
 
 @given(st.lists(st.booleans(), max_size=30), st.integers(0, 30), st.integers(0, 30), st.integers(1, 5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
@@ -17,11 +18,12 @@ from kvstore.core.types import BlockKey, NodeId, VolumeId
 from kvstore.node.base.volume_guard import VolumeGuard
 from kvstore.node.durability import adoption
 from kvstore.node.durability.adoption import GAP_S, AdoptionParts, OwnerPresence, OwnerTimer, VolumeAdopter, findings
-from kvstore.node.durability.recovery import SharedVolume
-from kvstore.node.eviction.execution import by_volume
+from kvstore.node.durability.recovery import VolumeFolder
+from kvstore.node.eviction.volume_commits import by_volume
 from kvstore.node.loads.locate import pin_stored
 from kvstore.node.state.block_states import DramState
 from kvstore.node.state.model import NodeVolume
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import BlockRecord
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.ownership import Claim, ClaimsMissing, Owner, claim, claim_in_force
@@ -77,9 +79,9 @@ class Bed:
 
     def adopter(
         self,
-        shared: SharedVolume | None = None,
+        location: VolumeFolder | None = None,
         held: NodeVolume | None = None,
-        open_volume: Callable[[SharedVolume], NvmeSlab] | None = None,
+        open_volume: Callable[[VolumeFolder], NvmeSlab] | None = None,
         stopping: threading.Event | None = None,
     ) -> VolumeAdopter:
         node = self.node
@@ -93,19 +95,19 @@ class Bed:
             may_adopt=lambda: self.open,
             open_volume=open_volume or self.open_volume,
             make_guard=lambda _: None,
-            mount=lambda shared: self.mounted.append(shared.volume_id),
+            mount=lambda location: self.mounted.append(location.volume_id),
             counters=node.counters,
             clock=node.clock,
             registration=self.registered,
             stopping=stopping or threading.Event(),
         )
-        return VolumeAdopter(shared or SharedVolume(THEIRS, self.folder), parts, held)
+        return VolumeAdopter(location or VolumeFolder(THEIRS, self.folder), parts, held)
 
-    def open_volume(self, shared: SharedVolume) -> NvmeSlab:
+    def open_volume(self, location: VolumeFolder) -> NvmeSlab:
         return NvmeSlab.open(
-            shared.path,
-            volume_id=shared.volume_id,
-            capacity_bytes=shared.capacity_bytes,
+            location.path,
+            volume_id=location.volume_id,
+            capacity_bytes=location.capacity_bytes,
             node_id=NODE_ID,
             io_threads=1,
             counters=self.node.counters,
@@ -250,7 +252,7 @@ def test_first_volume_ends_protection_in_dram(tmp_path: Path) -> None:
 def test_folder_of_another_volume_is_not_claimed(bed: Bed) -> None:
     """A mount names the wrong folder: a claim there would fence the owner of the volume that it has."""
     bed.make_theirs(bed.node.keys("theirs", 4))
-    adopter = bed.adopter(SharedVolume(VolumeId("gone/nvme0"), bed.folder))
+    adopter = bed.adopter(VolumeFolder(VolumeId("gone/nvme0"), bed.folder))
     with pytest.raises(Conflict, match="has volume other/nvme0"):
         bed.look_until_absent(adopter)
     assert claim_in_force(bed.folder, OTHER) == Claim(0, OTHER)
@@ -274,10 +276,10 @@ def test_failed_attempts_are_ever_further_apart(bed: Bed) -> None:
     assert claim(bed.folder, 1, NODE_ID)
     tries = iter(range(100))
 
-    def failing(shared: SharedVolume) -> NvmeSlab:
+    def failing(location: VolumeFolder) -> NvmeSlab:
         if next(tries) < 6:
             raise Unavailable("the file server is away")
-        return bed.open_volume(shared)
+        return bed.open_volume(location)
 
     waits = Waits(9)
     adopter = bed.adopter(open_volume=failing, stopping=waits)
@@ -356,7 +358,7 @@ def test_catalog_damaged_inside_is_rebuilt_while_adopting(bed: Bed, monkeypatch:
 def test_volume_that_is_not_damaged_is_not_rebuilt(bed: Bed, monkeypatch: pytest.MonkeyPatch, error: CorruptBlock) -> None:
     bed.make_theirs(bed.node.keys("theirs", 4))
 
-    def refused(_shared: SharedVolume) -> NvmeSlab:
+    def refused(_location: VolumeFolder) -> NvmeSlab:
         raise error
 
     monkeypatch.setattr(adoption, "check_volume", lambda *_, **__: pytest.fail("repaired"))
@@ -381,7 +383,7 @@ def test_blocks_known_already_keep_one_durable_replica(bed: Bed) -> None:
     assert {volume.volume_id for key in resident if (volume := on[key]) is not None} == {THEIRS}
     assert [on[key] for key in other] == [None] * 4
     assert bed.node.counters.get("adopted_blocks_unused_total") == 4
-    assert bed.node.table.node_volumes[1].volume.usage().blocks == 8, "doubles are freed, blocks left out are not"
+    assert bed.node.table.node_volumes[1].volume.usage().blocks == 8, "duplicates are freed, blocks left out are not"
     bed.node.table.validate()
 
 
@@ -396,7 +398,7 @@ def test_copy_on_lost_files_keeps_the_adopted_one(bed: Bed) -> None:
     adopted = bed.node.table.node_volumes[1]
     adopted.guard.close()
     adopted.volume.close()
-    again = bed.open_volume(SharedVolume(THEIRS, bed.folder))
+    again = bed.open_volume(VolumeFolder(THEIRS, bed.folder))
     assert {record.key for _, record in again.recover()} == set(keys)
     again.close()
 
@@ -425,15 +427,30 @@ def test_block_being_loaded_is_adopted_after_the_load(tmp_path: Path) -> None:
     adopted.volume.close()
 
 
+def test_usage_is_counted_while_a_volume_is_added(bed: Bed) -> None:
+    """Heartbeats count blocks without the table's lock."""
+    evictor = bed.node.table.residency.volume_evictor
+    added = NodeVolume(bed.node.slabs[0])
+
+    class Namespace:
+        def __hash__(self) -> int:
+            evictor.add_volume(added)
+            return 0
+
+    assert evictor.held(cast("NodeNamespace", Namespace())) == 0
+    evictor.remove_volume(added)
+    added.guard.close()
+
+
 # ---- losing a volume
 def fenced(bed: Bed) -> VolumeAdopter:
     """The adopter of the node's own volume, which another node has claimed."""
     own = bed.node.volumes[0]
-    shared = SharedVolume(own.volume_id, bed.node.slabs[0].path, 4 * MIB)
-    assert claim(shared.path, 1, THIRD)
+    location = VolumeFolder(own.volume_id, bed.node.slabs[0].path, 4 * MIB)
+    assert claim(location.path, 1, THIRD)
     assert own.volume.check_files()
     assert own.volume.adopted_by == THIRD
-    return bed.adopter(shared, own)
+    return bed.adopter(location, own)
 
 
 def test_fenced_volume_leaves_the_table(bed: Bed) -> None:
@@ -469,6 +486,27 @@ def test_fenced_volume_waits_for_reads_in_progress(bed: Bed, monkeypatch: pytest
     assert bed.node.table.node_volumes == []
 
 
+def test_fenced_volume_is_closed_after_its_last_read(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed.node.store_durably("c", 4)
+    adopter = fenced(bed)
+    [volume] = bed.node.volumes
+    closed: list[str] = []
+    monkeypatch.setattr(bed.node.slabs[0], "close", lambda: closed.append("closed"))
+    begun, proceed = threading.Event(), threading.Event()
+    thread = threading.Thread(target=volume.guard.timed, args=(lambda: (begun.set(), proceed.wait(30)),))
+    thread.start()
+    assert begun.wait(30)
+    adopter.look()
+    assert bed.node.table.node_volumes == []
+    assert not closed, "a read of it has not returned"
+    proceed.set()
+    thread.join(30)
+    adopter.look()
+    adopter.look()
+    assert closed == ["closed"]
+    monkeypatch.undo()
+
+
 def test_fenced_volume_is_taken_back_after_its_adopter_is_lost(bed: Bed) -> None:
     keys = bed.node.store_durably("c", 8)
     adopter = fenced(bed)
@@ -493,6 +531,6 @@ def test_adopted_volume_is_released_when_node_stops(bed: Bed) -> None:
 
 
 def test_own_volume_is_not_released(bed: Bed) -> None:
-    own = SharedVolume(volume_id(0), bed.node.slabs[0].path, 4 * MIB)
+    own = VolumeFolder(volume_id(0), bed.node.slabs[0].path, 4 * MIB)
     bed.adopter(own, bed.node.volumes[0]).release()
     assert claim_in_force(own.path, NODE_ID) == Claim(0, NODE_ID)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, Tier
-from kvstore.node.eviction.execution import evict_tier, invalidate
+from kvstore.node.eviction.operator_requests import evict_tier, invalidate
 from kvstore.node.state.grants import SlotGrant
 from support.node_harness import MIB, NodeHarness
 

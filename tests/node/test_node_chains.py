@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockShape, NamespaceId, Tier, VolumeId
-from kvstore.node.eviction.execution import evict_tier
+from kvstore.node.eviction.operator_requests import evict_tier
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace

@@ -15,7 +15,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockRun, BlockShape, StoreOutcome
 from kvstore.node.durability.volume_checks import ENDED, Check, CheckState, VolumeChecks, held_blocks
-from kvstore.node.eviction.execution import finish_eviction, quarantine
+from kvstore.node.eviction.volume_commits import finish_eviction, quarantine, retry_quarantine
 from kvstore.node.state.model import Block
 from kvstore.testing.faulty_volume import VolumeFault, VolumeOperation
 from support.node_harness import MIB, NodeHarness
@@ -108,6 +108,25 @@ def test_quarantine_does_not_remove_a_newer_replica(node: Node) -> None:
     assert node.volume.quarantined == 1
 
 
+@pytest.mark.parametrize("written_again", [False, True])
+def test_quarantine_not_committed_is_repeated(node: Node, tmp_path: Path, written_again: bool) -> None:
+    block = node.at(3)
+    bad = block.nvme
+    assert bad is not None
+    node.faults.add(VolumeFault.IO_ERROR, operation=VolumeOperation.COMMIT, times=2)
+    quarantine(node.table, node.volume, block, bad, node.counters)
+    with pytest.raises(OSError, match="Input/output"):
+        retry_quarantine(node.volume, node.clock.now_s())
+    if written_again:
+        node.table.requeue_writeback([block])
+        node.write_back()
+    for _ in range(2):
+        retry_quarantine(node.volume, node.clock.now_s())
+    assert node.after_restart(0, tmp_path).get(block.key) == block.nvme
+    assert (block.nvme is not None) == written_again
+    assert node.counters.get("quarantined_uncommitted_blocks_total") == 1
+
+
 def test_good_copy_written_during_quarantine_stays(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine stores the block again, and its write-back runs just before the catalog removes the bad replica."""
     block = node.at(3)
@@ -198,3 +217,16 @@ def test_check_keeps_its_rate_and_stops_when_cancelled(node: Node, monkeypatch: 
     node.checks.cancel(node.volume)
     wait_until_ended(check)
     assert (check.state, check.checked_blocks) == (CheckState.CANCELLED, 1)
+
+
+def test_quarantine_ended_by_bug_is_repeated(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = node.at(3)
+    bad = block.nvme
+    assert bad is not None
+    monkeypatch.setattr(type(node.volume.volume), "commit", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        quarantine(node.table, node.volume, block, bad, node.counters)
+    monkeypatch.undo()
+    assert node.volume.uncommitted == [(block.key, bad)]
+    retry_quarantine(node.volume, node.clock.now_s())
+    assert node.volume.uncommitted == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.types import BlockShape
-from kvstore.node.eviction.execution import evict_down_to
+from kvstore.node.eviction.operator_requests import evict_down_to
 from support.chains import key_of
 from support.session_harness import BATCH, SessionHarness
 

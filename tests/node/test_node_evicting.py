@@ -11,7 +11,7 @@ import pytest
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockKey, BlockShape
-from kvstore.node.eviction.execution import evict_down_to, evict_namespace, invalidate
+from kvstore.node.eviction.operator_requests import evict_down_to, evict_namespace, invalidate
 from support.chains import key_of
 from support.node_harness import NodeHarness
 
@@ -76,6 +76,16 @@ def test_evict_block_in_use_keeps_its_ancestors(node: NodeHarness) -> None:
     assert (done.blocks, done.kept) == (2, 4)
     assert tiers(node, keys) == ["dn"] * 4 + ["n"] * 2
     node.table.unpin([pinned])
+
+
+def test_invalidate_ends_in_time_during_an_adoption(node: NodeHarness) -> None:
+    """Blocks of a volume that is being adopted are in the table before the volume is."""
+    stored(node, 1, 4)
+    [volume] = node.volumes
+    node.table.node_volumes.remove(volume)
+    assert invalidate(node.table, node.namespace, node.table.clock.now_s() + 0.05).kept == 4
+    node.table.residency.add_volume(volume)
+    assert invalidate(node.table, node.namespace, node.table.clock.now_s() + 30) == (4, 0)
 
 
 def test_invalidate_drops_dirty_blocks_and_waits_for_use(node: NodeHarness) -> None:

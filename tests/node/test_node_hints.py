@@ -11,7 +11,7 @@ import pytest
 from kvstore.core.types import BlockKey, BlockShape, StoreOutcome, Tier
 from kvstore.node.ahead.read_ahead import AheadReader
 from kvstore.node.base.buffer_budget import BufferBudget
-from kvstore.node.eviction.execution import evict_down_to, restore_hinted
+from kvstore.node.eviction.operator_requests import evict_down_to, restore_hinted
 from kvstore.node.hints.ledger import SessionHint
 from kvstore.node.hints.session_hints import SessionHints
 from kvstore.node.state.model import NodeVolume
@@ -191,13 +191,13 @@ def found(node: QuotaNode, chain: int) -> list[object]:
 
 def test_kept_namespace_outranks_hints(quota_node: QuotaNode) -> None:
     """Hints of one tenant never evict the kept blocks of another one."""
-    pinned = quota_node.store_durably(1, 32, 1)
+    kept = quota_node.store_durably(1, 32, 1)
     quota_node.set_rules((1, 0.0, True))
     hints = hints_of(quota_node, 0.9)
     for chain in range(40):
         keys = quota_node.store_durably(chain, 8)
         hints.keep(quota_node.namespaces[0], SessionHint(f"s{chain}", keys, 60.0))
-    held = quota_node.table.find(quota_node.namespaces[1], pinned)
+    held = quota_node.table.find(quota_node.namespaces[1], kept)
     assert all(block is not None and block.nvme is not None for block in held)
     hints.close()
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,14 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, Tier, VolumeId
 from kvstore.node.base.volume_guard import VolumeStalled
 from kvstore.node.control.drain import Drainer
+from kvstore.node.control.pull import Puller
 from kvstore.node.durability.volume_checks import CheckState, VolumeChecks
 from kvstore.node.durability.volume_watch import requeue_dram_only
 from kvstore.node.durability.writeback import WriteBack
-from kvstore.node.eviction.execution import evict_tier
+from kvstore.node.eviction.operator_requests import evict_tier
 from kvstore.node.loads.locate import pin_stored
 from kvstore.node.loads.peers import PeerAddress
+from kvstore.node.loads.provider import NodeProvider
 from kvstore.node.loads.runs import SourceRange
 from kvstore.node.state.model import NodeVolume
 from kvstore.testing.faulty_volume import VolumeFault, VolumeOperation
@@ -314,3 +317,21 @@ def test_fetch_with_late_bytes_keeps_its_slots(node: Node, monkeypatch: pytest.M
     assert node.counters.get("arena_slots_lost_total") == CHAIN
     assert not node.table.snapshot()
     node.lost_slots = CHAIN
+
+
+def test_pull_with_late_bytes_frees_its_keys(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes may still arrive in the slots of the failed pull, but another store of the blocks gets other slots."""
+
+    def read(*_: object, **__: object) -> None:
+        raise LateBytes("bytes of an abandoned transfer may still arrive")
+
+    unused: Any = None
+    provider = NodeProvider(node.registry, node.table, node.gate, node.loader, unused, node.clock)
+    puller = Puller(node.table, provider, node.peers, node.gate, node.counters)
+    monkeypatch.setattr(node.peers, "peer", lambda *_: SimpleNamespace(read=read))
+    run, source = node.run("elsewhere", 0, CHAIN), PeerAddress(NodeId("other"), "", "127.0.0.1:1")
+    outcomes, why = puller.pull(node.namespace, [run], source, node.clock.now_s() + WAIT_S)
+    node.lost_slots = CHAIN
+    assert (outcomes, "may still arrive" in why) == ([StoreOutcome.LOST] * CHAIN, True)
+    assert node.counters.get("arena_slots_lost_total") == CHAIN
+    assert node.load(node.store_chain("elsewhere")) == HIT

@@ -6,7 +6,8 @@ import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import pytest
 from kvstore.config.node import MountSection, NodeConfig
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, Tier, VolumeId
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier, VolumeId
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import Answers, Mount, Mounts
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.testing.mount_suite import put
-from kvstore.testing.volume_suite import NAMESPACE, SHAPES, block_key, block_payload
+from kvstore.testing.volume_suite import NAMESPACE, SHAPES, block_key, block_payload, block_record, items_for
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.nvme.mounted import MountedSlab
 from kvstore.tiers.nvme.slab import NvmeSlab
@@ -88,7 +89,7 @@ def test_mount_hung_read_keeps_its_memory(
 
     def hang(
         self: MountedSlab, namespace_id: NamespaceId, shape: BlockShape, items: Sequence[tuple[BlockKey, Slot, memoryview]]
-    ) -> list[tuple[Outcome, bytes]]:
+    ) -> Answers:
         assert proceed.wait(LONG_S)
         return real(self, namespace_id, shape, items)
 
@@ -143,7 +144,7 @@ def test_mount_close_ends_queued_reads(
     def hang(*_: object) -> Answers:
         begun.set()
         assert proceed.wait(LONG_S)
-        return [(Outcome.MISS, b"")]
+        return [(Outcome.MISS, block_record(1, SHAPE))]
 
     monkeypatch.setattr(MountedSlab, "read", hang)
     events = [threading.Event(), threading.Event()]
@@ -181,17 +182,47 @@ def test_mount_replaced_folder_is_opened_again(tmp_path: Path, namespace: NodeNa
     assert counters.snapshot()["mount_errors_total"] == 2
 
 
-def test_load_from_mount_is_marked_as_mounted(owner: NvmeSlab, mount: Mount) -> None:
-    """Its time is not blamed on the node's own volumes."""
-    put(owner, [0, 1], SHAPE)
+@contextmanager
+def mounting(mount: Mount) -> Iterator[tuple[NodeHarness, Loader]]:
+    """A node that reads the mount."""
     node = NodeHarness(shapes=[SHAPE], clock=MonotonicClock())
     node.namespaces = [node.registry.of_shape(NAMESPACE, SHAPE)]
     loader = Loader(NODE_ID, node.table, node.peers, Mounts([mount]), node.counters, node.clock, window_bytes=1 << 20, threads=1)
     with closing(node), closing(loader):
+        yield node, loader
+
+
+def test_load_from_mount_is_marked_as_mounted(owner: NvmeSlab, mount: Mount) -> None:
+    """Its time is not blamed on the node's own volumes."""
+    put(owner, [0, 1], SHAPE)
+    with mounting(mount) as (node, loader):
         for run in loader.load(node.request([block_key(0), block_key(1)], LONG_S)):
             assert (set(run.outcomes), run.node, run.tier) == ({Outcome.HIT}, NODE_ID, Tier.NVME)
             assert run.mounted
             node.table.unpin(run.pinned())
+
+
+def test_load_by_keys_from_mount_keeps_place_in_chain(owner: NvmeSlab, mount: Mount) -> None:
+    """A read by keys does not know the chain: two of its blocks are not neighbours."""
+    slots = owner.allocate(SHAPE, 4)
+    assert slots is not None
+    items = [
+        (slot, replace(record, parent=block_key(at - 1) if at else None, depth=at), memory)
+        for at, (slot, record, memory) in enumerate(items_for(slots, range(4), SHAPE))
+    ]
+    assert owner.write(items) == [None] * 4
+    owner.commit([(slot, record) for slot, record, _ in items], [])
+    with mounting(mount) as (node, loader):
+        for loaded in loader.load(node.request([block_key(1), block_key(3)], LONG_S)):
+            assert set(loaded.outcomes) == {Outcome.HIT}
+            node.table.unpin(loaded.pinned())
+        assert [(one.key, one.parent, one.depth) for one in node.table.snapshot()] == [
+            (block_key(at), block_key(at - 1), at) for at in (1, 3)
+        ]
+        run = BlockRun(NAMESPACE, block_key(0), 1, tuple(block_key(at) for at in (1, 2, 3)))
+        grant = node.table.prepare(node.namespace, run, node.clock.now_s())
+        assert grant.outcomes == [StoreOutcome.EXISTS, StoreOutcome.STORED, StoreOutcome.EXISTS]
+        node.table.abandon(grant)
 
 
 def test_mounts_get_finds_a_volume(mount: Mount) -> None:

@@ -30,10 +30,9 @@ def test_parent_leaves_table_before_child(used_in_dram: bool) -> None:
     policy.insert(parent, None)
     policy.insert(child, parent)
     policy.remove(parent)
-    rows.keep(blocks[parent])
     if used_in_dram:
         policy.touch([parent])
-    del blocks[parent]
+    rows.keep(blocks.pop(parent))
     policy.remove(child)
     rows.keep(blocks.pop(child))
     assert len(policy) == 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.core.types import BlockRun, NamespaceId, Outcome, Tier
-from kvstore.node.eviction.execution import evict_tier
+from kvstore.node.eviction.operator_requests import evict_tier
 from kvstore.node.loads.prompt_wait import PromptWaits
 from kvstore.node.loads.runs import LoadedRun
 from support.callers import ObservedScope

@@ -13,7 +13,7 @@ import pytest
 from kvstore.core.types import BlockKey, Outcome, Tier
 from kvstore.node.ahead.read_ahead import AheadReader
 from kvstore.node.base.buffer_budget import BufferBudget
-from kvstore.node.eviction.execution import evict_tier
+from kvstore.node.eviction.operator_requests import evict_tier
 from support.callers import CancellableCall
 from support.slow_slab import SlowNode
 from support.wait import wait_until
@@ -57,8 +57,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 def test_read_ahead_holds_blocks_until_the_call_ends(node: Node) -> None:
     call = node.begin(node.chain)
-    wait_until(lambda: node.held(node.chain) == BLOCKS)
-    assert node.read_bytes() == BLOCKS * node.block_bytes
+    wait_until(lambda: node.held(node.chain) == BLOCKS and node.read_bytes() == BLOCKS * node.block_bytes)
     assert node.budget.used_bytes == BLOCKS * node.block_bytes
     assert evict_tier(node.table, Tier.DRAM) == 0
     resident = node.loader.load_resident(node.request(node.chain, LONG_S))

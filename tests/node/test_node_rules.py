@@ -1,4 +1,4 @@
-"""Times to live and pins of namespaces on one node: unused chains expire, pinned blocks stay up to a bound."""
+"""Times to live and kept namespaces on one node: unused chains expire, kept blocks stay up to a bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvproto.v1.metadata_pb2 import Retention
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import Tier
-from kvstore.node.eviction.execution import evict_down_to, evict_namespace, evict_tier, invalidate
+from kvstore.node.eviction.operator_requests import evict_down_to, evict_namespace, evict_tier, invalidate
 from support.quota_node import BLOCK, HALF_DRAM, HALF_NVME, SKIPPED, STORED, QuotaNode
 
 
@@ -110,8 +110,8 @@ def test_ttl_lifted_or_changed_applies_at_once(node: QuotaNode) -> None:
     assert node.namespaces[0].dram_orders == node.namespaces[0].nvme_orders == ()
 
 
-# ---- pins ----
-def test_pin_survives_pressure_until_unpinned(node: QuotaNode) -> None:
+# ---- kept namespaces ----
+def test_kept_blocks_survive_pressure_until_unkept(node: QuotaNode) -> None:
     kept = node.store_durably(1, 20)
     node.set_rules((0, 0, True))
     press(node, 100)
@@ -123,24 +123,24 @@ def test_pin_survives_pressure_until_unpinned(node: QuotaNode) -> None:
     assert evict_down_to(node.table, node.table.node_volumes[0], 0).kept >= 20
     assert held(node) == (20, 20)
     done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)
-    assert (done.blocks, done.kept) == (0, 40), "unpin it first"
+    assert (done.blocks, done.kept) == (0, 40), "it is kept"
     node.set_rules()
     press(node, 200)
     assert held(node) == (0, 0), "cold as it is"
     assert node.namespaces[0].dram_orders == ()
 
 
-def test_invalidate_pinned_namespace_drops_it(node: QuotaNode) -> None:
+def test_invalidate_kept_namespace_drops_it(node: QuotaNode) -> None:
     node.store_durably(1, 5)
     node.set_rules((0, 0, True))
     done = invalidate(node.table, node.namespaces[0], node.clock.now_s())
     assert (done.blocks, done.kept) == (5, 0)
     assert held(node) == (0, 0)
     node.store_durably(1, 5)
-    assert node.namespaces[0].kept, "the pin is the namespace's, not its blocks'"
+    assert node.namespaces[0].kept, "the rule is the namespace's, not its blocks'"
 
 
-def test_pins_take_at_most_half_under_pressure(node: QuotaNode) -> None:
+def test_kept_namespaces_take_at_most_half_under_pressure(node: QuotaNode) -> None:
     node.set_rules((0, 0, True))
     for chain in range(10):
         assert node.store_durably(chain, 12)
@@ -151,15 +151,15 @@ def test_pins_take_at_most_half_under_pressure(node: QuotaNode) -> None:
     dram, nvme = held(node)
     assert HALF_DRAM - 12 <= dram <= HALF_DRAM
     assert nvme <= HALF_NVME
-    assert node.counters.get("evicted_pinned_blocks_total") > 0
+    assert node.counters.get("evicted_kept_blocks_total") > 0
 
 
-def test_pin_protects_from_quota_and_ttl(node: QuotaNode) -> None:
+def test_kept_blocks_survive_quota_and_ttl(node: QuotaNode) -> None:
     kept = node.store_durably(1, 10)
     node.set_rules((0, 60, True))
     settings = Retention()
     settings.shares.add(tenant="acme", dram_bytes=4 * BLOCK, nvme_bytes=4 * BLOCK)
-    settings.rules.add(namespace_id=node.namespaces[0].namespace_id, ttl_ms=60_000, pinned=True)
+    settings.rules.add(namespace_id=node.namespaces[0].namespace_id, ttl_ms=60_000, kept=True)
     node.enforcer.apply(settings)
     node.clock.advance(100)
     node.enforcer.round()
@@ -167,9 +167,9 @@ def test_pin_protects_from_quota_and_ttl(node: QuotaNode) -> None:
     assert node.store(2, 0, 4) == [SKIPPED] * 4, "the quota is full of what cannot leave"
 
 
-def test_pinned_blocks_everywhere_leave_space_for_other_sizes(node: QuotaNode) -> None:
+def test_kept_blocks_everywhere_leave_space_for_other_sizes(node: QuotaNode) -> None:
     large = CacheSpec(model="large", block_tokens=16, layers=1, layer_block_bytes=16 * BLOCK, tenant="acme")
-    for chain in range(HALF_NVME * 2 // 8):  # in every span of both tiers, one block in eight is pinned
+    for chain in range(HALF_NVME * 2 // 8):  # in every span of both tiers, one block in eight is kept
         node.store_durably(100 + chain, 1, 0)
         node.store(100 + chain, 0, 7, 1)
         node.write_back()
@@ -184,7 +184,7 @@ def test_pinned_blocks_everywhere_leave_space_for_other_sizes(node: QuotaNode) -
     left = [was - now for was, now in zip(before, held(node), strict=True)]
     assert 0 < left[0] <= 16
     assert 0 < left[1] <= 32, "one place of each tier; then the size makes space among its own"
-    assert node.counters.get("evicted_pinned_blocks_total") == sum(left)
+    assert node.counters.get("evicted_kept_blocks_total") == sum(left)
 
 
 # ---- restart ----
@@ -277,7 +277,7 @@ def test_rules_file_write_fails_is_retried(tmp_path: Path) -> None:
 
 
 class RuleMachine(RuleBasedStateMachine):
-    """Random stores, uses, times and pins of two namespaces, compared with a table of last uses."""
+    """Random stores, uses, times and kept namespaces among two, compared with a table of last uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,21 +299,21 @@ class RuleMachine(RuleBasedStateMachine):
     def time(self, seconds: int) -> None:
         self.node.clock.advance(seconds)
 
-    @rule(tenant=st.integers(0, 1), ttl_s=st.sampled_from([0.0, 20.0, 60.0]), pinned=st.booleans())
-    def change(self, tenant: int, ttl_s: float, pinned: bool) -> None:
-        self.current_rules[tenant] = ttl_s, pinned
+    @rule(tenant=st.integers(0, 1), ttl_s=st.sampled_from([0.0, 20.0, 60.0]), kept=st.booleans())
+    def change(self, tenant: int, ttl_s: float, kept: bool) -> None:
+        self.current_rules[tenant] = ttl_s, kept
         self.node.set_rules(*((number, *one) for number, one in enumerate(self.current_rules)))
 
     @rule()
     def settle(self) -> None:
-        """After a round, no block remains that expired together with all its descendants, unless it is pinned."""
+        """After a round, no block remains that expired together with all its descendants, unless it is kept."""
         self.node.write_back()
         self.node.enforcer.round()
         now_s = self.node.clock.now_s()
-        for tenant, (ttl_s, pinned) in enumerate(self.current_rules):
+        for tenant, (ttl_s, kept) in enumerate(self.current_rules):
             uses = self.node.namespaces[tenant].uses
             assert (uses is not None) == bool(ttl_s)
-            if uses is None or pinned:
+            if uses is None or kept:
                 continue
             blocks = {block.key: block for block in self.node.table.snapshot() if block.namespace is self.node.namespaces[tenant]}
             latest = {key: uses.used_s[key] for key in blocks}

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 
 import pytest
 
 from kvstore.core.checksum import layer_checksums
-from kvstore.core.errors import CapacityExceeded, LeaseLost, PermissionDenied
+from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, LeaseLost, PermissionDenied
 from kvstore.core.limits import MAX_SESSIONS, TENANT_SHARE
-from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
+from kvstore.core.types import BlockKey, BlockRun, OperationId, Outcome, SessionId, StoreOutcome
+from kvstore.node.rpc.load_stream import LoadStreams
 from kvstore.node.rpc.sessions import MAX_STORES_PER_SESSION, REMOTE_IDLE_TTL_S, UNCONNECTED_TTL_S, Session, Sessions
+from kvstore.node.state.model import Block
 from kvstore.rpc.auth.interceptor import set_caller
 from kvstore.rpc.auth.tokens import AccessRole, Principal
 from support.node_harness import SHAPE, NodeHarness
+from support.wait import wait_until
 
 
 class Node(NodeHarness):
@@ -68,6 +72,31 @@ def test_prepare_retried_returns_the_same_slots(node: Node) -> None:
     assert node.used == 4
 
 
+def test_prepare_skipped_is_tried_again(node: Node) -> None:
+    full = node.prepare("full", 0, 512)
+    session = node.open()
+    assert set(node.prepare_in(session, 0, 2)[0]) == {StoreOutcome.SKIPPED}
+    node.table.abandon(full)
+    assert set(node.prepare_in(session, 0, 2)[0]) == {StoreOutcome.STORED}
+
+
+def test_prepare_retry_waits_for_the_first_attempt(node: Node) -> None:
+    full = node.prepare("full", 0, 512)
+    session = node.open()
+    later_s = node.clock.now_s() + 60.0
+    with ThreadPoolExecutor(2) as threads:
+        attempts = [threads.submit(node.sessions.prepare, session, op(1), node.numbered(0, 2), later_s)]
+        wait_until(lambda: bool(session.granting))
+        with pytest.raises(DeadlineExceeded):
+            node.prepare_in(session, 0, 2)
+        attempts.append(threads.submit(node.sessions.prepare, session, op(1), node.numbered(0, 2), later_s))
+        node.table.abandon(full)
+        answers = [attempt.result(60.0) for attempt in attempts]
+    assert answers[0] == answers[1]
+    assert set(answers[0][0]) == {StoreOutcome.STORED}
+    assert node.used == 2
+
+
 def test_complete_retried_returns_the_same_answer(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 4)
@@ -107,6 +136,26 @@ def test_store_too_slow_is_lost_but_keeps_slots_reserved(node: Node) -> None:
     assert node.used == 0
 
 
+def test_keys_of_expired_store_are_free_again(node: Node) -> None:
+    slow, other = node.open(), node.open()
+    node.prepare_in(slow, 0, 3)
+    node.complete_in(slow, 0, 1)
+    node.clock.advance(31.0)
+    node.sessions.expire()
+    node.sessions.expire()
+    assert node.gate.stores_under_way() == 0
+    absent = node.table.claim(node.namespace, [numbered_key(1)])
+    assert absent.claimed_absent == [0], "a load waits for a store that never ends"
+    node.table.unclaim([numbered_key(1)], ())
+    outcomes, _ = node.prepare_in(other, 0, 3, operation=2)
+    assert list(outcomes) == [StoreOutcome.EXISTS, StoreOutcome.STORED, StoreOutcome.STORED]
+    assert node.complete_in(slow, 0, 3) == [StoreOutcome.LOST] * 3
+    assert node.used == 5
+    node.sessions.abort(slow, op(1))
+    assert node.used == 3
+    assert node.complete_in(other, 1, 2, operation=2) == [StoreOutcome.STORED] * 2
+
+
 def test_leases_expire_by_time(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 1)
@@ -136,6 +185,20 @@ def test_lease_beyond_limit_is_rejected_without_ending(node: Node, monkeypatch: 
     assert node.sessions.get(session.session_id) is session
 
 
+def test_answer_names_block_found_corrupt_since(node: Node) -> None:
+    session = node.open()
+    node.store("a", 0, 2)
+    run = node.loader.load_resident(node.request(node.keys("a", 2), 1.0))
+    assert run is not None
+    with node.table.residency.lock:
+        node.table.residency.enqueue_writeback(run.pinned()[0])
+    node.table.writeback_failed(*node.table.take_pending(1, 1 << 20, 0.0), corrupt=True)
+    message = LoadStreams(node.table, node.sessions, node.counters, node.clock).message(session, run, want_checksums=False)
+    assert [one.outcome for one in message.runs] == [Outcome.CORRUPT, Outcome.HIT]
+    assert node.used == 1
+    node.sessions.release(session, [message.lease_id])
+
+
 def test_lease_in_ended_session_unpins_blocks(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 1)
@@ -153,6 +216,32 @@ def test_session_without_arena_connection_ends(node: Node) -> None:
     node.sessions.expire()
     with pytest.raises(LeaseLost):
         node.sessions.get(session.session_id)
+
+
+def test_engine_connects_while_its_session_expires(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets no slots that the end of the session gives to others."""
+    other = node.open()
+    node.prepare_in(other, 0, 1)
+    node.complete_in(other, 0, 1)
+    blocks = [block for block in node.table.pin_resident(node.namespace, [numbered_key(0)]) if block is not None]
+    node.sessions.lease(other, blocks)
+    session = node.sessions.open(node.namespace, "late")
+    node.clock.advance(UNCONNECTED_TTL_S + 1)
+    connected: list[bool] = []
+    unpin = node.table.unpin
+
+    def connect(blocks: Iterable[Block]) -> None:
+        """The engine connects after the lease of the other engine was found expired."""
+        if not connected:
+            connected.append(node.sessions.connect(session.session_id))
+            if connected[0]:
+                node.prepare_in(session, 10, 2)
+        unpin(blocks)
+
+    monkeypatch.setattr(node.table, "unpin", connect)
+    node.sessions.expire()
+    assert len(connected) == 1
+    assert node.used == 1 + 2 * connected[0]
 
 
 def test_arena_connection_is_accepted_once_per_session(node: Node) -> None:

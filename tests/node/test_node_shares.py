@@ -1,4 +1,4 @@
-"""Quota shares during a start, a drain, concurrent writes and pins of the same tenant."""
+"""Quota shares during a start, a drain, concurrent writes and kept namespaces of the same tenant."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvstore.core.types import BlockKey, BlockRun, NodeId, Tier
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.pull import FreeShares, Puller
-from kvstore.node.eviction.execution import evict_from_volume
-from kvstore.node.eviction.quotas import beyond_kept, mark_coldest_evicting, over_share, release_durable, reserve_durable
+from kvstore.node.eviction.kept import beyond_kept
+from kvstore.node.eviction.quotas import mark_coldest_evicting, over_share, release_durable, reserve_durable
+from kvstore.node.eviction.volume_commits import evict_from_volume
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.state.block_states import VolumeReplica
 from support.quota_node import BLOCK, HALF_NVME, SKIPPED, STORED, QuotaNode
@@ -89,7 +90,7 @@ def test_drain_blocks_evicted_for_quota_need_no_durability(node: QuotaNode) -> N
     assert all(block.produced_here for block in node.table.snapshot()), "durable here again: that is to be kept"
 
 
-def test_drain_pinned_blocks_beyond_part_need_durability(node: QuotaNode) -> None:
+def test_drain_kept_blocks_beyond_part_need_durability(node: QuotaNode) -> None:
     node.set_rules((0, 0, True))
     node.store_durably(1, 10)
     order = node.namespaces[0].kept_orders[Tier.NVME]
@@ -168,7 +169,7 @@ def test_excess_counts_blocks_that_could_not_leave(node: QuotaNode) -> None:
         assert [size for _, size in over_share(table.residency, Tier.NVME)] == [8 * BLOCK]
 
 
-def test_pins_beyond_their_part_are_searched_once(node: QuotaNode) -> None:
+def test_kept_blocks_beyond_their_part_are_searched_once(node: QuotaNode) -> None:
     node.set_rules((0, 0, True))
     for chain in range(8):
         node.store_durably(chain, (HALF_NVME + 8) // 8 + 1)
@@ -181,8 +182,8 @@ def test_pins_beyond_their_part_are_searched_once(node: QuotaNode) -> None:
     table.residency.cancel_eviction(victims)
 
 
-# ---- pins of a tenant over its share ----
-def test_pinned_blocks_are_skipped_until_unpinned(node: QuotaNode, monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- kept namespaces of a tenant over its share ----
+def test_kept_blocks_are_skipped_until_unkept(node: QuotaNode, monkeypatch: pytest.MonkeyPatch) -> None:
     for chain in range(30):
         node.store_durably(chain, 1)
     node.set_rules((0, 0, True))
@@ -213,7 +214,7 @@ def test_pinned_blocks_are_skipped_until_unpinned(node: QuotaNode, monkeypatch: 
     assert held(node) == (4, 4)
 
 
-def test_share_full_of_pinned_blocks_fails_without_waiting(node: QuotaNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_full_of_kept_blocks_fails_without_waiting(node: QuotaNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node.store_durably(1, 8)
     node.set_rules((0, 0, True))
     node.set_shares(("acme", 8, None))

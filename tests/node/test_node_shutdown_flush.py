@@ -14,7 +14,7 @@ from kvstore.core.types import BlockKey, Tier, VolumeId
 from kvstore.node.durability import writeback
 from kvstore.node.durability.shutdown_flush import flush_on_shutdown, heat_in_dram
 from kvstore.node.durability.writeback import WriteBack, WriteTarget
-from kvstore.node.eviction.execution import evict_tier
+from kvstore.node.eviction.operator_requests import evict_tier
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters

@@ -17,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvstore.core.checksum import layer_checksums, verify
 from kvstore.core.types import BlockShape, StoreOutcome, Tier
-from kvstore.node.eviction.execution import evict_tier
+from kvstore.node.eviction.operator_requests import evict_tier
 from kvstore.node.state.grants import KeyWaiter, SlotGrant
 from kvstore.node.state.model import Block
 from support.chains import key_of, payload_of
@@ -93,6 +93,23 @@ def test_pinned_blocks_are_not_evicted(node: Node) -> None:
     node.table.unpin([*pinned, *pinned])
 
 
+def test_pinned_block_found_corrupt_is_not_served(node: Node) -> None:
+    node.store(1, 0, 1)
+    keys = [key_of(2, 0)]
+    [block] = node.table.pin_resident(node.namespaces[0], keys)
+    assert block is not None
+    node.table.writeback_failed(*node.table.take_pending(1, 1 << 20, 0.0), corrupt=True)
+    assert node.table.pin_resident(node.namespaces[0], keys) == [None]
+    assert node.arena.usage().blocks == 1, "its reader still has the slot"
+    assert node.store(1, 0, 1) == [StoreOutcome.STORED]
+    node.table.validate()
+    node.table.unpin([block])
+    assert node.arena.usage().blocks == 1
+    [again] = node.table.pin_resident(node.namespaces[0], keys)
+    assert again is not None
+    node.table.unpin([again])
+
+
 def test_writeback_pending_stays_and_full_queue_skips_stores(node: Node) -> None:
     outcomes = [outcome for chain in range(40) for outcome in node.store(chain, 0, 8)]
     stored = outcomes.count(StoreOutcome.STORED)
@@ -147,6 +164,24 @@ def test_block_without_nvme_replica_is_rewritten_before_eviction(tmp_path: Path)
     node.close()
 
 
+@pytest.mark.parametrize("corrupt", [False, True])
+def test_durable_child_outlives_parent_that_was_in_dram_only(node: Node, corrupt: bool) -> None:
+    node.store(1, 0, 2)
+    parent, child = node.table.take_pending(2, 1 << 30, 0.0)
+    node.table.writeback_failed(parent, denied=True)
+    node.target.persist([child], lambda: None)
+    if corrupt:
+        node.table.residency.condemn(parent)
+    assert evict_tier(node.table, Tier.DRAM) == 2 - corrupt
+    assert [block.key for block in node.table.snapshot()] == [child.key]
+    assert evict_tier(node.table, Tier.NVME) == 1
+    assert not list(node.table.snapshot())
+    node.store(1, 0, 2)
+    node.write_back()
+    assert all(node.table.are_durable([parent.key, child.key]))
+    assert evict_tier(node.table, Tier.NVME) == 2
+
+
 def test_staging_dram_durable_unused_blocks_leave(tmp_path: Path) -> None:
     node = Node(tmp_path / "slab")
     node.table.cache_loads = False
@@ -179,6 +214,7 @@ class TableMachine(RuleBasedStateMachine):
         self.arriving: list[Block] = []
         self.halves: list[Block] = []
         self.vigils: list[KeyWaiter] = []
+        self.revoked: list[SlotGrant] = []
 
     def teardown(self) -> None:
         self.node.close()
@@ -198,13 +234,30 @@ class TableMachine(RuleBasedStateMachine):
     def abandon(self, store: SlotGrant) -> None:
         self.node.table.abandon(store)
 
+    @rule(store=stores)
+    def revoke(self, store: SlotGrant) -> None:
+        self.node.table.revoke(store)
+        self.revoked.append(store)
+
     @rule()
     def write_back(self) -> None:
         self.node.write_back()
 
-    @rule()
-    def evict_dram(self) -> None:
-        evict_tier(self.node.table, Tier.DRAM)
+    @rule(count=st.integers(1, 8))
+    def find_corrupt(self, count: int) -> None:
+        for block in self.node.table.take_pending(count, 1 << 30, 0.0):
+            self.node.table.writeback_failed(block, corrupt=True)
+            assert self.node.table.pin_resident(block.namespace, [block.key]) == [None]
+
+    @rule(count=st.integers(1, 8), denied=st.booleans())
+    def write_back_fails(self, count: int, denied: bool) -> None:
+        """Blocks that stay in DRAM only: their children may become durable, and outlive them."""
+        for block in self.node.table.take_pending(count, 1 << 30, 0.0):
+            self.node.table.writeback_failed(block, denied=denied)
+
+    @rule(tier=st.sampled_from([Tier.DRAM, Tier.NVME]))
+    def evict(self, tier: Tier) -> None:
+        evict_tier(self.node.table, tier)
 
     @rule(chain=st.integers(0, 5), count=st.integers(1, 20), namespace=st.integers(0, 1))
     def pin(self, chain: int, count: int, namespace: int) -> None:
@@ -309,10 +362,16 @@ class TableMachine(RuleBasedStateMachine):
         resident = sum(block.dram is not None for block in table.snapshot())
         stores = {id(one): one for one in table.residency.preparing.values()}.values()
         halves = {id(block) for block in [*self.arriving, *(one for one in self.halves if one.filling and one.pins)]}
-        assert self.node.arena.usage().blocks == resident + sum(len(one.slots) for one in stores) + len(halves)
+        readers = [*self.pinned, *([block for _, block in vigil.arrivals] for vigil in self.vigils)]
+        parents = [one.guarded for one in stores if one.guarded is not None]
+        condemned = {id(block) for blocks in (*readers, parents) for block in blocks if block.condemned}
+        reserved = {slot for store in self.revoked for slot in store.revoked}
+        held = resident + len(halves) + len(condemned) + len(reserved)
+        assert self.node.arena.usage().blocks == held + sum(len(one.slots) for one in stores)
 
     @invariant()
     def holds(self) -> None:
+        assert self.node.counters.get("eviction_bugs_total") == 0
         self.node.table.validate()
         for vigil in self.vigils:
             for _, block in vigil.arrivals:

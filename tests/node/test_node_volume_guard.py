@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 
 from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import Unavailable
 from kvstore.node.base.volume_guard import CHANGERS, VolumeGuard, VolumeStalled, ignore
 from kvstore.observe.counters import Counters
 from support.wait import wait_until
@@ -184,3 +185,28 @@ def test_guard_cached_answers_do_not_hide_a_stall(disk: Disk) -> None:
             disk.guard.read(disk.hang, disk.note, MonotonicClock().now_s() + LONG_S)
         assert disk.guard.stalled
         over.set()
+
+
+def test_guard_without_thread_never_runs_what_it_refused(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller releases memory, or takes blocks as kept, once its I/O is refused: it must not run in another thread later."""
+    start, begun, readers = threading.Thread.start, [], []
+
+    def limited_start(thread: threading.Thread) -> None:
+        if thread.name in {"kvstore-volume_1", "kvstore-volume-read_1"}:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited_start)
+    disk.guard.begin(disk.hang, ignore)
+    readers.append(disk.guard.submit(disk.hang))
+    for _ in range(2):
+        assert disk.begun.acquire(timeout=LONG_S)
+    with pytest.raises(VolumeStalled):
+        disk.guard.change(lambda: begun.append("change"), disk.note)
+    with pytest.raises(Unavailable):
+        disk.guard.submit(lambda: begun.append("window"))
+    assert [type(error) for error in disk.late] == [VolumeStalled]
+    disk.release.set()
+    assert readers[0].result(LONG_S) == "came"
+    assert disk.guard.read(lambda: 7, disk.note) == 7
+    assert begun == []

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from kvstore.core.types import BlockRun
 from kvstore.node.durability.writeback import CommitOrder, WriteBack, WriteTarget
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.testing.memory_provider import block_key
+from kvstore.transport.contract import WriteRequest
+from support.layered_node import SPEC, LayeredNode
+from support.node_harness import MIB, NodeHarness
 
 
 def test_later_batch_commits_and_reports_after_earlier_ones() -> None:
@@ -38,6 +45,32 @@ def test_later_batch_commits_and_reports_after_earlier_ones() -> None:
     for thread in threads:
         thread.join(10)
     assert done == [0, 1, 2]
+
+
+def test_writeback_unexpected_error_frees_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(NodeHarness(tmp_path, volumes=[MIB])) as node:
+        node.store("a", 0, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(node.slabs[0], "write", lambda _: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                node.write_back()
+        assert node.slabs[0].usage().blocks == 0
+        for key in node.keys("a", 4):
+            node.table.writeback_failed(node.block(key))
+        assert node.table.requeue_writeback(node.table.snapshot()) == 4
+        assert node.write_back() == 4
+        assert node.slabs[0].usage().blocks == 4
+
+
+def test_remote_store_unexpected_error_frees_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(LayeredNode()) as node:
+        run = BlockRun(SPEC.namespace, None, 0, (block_key(0), block_key(1)))
+        request = WriteRequest(run, SPEC.shape, durable=True, deadline_s=node.clock.now_s() + 60.0)
+        monkeypatch.setattr(node.table, "are_durable", lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            node.provider.write(request)
+        assert node.arena.usage().blocks == 0
+        assert node.gate.stores_under_way() == 0
 
 
 class Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.core.clock import ManualClock
 from kvstore.observe import counters as counters_module
+from kvstore.observe import http
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
 from kvstore.observe.http import MOST_AT_ONCE, MetricsServer, serve
@@ -152,6 +154,26 @@ def test_server_at_connection_limit_refuses_more(served: MetricsServer, counters
     assert counters.get("metrics_scrapes_refused_total") >= 1
     for one in silent + more:
         one.close()
+
+
+def test_server_ends_connections_that_send_slowly(served: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "REQUEST_S", 0.3)
+    host, port = served.address.split(":")
+    slow = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(MOST_AT_ONCE)]
+    for one in slow:
+        one.sendall(b"GET /metrics HTTP/1.0\r\nX-Slow: ")
+    ended = 0
+    while ended < len(slow):  # a byte at a time, faster than the limit of one read
+        time.sleep(0.05)
+        ended = 0
+        for one in slow:
+            try:
+                one.sendall(b"x")
+            except ConnectionError:
+                ended += 1
+    for one in slow:
+        one.close()
+    assert get(served.address, "/metrics")[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_node_remote_metrics_require_permission(tmp_path: Path) -> None:
     node = NodeConfig(node_id="a", run_dir=tmp_path, dram_bytes=1 << 20, listen="127.0.0.1:0", data_listen="127.0.0.1:0")
     with pytest.raises(InvalidArgument, match="set allow_insecure_metrics"):
         NodeDaemon(node.model_copy(update={"metrics_listen": "0.0.0.0:0"}))
-    with pytest.raises(InvalidArgument, match="without TLS"):
+    with pytest.raises(InvalidArgument, match=r"requires TLS; set node\.tls, or node\.allow_insecure_remote"):
         NodeDaemon(node.model_copy(update={"listen": "0.0.0.0:0", "allow_insecure_metrics": True}))
     settings = (("metrics_listen", "0.0.0.0:0"), ("allow_insecure_metrics", "true"))
     with LocalCluster([NodeSpec("a", settings=settings)], tmp_path / "store") as cluster:

@@ -143,12 +143,13 @@ def test_wheel_demo_in_bare_environment_succeeds(bare: Path, tmp_path: Path) -> 
     assert "ModuleNotFoundError" in undeclared.stderr
     demo = run(programs / "kvstore", "demo", "--sessions", "3", "--turns", "8", folder=tmp_path)
     assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert demo.stdout.endswith("No wrong byte: each loaded byte was compared with the stored one. Next: kvstore up\n")
 
 
 @pytest.mark.parametrize(
     ("extra", "program"),
     [
-        ("router", "import kvstore.router.main, kvstore.router.app.routes"),
+        ("router", "import kvstore.router.main, kvstore.router.routes"),
         ("admin", "import kvstore.admin.app"),
         ("events", "import kvstore.events.main, zmq, msgspec"),
         ("observe", "import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http.trace_exporter"),

@@ -29,6 +29,18 @@ async def test_completion_body_and_headers_forwarded(bed: Make) -> None:
     assert "cookie" not in seen
 
 
+async def test_engine_cookies_reach_no_later_request(bed: Make) -> None:
+    router = await bed("e0")
+    router["e0"].script.append(Behaviour(headers={"set-cookie": "session=of-alice; Path=/"}))
+    for key in ("alice", "bob"):
+        answer = await router.http.post(
+            "/v1/completions", json={"model": "m", "prompt": "a"}, headers={"authorization": f"Bearer {key}"}
+        )
+        assert answer.status_code == 200
+    assert (await router.http.get("/v1/models")).status_code == 200
+    assert [seen.get("cookie") for seen in router["e0"].seen_headers] == [None, None]
+
+
 async def test_headers_non_ascii_forwarded_unchanged(bed: Make) -> None:
     router = await bed("e0")
     for name in (b"x-request-id", b"accept-encoding", b"authorization"):

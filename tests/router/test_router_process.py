@@ -81,7 +81,7 @@ def test_router_invalid_settings_fail_with_one_line() -> None:
         (("--engine", "http://h:1", "--metadata", "none"), "requires a metadata server"),
         (("--engine", "nonsense"), "http://host:port"),
         (("--prefill", "http://p:1"), "all plain, or some prefill and some decode"),
-        (("--engine", "http://h:1", "--listen", "0.0.0.0:1"), "requires TLS"),
+        (("--engine", "http://h:1", "--listen", "0.0.0.0:1"), "requires TLS; set router.tls"),
     ):
         done = kvstore(*arguments)
         assert done.returncode != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvstore.config.router import RouterConfig
-from kvstore.core.errors import InvalidArgument
+from kvstore.core.errors import InvalidArgument, Unavailable
 from kvstore.router.engines import EngineConfig, Role, engines_of, parse_engine
 from kvstore.router.health.engine_metrics import EngineMetrics, parse_metrics
+from kvstore.router.health.health_checks import HealthChecks
 from kvstore.router.main import make_context
 from kvstore.router.placement.balancer import RotationOrder, least_loaded
 from kvstore.router.placement.inflight import EngineWork, InflightEntry, InflightTokens
@@ -298,3 +300,36 @@ def test_caches_count_only_if_all_namespaces_were_looked_up() -> None:
     one, two = StoreHits(100, {}, {"a": 64}), StoreHits(200, {}, {"a": 32, "b": 16})
     assert joined([one, two]) == StoreHits(200, {}, {"a": 64, "b": 16})
     assert joined([one, StoreHits(200, {})]) == StoreHits(200, {})
+
+
+class UpstreamsThatRefuse:
+    """Connections to engines, none of which accepts one until ``up``."""
+
+    up = False
+
+    async def get(self, path: str, _timeout_s: float) -> bytes:
+        if not self.up:
+            raise Unavailable("cannot connect to the engine")
+        return b'{"data": []}' if path == "/v1/models" else b""
+
+
+async def test_unreachable_engine_is_logged_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvstore.router")
+    context = make_context(RouterConfig(engines=("e0=http://127.0.0.1:9",), check_interval_ms=3_600_000))
+    engine: Any = UpstreamsThatRefuse()
+    context.upstreams = {"e0": engine}
+
+    async def check(times: int) -> list[str]:
+        caplog.clear()
+        for _ in range(times):
+            checks = HealthChecks(context)
+            await checks.start()
+            await checks.stop()
+        return [record.getMessage() for record in caplog.records]
+
+    assert await check(3) == ["engine not usable: e0 (reason=cannot connect to the engine); it is checked until it responds"]
+    engine.up = True
+    assert await check(2) == ["engine healthy: e0 (models=not listed)"]
+    engine.up = False
+    (ejected,) = await check(4)
+    assert ejected.startswith("engine ejected: e0 (cause=failed_checks,")

@@ -10,7 +10,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -28,7 +29,7 @@ from kvstore.rpc.failover.aio_channel import AioFailoverChannel
 from kvstore.rpc.failover.channel import FailoverChannel
 from kvstore.rpc.failover.connect import connect_metadata, connect_metadata_aio
 from kvstore.rpc.failover.rpc_rules import RULES, Repetition, rule_of
-from kvstore.rpc.failover.selection import CallPlacement, ranked
+from kvstore.rpc.failover.selection import CallPlacement, Condition, Failure, ranked
 from kvstore.rpc.failover.servers import MetadataServers
 from support.wait import wait_until
 
@@ -420,6 +421,54 @@ def test_name_resolver_hangs_calls_end_at_their_deadline() -> None:
     names.blocked.set()
 
 
+def test_aio_name_resolver_hangs_loop_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names("127.0.0.2")
+    names.blocked = threading.Event()
+    waiting: list[threading.Thread] = []
+    wait_ready = MetadataServers.wait_ready
+
+    def record(servers: MetadataServers, placement: CallPlacement, timeout_s: float | None) -> None:
+        waiting.append(threading.current_thread())
+        wait_ready(servers, placement, timeout_s)
+
+    async def use() -> grpc.StatusCode:
+        channel = connect_metadata_aio("dns:metadata.test:7400", resolver=names)
+        assert isinstance(channel, AioFailoverChannel)
+        try:
+            await call_over(channel, LOOKUP, 0.2)
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[no-any-return, attr-defined]
+        finally:
+            await channel.close()
+        return grpc.StatusCode.OK
+
+    monkeypatch.setattr(MetadataServers, "wait_ready", record)
+    assert asyncio.run(use()) is grpc.StatusCode.UNAVAILABLE
+    names.blocked.set()
+    assert len(waiting) == 1
+    assert threading.current_thread() not in waiting
+
+
+def test_probe_that_cannot_start_is_sent_again() -> None:
+    server = ScriptedServer()
+    opened: list[str] = []
+
+    def open_channel(address: str, _tls: TlsConfig | None) -> grpc.Channel:
+        opened.append(address)
+        if len(opened) == 1:
+            raise OSError("the TLS files are being replaced")
+        return grpc.insecure_channel(address)
+
+    addresses = MetadataAddresses.parse(f"{server.address},127.0.0.1:1")
+    servers = MetadataServers(addresses, "engine-0", None, open_channel, Counters())
+    servers.pick(CallPlacement.SPREAD)
+    servers.failed(server.address, Failure.REFUSED)
+    condition = lambda: next(one.condition for one in servers.states() if one.address == server.address)  # noqa: E731
+    wait_until(lambda: condition() is Condition.USABLE, "the server was probed")
+    servers.close()
+    server.stop()
+
+
 def test_tls_of_named_server_expects_the_name(tmp_path: Path) -> None:
     tls = TlsConfig(ca=tmp_path / "ca.pem")
     servers = MetadataServers(
@@ -541,3 +590,19 @@ def test_aio_call_cancelled_by_its_caller_is_cancelled() -> None:
         servers[0].released.set()
 
     aio(use)
+
+
+def test_channel_of_removed_server_is_closed_in_another_thread() -> None:
+    """A change may be told in the thread of gRPC in which that channel's calls end: closing there would wait for itself."""
+    closed: queue.SimpleQueue[int] = queue.SimpleQueue()
+    removed = SimpleNamespace(close=lambda: closed.put(threading.get_ident()))
+    servers = SimpleNamespace(addresses=("a", "b"), tls_of=lambda _: None, close=lambda: None)
+    channel = FailoverChannel(cast("MetadataServers", servers), lambda *_: cast("grpc.Channel", removed))
+    channel.channel_to("a")
+    servers.addresses = ("b",)
+    servers.on_change()
+    assert closed.empty(), "its calls may be under way until the next change"
+    servers.on_change()
+    assert closed.get(timeout=10) != threading.get_ident()
+    channel.close()
+    assert closed.empty(), "once"

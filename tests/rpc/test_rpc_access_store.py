@@ -7,7 +7,7 @@ import secrets
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,9 @@ class Store:
         return done.output
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    folder = tmp_path_factory.mktemp("store")
+@contextmanager
+def started(folder: Path) -> Iterator[Store]:
+    """A store with a token for each role, and for a second tenant. At the end, its logs are searched for tokens."""
     lines = [f"{role.value} {'acme' if role is AccessRole.TENANT else 'some'} {token}" for role, token in TOKENS.items()]
     tokens = written(folder / "tokens", "\n".join([*lines, f"tenant other {OTHER}"]))
     shown = written(folder / "node-token", TOKENS[AccessRole.NODE])
@@ -91,6 +91,21 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         wait_until(
             lambda: len(call(stub.ListNodes, metadata_pb2.ListNodesRequest(), CALL_S).nodes) == 2, "nodes show their token"
         )
+        yield made
+        for daemon in ("metadata", "a", "b"):
+            assert "the-token-of" not in cluster.node(daemon).log_path.read_text(), "no log shows a token"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with started(tmp_path_factory.mktemp("store")) as made:
+        yield made
+
+
+@pytest.fixture
+def own_store(tmp_path: Path) -> Iterator[Store]:
+    """A store for one test, which may break it."""
+    with started(tmp_path) as made:
         yield made
 
 
@@ -115,7 +130,7 @@ FILES = {"Metadata": metadata_pb2, "Node": node_pb2, "MetadataAdmin": admin_pb2,
 
 
 def error_of(channel: grpc.Channel, method: str) -> KVStoreError | None:
-    """Status code of an empty request to a method; None: success."""
+    """Error of an empty request to a method; None: success."""
     service, name = method.rpartition(".")[2].split("/")
     found = FILES[service].DESCRIPTOR.services_by_name[service].methods_by_name[name]
     asked, answer = (message_factory.GetMessageClass(one) for one in (found.input_type, found.output_type))
@@ -150,10 +165,10 @@ def test_calls_without_token_are_rejected(store: Store) -> None:
             assert isinstance(error_of(channels[DAEMONS[service]], method), Unauthenticated), (method, token)
         for channel in channels.values():
             health = health_pb2_grpc.HealthStub(channel)
-            assert call(health.Check, health_pb2.HealthCheckRequest(), CALL_S).status, "probes do"
+            assert call(health.Check, health_pb2.HealthCheckRequest(), CALL_S).status, "health checks need no token"
             with pytest.raises(grpc.RpcError) as watching:
                 next(iter(health.Watch(health_pb2.HealthCheckRequest(), timeout=CALL_S)))
-            assert watching.value.code() is grpc.StatusCode.UNAUTHENTICATED, "it would have no end"
+            assert watching.value.code() is grpc.StatusCode.UNAUTHENTICATED, "Watch needs a token"
 
 
 def test_rejected_requests_are_not_parsed(store: Store) -> None:
@@ -311,7 +326,7 @@ def test_tenant_flushes_only_its_blocks(store: Store) -> None:
             for token in (OTHER, TOKENS[AccessRole.ENGINE])
         }
         assert answers[OTHER].complete
-        assert answers[OTHER].durable_blocks == 0, "what others have is not told"
+        assert answers[OTHER].durable_blocks == 0, "other tenants' blocks are not counted"
         assert answers[TOKENS[AccessRole.ENGINE]].durable_blocks >= BLOCKS
         assert other.flush(CALL_S)
 
@@ -424,7 +439,7 @@ def test_restarted_node_learns_tenants_of_its_blocks(store: Store) -> None:
         whose = {(one.tenant, one.unknown) for volume in volumes for one in volume.tenants if one.nvme_bytes}
         return ("acme", False) in whose and not any(nobodys for _, nobodys in whose)
 
-    wait_until(known, "whose they are")
+    wait_until(known, "node a knows the tenant of each block")
 
 
 def test_commands_and_admin_server_send_token(store: Store) -> None:
@@ -440,21 +455,18 @@ def test_commands_and_admin_server_send_token(store: Store) -> None:
     store.cluster.stop("admin")
 
 
-def test_tokens_change_without_restart(store: Store) -> None:
-    """Last test, because it changes the file."""
-    file = store.folder / "tokens"
+def test_tokens_change_without_restart(own_store: Store) -> None:
+    file = own_store.folder / "tokens"
     lines = file.read_text().splitlines()
     fresh = "the-token-of-acme-tomorrow"
-    with store.client("acme", ACME) as engine:
+    with own_store.client("acme", ACME) as engine:
         keys, _ = filled(engine, 9)
         assert engine.lookup(keys).hit_blocks == BLOCKS
         written(
-            store.folder / "tokens.new", "\n".join([one for one in lines if ACME not in one] + [f"tenant acme {fresh}"])
+            own_store.folder / "tokens.new", "\n".join([one for one in lines if ACME not in one] + [f"tenant acme {fresh}"])
         ).replace(file)
-        wait_until(lambda: engine.lookup(keys).hit_blocks == 0, "the old one is nobody's")
-    node = node_pb2_grpc.NodeStub(store.channel("a", fresh))
+        wait_until(lambda: engine.lookup(keys).hit_blocks == 0, "the old token is rejected")
+    node = node_pb2_grpc.NodeStub(own_store.channel("a", fresh))
     wait_until(lambda: not refused(node.GetNode, node_pb2.GetNodeRequest()), "the node has read the new one")
-    with store.client("acme", fresh) as engine:
+    with own_store.client("acme", fresh) as engine:
         assert engine.lookup(keys).hit_blocks == BLOCKS
-    for daemon in ("metadata", "a", "b"):
-        assert "the-token-of" not in store.cluster.node(daemon).log_path.read_text()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +12,9 @@ from hypothesis import strategies as st
 from kvstore.core.errors import InvalidArgument
 from kvstore.roofline.hardware import GPUS
 from kvstore.roofline.models import model_named
-from kvstore.simulate.advice import CLOSE, MOST_RATIOS, advise, ratios
+from kvstore.simulate.advice import CLOSE, MOST_RATIOS, Advice, Option, advise, ratios
 from kvstore.simulate.cluster import SimConfig, uniform
+from kvstore.simulate.result import SimResult
 from kvstore.simulate.sessions import AgentSession, SessionTurn
 
 SESSIONS = tuple(AgentSession(0.0, (SessionTurn(64 * (40 + i), 200, 8),) * 2) for i in range(24))
@@ -18,6 +22,11 @@ SESSIONS = tuple(AgentSession(0.0, (SessionTurn(64 * (40 + i), 200, 8),) * 2) fo
 
 def build(prefill: int, decode: int) -> SimConfig:
     return uniform(model_named("ds-27b"), GPUS["h100"], SESSIONS, prefill_nodes=prefill, decode_nodes=decode, snic=1e9)
+
+
+def option(prefill: int, decode: int, policy: str, requests_s: float, ttft_s: float) -> Option:
+    result = SimpleNamespace(requests_per_s=requests_s, ttft=SimpleNamespace(mean=ttft_s))
+    return Option(prefill, decode, policy, build(1, 1), cast("SimResult", result))
 
 
 @given(st.integers(2, 512))
@@ -36,6 +45,15 @@ def test_advice_best_has_highest_rate() -> None:
     assert found.ceiling is not None
     assert found.ceiling.requests_s >= found.best.requests_s * (1 - CLOSE)
     assert found.reasons
+
+
+def test_advice_lower_rate_is_explained() -> None:
+    best = option(2, 2, "shorter_queue", 98.0, 1.0)
+    advice = Advice(best, None, (best, option(1, 3, "split", 100.0, 3.0), option(2, 2, "split", 97.0, 2.0)), {}, 0)
+    cluster, policy, rule = advice.reasons
+    assert cluster == "2P2D serves 0.98 times the requests of the next best cluster, 1P3D (TTFT: 1.000 s and 3.000 s)."
+    assert policy == "shorter_queue serves 1.01 times the requests of split, the default policy (TTFT: 1.000 s and 2.000 s)."
+    assert rule.startswith("Rates within 3% of the highest count as equal")
 
 
 def test_advice_without_time_has_one_run() -> None:

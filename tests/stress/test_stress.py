@@ -6,10 +6,10 @@ import itertools
 import json
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from kvstore.stress.plan import OperationKind, OperationMix, StressChains, Stres
 from kvstore.stress.run import run_stress
 from kvstore.stress.summary import LatencyHistogram, PassSummary, StressResult
 from kvstore.stress.worker import warm_operations
+from nursery import cli
 from support.wait import wait_until
 
 WAIT_S = 60.0
@@ -44,6 +45,13 @@ def plan(**changes: Any) -> StressPlan:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     with LocalCluster([NodeSpec("a", dram_bytes=64 << 20)], tmp_path_factory.mktemp("store")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def own_store(tmp_path: Path) -> Iterator[LocalCluster]:
+    """A store for one test, whose blocks stay in it."""
+    with LocalCluster([NodeSpec("a", dram_bytes=64 << 20)], tmp_path) as cluster:
         yield cluster
 
 
@@ -133,7 +141,7 @@ def test_stress_unreachable_store_says_why() -> None:
 
 
 def test_stress_ended_early_removes_its_blocks(store: LocalCluster) -> None:
-    command = [sys.executable, "-m", "kvstore.cli", "stress", "--metadata", store.metadata_address, *SMALL, "--duration", "10m"]
+    command = [*cli(), "stress", "--metadata", store.metadata_address, *SMALL, "--duration", "10m"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         try:
             wait_until(lambda: stored_blocks(store) == 32, WAIT_S)
@@ -265,7 +273,8 @@ def test_client_checks_each_loaded_byte(store: LocalCluster) -> None:
     assert tally.wrong_blocks == len(keys)
 
 
-def test_stress_pass_without_operations_has_no_limit(store: LocalCluster) -> None:
-    """A pass that ends before the first operation. The last test of the store: its blocks stay."""
-    found = run_stress(plan(metadata=store.metadata_address, node="auto", duration_s=0.0), lambda _: nullcontext(lambda _: None))
+def test_stress_pass_without_operations_has_no_limit(own_store: LocalCluster) -> None:
+    """A pass that ends before the first operation."""
+    ended = plan(metadata=own_store.metadata_address, node="auto", duration_s=0.0)
+    found = run_stress(ended, lambda _: nullcontext(lambda _: None))
     assert (found.cold.requests, found.warm.requests, found.limit_bytes_per_s, found.problem) == (6, 0, 0, None)

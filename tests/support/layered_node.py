@@ -9,7 +9,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, BlockRun, NodeId, Outcome, StoreOutcome, Tier
 from kvstore.node.base.buffer_budget import BufferBudget
-from kvstore.node.eviction.execution import evict_tier
+from kvstore.node.eviction.operator_requests import evict_tier
 from kvstore.node.loads.layered import LayeredLoader
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.loads.prompt_wait import PromptWaits

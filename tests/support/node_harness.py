@@ -13,6 +13,7 @@ from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, NodeId, Outcome, StoreOutcome, VolumeId
 from kvstore.node.control.admission_gate import AdmissionGate
+from kvstore.node.durability.recovery import recover
 from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import Mounts
@@ -111,11 +112,7 @@ class NodeHarness:
             accounts=None if registry is None else registry.accounts,
         )
         self.table = BlockTable(residency, writes_back=bool(volumes), cache_loads=cache_loads)
-        self.recovered = 0
-        for volume in self.volumes:
-            for slot, record in volume.volume.recover():
-                found = self.registry.of_shape(record.namespace, record.shape)
-                self.recovered += self.table.restore(volume, found, record, slot)
+        recover(self.table, self.registry, self.counters)
         self.namespaces: list[NodeNamespace] = (
             [self.registry.find(spec.namespace) or self.registry.of_spec(spec) for spec in specs]
             if specs
@@ -124,6 +121,8 @@ class NodeHarness:
         self._namespace_count = len(self.namespaces)
         self.target = LocalTarget(self.table, self.counters, self.clock)
         self._closers: list[Callable[[], None]] = []
+        self.expected_bugs = 0
+        """Blocks whose eviction a test makes fail unexpectedly."""
 
     # ---- parts that not every test needs
     @cached_property
@@ -248,6 +247,7 @@ class NodeHarness:
         self.faults.release_hangs()
         for close in reversed(self._closers):
             close()
+        assert self.counters.get("eviction_bugs_total") == self.expected_bugs
         self.table.validate()
         self.table.close()
         for volume in self.volumes:

@@ -9,7 +9,7 @@ from kvproto.v1.metadata_pb2 import Retention
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import StoreOutcome, Tier
 from kvstore.node.control.retention import RetentionEnforcer
-from kvstore.node.eviction.quotas import held_bytes
+from kvstore.node.eviction.usage import held_bytes
 from kvstore.node.state.namespaces import NamespaceRegistry, TenantLedger
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.tiers.eviction.policy import make_policy
@@ -59,10 +59,10 @@ class QuotaNode(NodeHarness):
         self.enforcer.apply(retention)
 
     def set_rules(self, *rules: tuple[int, float, bool]) -> None:
-        """Set retention rules: position of the tenant, time to live in seconds, pinned."""
+        """Set retention rules: position of the tenant, time to live in seconds, kept."""
         retention = Retention()
-        for tenant, ttl_s, pinned in rules:
-            retention.rules.add(namespace_id=self.namespaces[tenant].namespace_id, ttl_ms=int(ttl_s * 1000), pinned=pinned)
+        for tenant, ttl_s, kept in rules:
+            retention.rules.add(namespace_id=self.namespaces[tenant].namespace_id, ttl_ms=int(ttl_s * 1000), kept=kept)
         self.enforcer.apply(retention)
         self.enforcer.round()
 

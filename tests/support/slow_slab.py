@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, Outcome, Tier
-from kvstore.node.eviction.execution import evict_tier
+from kvstore.node.eviction.operator_requests import evict_tier
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.nvme.slab import NvmeSlab
 from support.node_harness import MIB, NodeHarness

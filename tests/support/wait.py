@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +13,8 @@ Description = str | Callable[[], str]
 
 WAIT_S = 30.0
 """The default bound: generous, as a loaded machine is slow. A test that passes waits much less."""
-POLL_S = 0.01
+POLL_S, MOST_POLL_S = 0.01, 0.05
+"""Time between two polls of a default wait. It grows to a tenth of the wait: each poll costs a daemon processor time."""
 
 
 def wait_until(
@@ -21,7 +22,7 @@ def wait_until(
     what: Description = "",
     timeout_s: float = WAIT_S,
     *,
-    poll_s: float = POLL_S,
+    poll_s: float | None = None,
     step: Callable[[], object] | None = None,
 ) -> float:
     """Wait until a condition is true. Returns the seconds that it took.
@@ -30,7 +31,7 @@ def wait_until(
         condition: is polled.
         what: the failure's message; a function is called when the test fails. Default: the source of the condition.
         timeout_s: the test fails after this.
-        poll_s: time between two polls.
+        poll_s: time between two polls; None: as long as ``POLL_S`` and ``MOST_POLL_S`` say.
         step: is called between two polls, in place of a sleep.
     """
     began_s = time.monotonic()
@@ -38,22 +39,32 @@ def wait_until(
         if time.monotonic() - began_s >= timeout_s:
             pytest.fail(_timeout_message(condition, what, timeout_s))
         if step is None:
-            time.sleep(poll_s)
+            time.sleep(_poll_s(began_s) if poll_s is None else poll_s)
         else:
             step()
     return time.monotonic() - began_s
 
 
 async def wait_until_async(
-    condition: Callable[[], Awaitable[object]], what: Description = "", timeout_s: float = WAIT_S, *, poll_s: float = POLL_S
+    condition: Callable[[], object], what: Description = "", timeout_s: float = WAIT_S, *, poll_s: float | None = None
 ) -> None:
-    """Wait until an asynchronous condition is true, as ``wait_until`` does. A condition that hangs fails, too."""
+    """Wait until a condition is true, as ``wait_until`` does. It may be asynchronous; one that hangs fails, too."""
+
+    async def holds() -> object:
+        answer = condition()
+        return await answer if inspect.isawaitable(answer) else answer
+
+    began_s = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s):
-            while not await condition():  # noqa: ASYNC110  # the state is another process's: there is no event
-                await asyncio.sleep(poll_s)
+            while not await holds():  # noqa: ASYNC110  # the state is another process's: there is no event
+                await asyncio.sleep(_poll_s(began_s) if poll_s is None else poll_s)
     except TimeoutError:
         pytest.fail(_timeout_message(condition, what, timeout_s))
+
+
+def _poll_s(began_s: float) -> float:
+    return min(MOST_POLL_S, max(POLL_S, (time.monotonic() - began_s) / 10))
 
 
 def _timeout_message(condition: Callable[[], object], what: Description, timeout_s: float) -> str:

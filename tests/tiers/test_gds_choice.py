@@ -53,27 +53,27 @@ def test_judge_probe_output(said: dict[str, Any], code: int | None, path: GdsPat
     )
     assert found.path is path
     assert words in found.why
-    assert (found.mend is None) == (path is GdsPath.GDS)
+    assert (found.fix is None) == (path is GdsPath.GDS)
     shell_words = ("kvstore", "nvidia-smi", "pip", "sudo", "unset", sys.executable)
-    assert found.mend is None or found.mend.split()[0] in shell_words, "a line for a shell"
+    assert found.fix is None or found.fix.split()[0] in shell_words, "a line for a shell"
 
 
 @pytest.mark.parametrize(
-    ("begun", "code", "mend"),
+    ("begun", "code", "fix"),
     [("start", None, "kvstore doctor"), ("driver", None, "nvidia-smi"), ("driver", -11, "nvidia-smi"),
      ("driver", 1, "nvidia-smi"), ("read", -11, "sudo modprobe nvidia-fs")],
 )  # fmt: skip
-def test_judge_failed_probe_names_remedy_of_its_step(begun: str, code: int | None, mend: str) -> None:
+def test_judge_failed_probe_names_remedy_of_its_step(begun: str, code: int | None, fix: str) -> None:
     """A CUDA driver that hangs, crashes or has no ``cuInit`` is not repaired by a kernel module for disks."""
     found = judge(CommandResult(code, json.dumps({"begun": begun}), "AttributeError: undefined symbol: cuInit\n"), 30.0)
-    assert (found.mend or "").startswith(mend)
+    assert (found.fix or "").startswith(fix)
 
 
 def test_judge_no_card_proposes_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "CUDA_DRIVER", "libnosuchdriver.so.1")
-    for cards, mend in ((0, "--set node.gds=off"), (1, "sudo apt install nvidia-driver-cuda")):
+    for cards, fix in ((0, "--set node.gds=off"), (1, "sudo apt install nvidia-driver-cuda")):
         monkeypatch.setattr(probe, "nvidia_cards", lambda cards=cards: cards)
-        assert (probe.probe_gds(tmp_path).mend or "").startswith(mend)
+        assert (probe.probe_gds(tmp_path).fix or "").startswith(fix)
 
 
 def test_nvidia_cards_counts_gpus_on_the_bus(tmp_path: Path) -> None:

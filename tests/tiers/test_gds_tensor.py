@@ -81,7 +81,7 @@ def test_blocks_are_read_directly_into_pool_memory(
 
 
 def test_engine_reads_volume_of_its_node(slab: NvmeSlab, device: torch.device, tmp_path: Path) -> None:
-    """Through the roster, while the node has the volume open."""
+    """Through the slot manifest, while the node has the volume open."""
     items = items_for(slab.allocate(SHAPE, BLOCKS) or [], range(BLOCKS), SHAPE)
     assert slab.write(items) == [None] * BLOCKS
     slab.commit([(slot, record) for slot, record, _ in items], [])

@@ -184,6 +184,16 @@ def test_full_disk_at_catalog_is_reported(slab: NvmeSlab, monkeypatch: pytest.Mo
         slab.commit([(items[0][0], items[0][1])], [])
 
 
+def test_new_catalog_is_synced_before_the_slab_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []
+    monkeypatch.setattr(
+        "kvstore.tiers.nvme.volume_open.sync_folder",
+        lambda path: synced.append((path.name, (tmp_path / "v" / "slab.kv").exists())),
+    )
+    open_slab(tmp_path / "v").close()
+    assert synced[:3] == [("catalog", False), ("v", False), ("v", True)]
+
+
 def test_full_disk_at_creation_leaves_no_files(folder: Path) -> None:
     program = (
         "import resource, sys; from pathlib import Path\n"

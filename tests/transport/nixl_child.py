@@ -17,7 +17,7 @@ from typing import Any
 from kvstore.core.types import BlockShape
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider
-from kvstore.testing.transport_suite import NAMESPACE, ask, dense
+from kvstore.testing.transport_suite import NAMESPACE, dense, read_of
 from kvstore.transport.nixl.agent import NixlAgent, NixlOptions, NixlTransfer
 from kvstore.transport.nixl.peer import NixlPeer
 from kvstore.transport.nixl.responder import NixlResponder
@@ -65,11 +65,11 @@ def main() -> None:
     if role == "read":
         peer = NixlPeer(where[0], port, counters=counters)
         if when:
-            peer.read(ask(range(COUNT), 1), dense(COUNT, SHAPE))
+            peer.read(read_of(range(COUNT), 1), dense(COUNT, SHAPE))
             print("read", counters.get("transport_nixl_bytes_received_total"), flush=True)
             sys.stdin.readline()
         arm()
-        peer.read(ask(range(COUNT), 1), dense(COUNT, SHAPE))
+        peer.read(read_of(range(COUNT), 1), dense(COUNT, SHAPE))
         return
     if when:
         signal.signal(signal.SIGUSR1, arm)

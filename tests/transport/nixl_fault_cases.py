@@ -27,7 +27,7 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockShape, Outcome
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload
-from kvstore.testing.transport_suite import NAMESPACE, SENTINEL, ask, content, dense
+from kvstore.testing.transport_suite import NAMESPACE, SENTINEL, content, dense, read_of
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import LateBytes
 from kvstore.transport.nixl import agent as nixl_agent
@@ -98,7 +98,7 @@ def test_read_server_killed_during_transfer_is_miss(options: dict[str, str]) -> 
     ):
         buffer = dense(COUNT, SHAPE)
         began_s = time.monotonic()
-        result = peer.read(ask(range(COUNT), 1, within_s=120), buffer)
+        result = peer.read(read_of(range(COUNT), 1, within_s=120), buffer)
         assert time.monotonic() - began_s < 60, "the death of the server is detected before the deadline"
         assert server.wait(10) == -signal.SIGKILL, counters.snapshot()
         assert Outcome.HIT not in result.outcomes[-4:]
@@ -112,7 +112,7 @@ def test_read_after_deadline_writes_no_late_bytes(options: dict[str, str]) -> No
         reader(heard(server), options) as (peer, _, counters),
     ):
         buffer = dense(COUNT, SHAPE)
-        result = peer.read(ask(range(COUNT), 1, within_s=4), buffer)
+        result = peer.read(read_of(range(COUNT), 1, within_s=4), buffer)
         assert set(result.outcomes) <= {Outcome.TIMEOUT, Outcome.UNAVAILABLE, Outcome.HIT}
         assert result.outcomes[-1] is not Outcome.HIT
         assert counters.get("transport_nixl_fences_total") == 1
@@ -187,7 +187,7 @@ def test_fence_while_error_is_handled_ends_agent(where: str, nixl: BreakableNixl
     """An exception keeps its frames, which would keep the agent alive, and its connections could receive late bytes."""
     lives: list[bool] = []
     with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, port, counters):
-        assert peer.read(ask(range(64), 1, within_s=60), dense(64, SHAPE)).outcomes.count(Outcome.HIT) == 64
+        assert peer.read(read_of(range(64), 1, within_s=60), dense(64, SHAPE)).outcomes.count(Outcome.HIT) == 64
         owner = nixl.break_agent(where)
         fence, send = port.fence, PlainWire.send
 
@@ -204,7 +204,7 @@ def test_fence_while_error_is_handled_ends_agent(where: str, nixl: BreakableNixl
         monkeypatch.setattr(port, "fence", fenced)
         monkeypatch.setattr(PlainWire, "send", sent)
         buffer = dense(64, SHAPE)
-        result = peer.read(ask(range(64), 1, within_s=60), buffer)
+        result = peer.read(read_of(range(64), 1, within_s=60), buffer)
         assert result.outcomes.count(Outcome.HIT) == 64, "read over the connection"
         assert_hits_are_right(result.outcomes, buffer)
         assert len(lives) > 1
@@ -224,7 +224,7 @@ def test_read_failed_pull_next_read_is_pushed(
         nixl.break_agent("check")
         for _ in range(2):
             buffer = dense(64, SHAPE)
-            assert peer.read(ask(range(64), 1, within_s=60), buffer).outcomes.count(Outcome.HIT) == 64
+            assert peer.read(read_of(range(64), 1, within_s=60), buffer).outcomes.count(Outcome.HIT) == 64
         assert [line for line in caplog.messages if line.startswith("NIXL attached: ")][-1].endswith("(mode=push)")
         assert counters.get("transport_nixl_fallbacks_total") >= 1
         assert counters.get("transport_nixl_bytes_received_total") > 0
@@ -257,7 +257,7 @@ def test_server_reader_killed_releases_pins(options: dict[str, str]) -> None:
         provider.settle()
         with reader(server.address, options) as (peer, _, others):
             buffer = dense(COUNT, SHAPE)
-            assert peer.read(ask(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
+            assert peer.read(read_of(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
             assert_hits_are_right([Outcome.HIT] * COUNT, buffer)
             assert others.get("transport_nixl_bytes_received_total") == COUNT * SHAPE.block_bytes
     finally:
@@ -283,7 +283,7 @@ def test_server_reader_killed_before_answer_survives() -> None:
         os.kill(server.pid, signal.SIGCONT)
         with reader(address, {}) as (peer, _, _):
             buffer = dense(COUNT, SHAPE)
-            assert peer.read(ask(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
+            assert peer.read(read_of(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
             assert_hits_are_right([Outcome.HIT] * COUNT, buffer)
         tell(server, "end")
         assert heard(server).startswith("settled"), "the server has released all pins"
@@ -308,7 +308,7 @@ def test_read_pull_without_cma_uses_connection() -> None:
         reader(heard(server), {"mode": "pull"}) as (peer, _, counters),
     ):
         buffer = dense(COUNT, SHAPE)
-        assert peer.read(ask(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
+        assert peer.read(read_of(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
         assert_hits_are_right([Outcome.HIT] * COUNT, buffer)
         assert counters.get("transport_nixl_fallbacks_total") >= 1
         assert counters.get("transport_nixl_bytes_received_total") == 0
@@ -317,14 +317,14 @@ def test_read_pull_without_cma_uses_connection() -> None:
 def test_fence_that_fails_raises_late_bytes(nixl: BreakableNixl) -> None:
     """Another reference keeps the agent and its connections alive, so the memory of the read must not be used again."""
     with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, port, counters):
-        assert peer.read(ask(range(64), 1, within_s=60), dense(64, SHAPE)).outcomes.count(Outcome.HIT) == 64
+        assert peer.read(read_of(range(64), 1, within_s=60), dense(64, SHAPE)).outcomes.count(Outcome.HIT) == 64
         held = nixl.break_agent("check")()
         with pytest.raises(LateBytes):
-            peer.read(ask(range(64), 1, within_s=60), dense(64, SHAPE))
+            peer.read(read_of(range(64), 1, within_s=60), dense(64, SHAPE))
         assert counters.get("transport_nixl_fences_broken_total") == 1
         assert counters.get("transport_nixl_fences_total") == 0
         buffer = dense(64, SHAPE)
-        result = peer.read(ask(range(64), 1, within_s=60), buffer)
+        result = peer.read(read_of(range(64), 1, within_s=60), buffer)
         assert result.outcomes.count(Outcome.HIT) == 64, "read over the connection"
         assert_hits_are_right(result.outcomes, buffer)
         with pytest.raises(Unsupported):
@@ -342,12 +342,12 @@ def test_fence_ends_agent_and_next_read_makes_new_one() -> None:
     server.start()
     peer = NixlPeer(server.address, reading, counters=counters)
     try:
-        assert peer.read(ask(range(2), 1), dense(2, SHAPE)).outcomes == [Outcome.HIT] * 2
+        assert peer.read(read_of(range(2), 1), dense(2, SHAPE)).outcomes == [Outcome.HIT] * 2
         descriptors = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             reading.fence(reading.epoch)
             assert len(os.listdir("/proc/self/fd")) < descriptors, "the end of the agent closes its descriptors"
-            assert peer.read(ask(range(2), 1), dense(2, SHAPE)).outcomes == [Outcome.HIT] * 2
+            assert peer.read(read_of(range(2), 1), dense(2, SHAPE)).outcomes == [Outcome.HIT] * 2
         assert len(os.listdir("/proc/self/fd")) <= descriptors
         assert counters.get("transport_nixl_agents_total") == 4
         assert counters.get("transport_nixl_fallbacks_total") == 0
@@ -371,7 +371,7 @@ def test_read_nixl_not_installed_uses_tcp(monkeypatch: pytest.MonkeyPatch) -> No
     server.start()
     peer = NixlPeer(server.address, port, counters=counters)
     try:
-        assert peer.read(ask([1], 1), dense(1, SHAPE)).outcomes == [Outcome.HIT]
+        assert peer.read(read_of([1], 1), dense(1, SHAPE)).outcomes == [Outcome.HIT]
         assert counters.get("transport_nixl_fallbacks_total") == 1
         assert counters.get("transport_nixl_bytes_received_total") == 0
     finally:
@@ -419,5 +419,5 @@ def test_fetch_into_unregistered_memory_is_refused() -> None:
         port.close()
         with reader(address, options) as (peer, _, _):
             buffer = dense(COUNT, SHAPE)
-            assert_hits_are_right(peer.read(ask(range(COUNT), 1, within_s=20), buffer).outcomes, buffer)
+            assert_hits_are_right(peer.read(read_of(range(COUNT), 1, within_s=20), buffer).outcomes, buffer)
         assert server.poll() is None

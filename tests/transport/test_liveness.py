@@ -135,12 +135,15 @@ class Probes:
         ended(True)
 
     def resume(self, address: str) -> None:
+        self.silent.discard(address)
+        self.end_pending(address, answered=True)
+
+    def end_pending(self, address: str, *, answered: bool) -> None:
         with self._lock:
-            self.silent.discard(address)
             ready = [ended for name, ended in self._pending if name == address]
             self._pending = [one for one in self._pending if one[0] != address]
         for ended in ready:
-            ended(True)
+            ended(answered)
 
 
 @pytest.fixture
@@ -174,6 +177,22 @@ def test_monitor_hung_server_cancels_and_refuses_waits(monitor: LivenessMonitor,
     assert not server.hung
     with server.waiting(lambda: None):
         pass
+
+
+def test_monitor_hung_server_nobody_calls_is_forgotten(
+    monitor: LivenessMonitor, probes: Probes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "FORGET_S", 0.5)
+    monkeypatch.setattr(liveness, "IDLE_S", 0.1)
+    probes.silent.add("a")
+    server = monitor.server("a")
+    with pytest.raises(Unavailable):
+        wait_until_cancelled(server)
+    wait_until(lambda: not server.hung, "the server was forgotten")
+    probes.end_pending("a", answered=False)
+    wait_until(lambda: not monitor.awake, "no probe is sent any more")
+    with pytest.raises(Unavailable):  # a new call finds out again
+        wait_until_cancelled(server)
 
 
 def test_monitor_hung_server_leaves_others_alive(monitor: LivenessMonitor, probes: Probes) -> None:

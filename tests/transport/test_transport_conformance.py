@@ -17,7 +17,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
 from kvstore.testing.memory_provider import MemoryProvider
-from kvstore.testing.transport_suite import NAMESPACE, TransportSuite, ask, dense, write_of
+from kvstore.testing.transport_suite import NAMESPACE, TransportSuite, dense, read_of, write_of
 from kvstore.transport.contract import BlockPeer, BlockProvider
 from kvstore.transport.tcp import server as tcp_server
 from kvstore.transport.tcp.peer import TcpPeer
@@ -92,11 +92,11 @@ def test_tls_untrusted_peers_are_refused(
         for config in untrusted.values():
             peer = TcpPeer(server.address, tls=PeerTls.of(config))
             with pytest.raises(Unavailable):
-                peer.read(ask([1], 1), dense(1, shape))
+                peer.read(read_of([1], 1), dense(1, shape))
             peer.close()
         assert not provider.requests
         named = TcpPeer(server.address, tls=PeerTls.of(ours.client()))
-        assert named.read(ask([1], 1), dense(1, shape)).outcomes == [Outcome.MISS]
+        assert named.read(read_of([1], 1), dense(1, shape)).outcomes == [Outcome.MISS]
         named.close()
     finally:
         server.stop()

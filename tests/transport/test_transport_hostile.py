@@ -24,7 +24,7 @@ from kvstore.core.types import BlockRun, BlockShape, NamespaceId, Outcome, Store
 from kvstore.observe.counters import Counters
 from kvstore.testing.fault_proxy import FaultProxy
 from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload, checksums_of
-from kvstore.testing.transport_suite import NAMESPACE, PATIENCE_S, ask, content, dense, filled, store
+from kvstore.testing.transport_suite import NAMESPACE, PATIENCE_S, content, dense, filled, read_of, store
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import ReadRequest
 from kvstore.transport.tcp import frames
@@ -103,7 +103,7 @@ def serves(server: TcpServer) -> bool:
     """Return whether a regular peer is still served."""
     peer = TcpPeer(server.address)
     try:
-        return peer.read(ask(range(COUNT), 2), dense(COUNT, SHAPE)).outcomes == [Outcome.HIT] * COUNT
+        return peer.read(read_of(range(COUNT), 2), dense(COUNT, SHAPE)).outcomes == [Outcome.HIT] * COUNT
     finally:
         peer.close()
 
@@ -212,7 +212,7 @@ def test_server_busy_connections_above_limit_are_refused(provider: MemoryProvide
         assert isinstance(refusal(beyond), CapacityExceeded)
         peer = TcpPeer(server.address)
         with pytest.raises(Unavailable):
-            peer.read(ask([1], 2), dense(1, SHAPE))
+            peer.read(read_of([1], 2), dense(1, SHAPE))
         peer.close()
     assert counters.snapshot()["transport_connections_refused_total"] >= 2
 
@@ -242,10 +242,10 @@ def test_server_full_evicts_longest_idle(server: TcpServer, counters: Counters) 
         leaked = [stack.enter_context(raw(server)) for _ in range(40)]
         assert ended(first), "the connection idle longest was evicted"
         assert serves(server)
-        assert regular.read(ask(range(COUNT), 2), dense(COUNT, SHAPE)).outcomes == [Outcome.HIT] * COUNT
+        assert regular.read(read_of(range(COUNT), 2), dense(COUNT, SHAPE)).outcomes == [Outcome.HIT] * COUNT
         leaked[-1].sendall(frames.encode_head(FrameKind.PING, 1))
         assert answer(leaked[-1])[0].kind is FrameKind.PONG, "recently used connections stay open"
-        again = regular.read(ask(range(COUNT), 2), dense(COUNT, SHAPE))
+        again = regular.read(read_of(range(COUNT), 2), dense(COUNT, SHAPE))
         assert again.outcomes == [Outcome.HIT] * COUNT
     counted = counters.snapshot()
     assert counted["transport_idle_connections_dropped_total"] >= 33
@@ -420,7 +420,7 @@ def test_peer_false_answers_are_no_hits(case: str) -> None:
     counters = Counters()
     peer = TcpPeer(impostor.address, counters=counters)
     try:
-        outcomes = peer.read(ask([0, 1], 2), dense(2, SHAPE)).outcomes
+        outcomes = peer.read(read_of([0, 1], 2), dense(2, SHAPE)).outcomes
         assert Outcome.HIT not in outcomes
         assert store(peer, filled(dense, [1], SHAPE), [1]) == [StoreOutcome.LOST]
     finally:
@@ -433,7 +433,7 @@ def test_peer_server_without_welcome_is_unavailable() -> None:
         impostor = Impostor([data])
         peer = TcpPeer(impostor.address)
         with pytest.raises((Unavailable, Unauthenticated)):
-            peer.read(ask([0], 2), dense(1, SHAPE))
+            peer.read(read_of([0], 2), dense(1, SHAPE))
         peer.close()
         impostor.stop()
 
@@ -457,7 +457,7 @@ def test_read_flipped_bytes_are_no_hits(provider: MemoryProvider, proxy: FaultPr
         peer = TcpPeer(proxy.address, streams=2, cores=4)
         buffer = dense(COUNT, SHAPE)
         try:
-            result = peer.read(ask(range(COUNT), 2, within_s=3), buffer)
+            result = peer.read(read_of(range(COUNT), 2, within_s=3), buffer)
         except (Unavailable, Unauthenticated):
             continue  # the flipped byte was part of HELLO or WELCOME
         finally:
@@ -486,16 +486,16 @@ def test_write_flipped_bytes_are_not_stored(provider: MemoryProvider, proxy: Fau
 def test_read_connection_cut_next_read_succeeds(provider: MemoryProvider, proxy: FaultProxy, seed: int) -> None:
     generator = random.Random(seed)
     peer = TcpPeer(proxy.address, streams=2, cores=4, breaker_failures=1000)
-    assert peer.read(ask([0], 2), dense(1, SHAPE)).outcomes == [Outcome.HIT]  # a connection is open
+    assert peer.read(read_of([0], 2), dense(1, SHAPE)).outcomes == [Outcome.HIT]  # a connection is open
     proxy.to_client.cut_after = generator.randrange(100, COUNT * SHAPE.block_bytes)
     buffer = dense(COUNT, SHAPE)
-    outcomes = peer.read(ask(range(COUNT), 2), buffer).outcomes
+    outcomes = peer.read(read_of(range(COUNT), 2), buffer).outcomes
     assert set(outcomes) <= {Outcome.HIT, Outcome.UNAVAILABLE}
     for number, outcome in enumerate(outcomes):
         if outcome is Outcome.HIT:
             assert content(buffer, number) == block_payload(number, SHAPE)
     proxy.to_client.cut_after = None
-    assert peer.read(ask(range(COUNT), 2), buffer).outcomes == [Outcome.HIT] * COUNT
+    assert peer.read(read_of(range(COUNT), 2), buffer).outcomes == [Outcome.HIT] * COUNT
     peer.close()
 
 
@@ -533,7 +533,7 @@ def test_peer_idle_connections_cut_are_replaced(provider: MemoryProvider, proxy:
     counters = Counters()
     peer = TcpPeer(proxy.address, streams=2, cores=4, counters=counters)
     for _ in range(3):
-        assert peer.read(ask(range(COUNT), 2), dense(COUNT, SHAPE)).outcomes == [Outcome.HIT] * COUNT
+        assert peer.read(read_of(range(COUNT), 2), dense(COUNT, SHAPE)).outcomes == [Outcome.HIT] * COUNT
         assert StoreOutcome.LOST not in store(peer, filled(dense, [1], SHAPE), [1])
         proxy.cut()
     peer.close()
@@ -542,15 +542,15 @@ def test_peer_idle_connections_cut_are_replaced(provider: MemoryProvider, proxy:
 
 def test_read_stalled_network_times_out_without_late_bytes(provider: MemoryProvider, proxy: FaultProxy) -> None:
     peer = TcpPeer(proxy.address)
-    assert peer.read(ask([0], 2), dense(1, SHAPE)).outcomes == [Outcome.HIT]  # a connection is open
+    assert peer.read(read_of([0], 2), dense(1, SHAPE)).outcomes == [Outcome.HIT]  # a connection is open
     proxy.to_client.stall_after = 5 * SHAPE.block_bytes
     buffer = dense(COUNT, SHAPE)
-    outcomes = peer.read(ask(range(COUNT), 2, within_s=0.3), buffer).outcomes
+    outcomes = peer.read(read_of(range(COUNT), 2, within_s=0.3), buffer).outcomes
     assert set(outcomes) <= {Outcome.HIT, Outcome.TIMEOUT}
     assert Outcome.TIMEOUT in outcomes
     before = bytes(buffer.array.reshape(-1))
     proxy.to_client.stall_after = None
-    assert peer.read(ask(range(COUNT), 2), dense(COUNT, SHAPE)).outcomes == [Outcome.HIT] * COUNT
+    assert peer.read(read_of(range(COUNT), 2), dense(COUNT, SHAPE)).outcomes == [Outcome.HIT] * COUNT
     assert bytes(buffer.array.reshape(-1)) == before
     peer.close()
 
@@ -560,7 +560,7 @@ def test_read_slow_network_succeeds(provider: MemoryProvider, proxy: FaultProxy)
     proxy.to_client.delay_s = 0.001
     peer = TcpPeer(proxy.address, streams=2, cores=4)
     buffer = dense(COUNT, SHAPE)
-    assert peer.read(ask(range(COUNT), 2), buffer).outcomes == [Outcome.HIT] * COUNT
+    assert peer.read(read_of(range(COUNT), 2), buffer).outcomes == [Outcome.HIT] * COUNT
     assert all(content(buffer, number) == block_payload(number, SHAPE) for number in range(COUNT))
     peer.close()
 
@@ -571,7 +571,7 @@ def test_peer_dead_server_fails_fast(provider: MemoryProvider, server: TcpServer
     server.stop()
     for _ in range(5):
         with pytest.raises(Unavailable):
-            peer.read(ask([1], 2), dense(1, SHAPE))
+            peer.read(read_of([1], 2), dense(1, SHAPE))
         with pytest.raises(Unavailable):
             store(peer, filled(dense, [1], SHAPE), [1])
     peer.close()

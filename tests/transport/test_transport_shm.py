@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
+import selectors
 import signal
 import socket
 import stat
@@ -19,6 +21,7 @@ from kvclient.memory.arena import open_arena
 from kvstore.core.errors import Conflict, InvalidArgument, PermissionDenied, Unavailable
 from kvstore.core.types import SessionId
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.transport.shm import ArenaServer
 
 SIZE = 1 << 20
@@ -143,6 +146,35 @@ def test_arena_engine_killed_closes_session(node: Node) -> None:
     assert node.closed.empty()
 
 
+def test_arena_connection_not_watched_others_go_on(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = open_arena(node.path, FIRST, PATIENCE_S)
+    refusals = [OSError(errno.ENOSPC, "too many watched descriptors"), MemoryError()]
+    register = selectors.DefaultSelector.register
+
+    def refuse(selector: selectors.DefaultSelector, fileobj: socket.socket, events: int) -> object:
+        if refusals:
+            raise refusals.pop()
+        return register(selector, fileobj, events)
+
+    def fail(_server: ArenaServer) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(selectors.DefaultSelector, "register", refuse)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            open_arena(node.path, SECOND, 0.5)
+    monkeypatch.setattr(ArenaServer, "_next_timeout_s", fail)
+    second = open_arena(node.path, SECOND, PATIENCE_S)
+    second.close()
+    assert node.next_closed() == SECOND
+    assert arena.alive
+    assert node.closed.empty(), "the first engine may still write"
+    assert node.counters.snapshot()[volumes_metrics.ARENA_ACCEPT_ERRORS] == 2
+    assert node.counters.snapshot()[volumes_metrics.ARENA_INTERNAL_ERRORS] == 1
+    arena.close()
+
+
 def test_arena_close_with_views_is_refused(node: Node) -> None:
     arena = open_arena(node.path, FIRST, PATIENCE_S)
     held = arena.view[10:20]
@@ -173,7 +205,7 @@ def test_arena_stop_closes_each_session_once(tmp_path: Path) -> None:
 
 
 def test_arena_path_too_long_is_refused(tmp_path: Path) -> None:
-    server = ArenaServer(tmp_path / ("x" * 120), lambda _: None, lambda _: None)
+    server = ArenaServer(tmp_path / ("x" * 120), lambda _: None, lambda _: None, counters=Counters())
     with pytest.raises(InvalidArgument):
         server.start()
     server.stop()

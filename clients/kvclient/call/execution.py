@@ -156,7 +156,7 @@ class CallRunner:
     def run(self, call: PreparedCall[R]) -> R:
         """Run a call in this thread."""
         if self._closed:
-            return self._checked(call.refused(Unavailable("the client is closed")))
+            return self._checked(call.refused(Unavailable("the client is closed; make another one with KVClient.connect")))
         self._scopes.add(call.scope)
         try:
             result = call.run()

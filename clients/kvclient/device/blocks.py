@@ -14,7 +14,7 @@ import torch
 from kvclient import BlockShape, CacheSpec, InvalidArgument
 from kvclient.device.driver import Addresses
 from kvclient.device.streams import Event
-from kvclient.memory.device_buffer import DeviceBuffer, DeviceChecksums, DeviceHung, Offsets, PoolMemory
+from kvclient.memory.device_buffer import CopyEvent, DeviceBuffer, DeviceChecksums, DeviceHung, Offsets, PoolMemory
 from kvstore.core.errors import Internal
 from kvstore.native import address_of
 
@@ -104,7 +104,7 @@ class DeviceBlocks(DeviceBuffer):
         self._shape = BlockShape(len(layers), copier.shape.layer_block_bytes)
         self._lock = threading.Lock()
         self._events: list[Event] = []
-        """Events of all copies begun since the last drain."""
+        """Events of all copies whose end no thread has seen yet."""
         self._arrival: dict[int, list[Event]] = {}
         self._host: npt.NDArray[np.uint8] | None = None
         self._by_host = np.zeros(self.count, bool)
@@ -284,18 +284,23 @@ class DeviceBlocks(DeviceBuffer):
         """Bytes of a full block in an arena; this buffer may hold only one layer of it."""
         return self._copier.shape.block_bytes
 
-    def drain(self) -> None:
+    def begun(self) -> Sequence[CopyEvent]:
         with self._lock:
-            events, self._events = self._events, []
-            host = self._host
-        self._wait(events, host)
+            return list(self._events)
 
-    def _wait(self, events: Sequence[Event], host: npt.NDArray[np.uint8] | None) -> None:
+    def drain(self, begun: Sequence[CopyEvent] | None = None) -> None:
+        self._wait(self.begun() if begun is None else begun, self._host)
+
+    def _wait(self, events: Sequence[CopyEvent], host: npt.NDArray[np.uint8] | None) -> None:
         try:
             self._copier.wait(events)
         except Internal:
             self._copier.keep(host)  # copies that did not end may still access it
             raise
+        # Only now: another thread may wait for the same copies, and copies that failed or were interrupted have not ended.
+        waited = set(map(id, events))
+        with self._lock:
+            self._events = [event for event in self._events if id(event) not in waited]
 
     def wait_on_stream(self, layer: int) -> None:
         with self._lock:
@@ -322,9 +327,7 @@ class DeviceBlocks(DeviceBuffer):
         try:
             self._store(base, base + np.arange(self.count) * size, size, np.arange(self.count))
         finally:
-            with self._lock:
-                events, self._events = self._events, []
-            self._wait(events, rows)
+            self._wait(self.begun(), rows)
         return rows
 
 
@@ -344,8 +347,11 @@ class _View(DeviceBuffer):
     def pool_gap(self, memory: PoolMemory) -> str:
         return self._blocks.pool_gap(memory)
 
-    def drain(self) -> None:
-        self._blocks.drain()
+    def begun(self) -> Sequence[CopyEvent]:
+        return self._blocks.begun()
+
+    def drain(self, begun: Sequence[CopyEvent] | None = None) -> None:
+        self._blocks.drain(begun)
 
     def wait_on_stream(self, layer: int) -> None:
         self._blocks.wait_on_stream(layer)

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -16,27 +16,19 @@ import torch
 
 from kvclient import BlockShape, CacheSpec, InvalidArgument
 from kvclient.device.blocks import DeviceBlocks, PageRange
+from kvclient.device.calibration.calibrator import CALIBRATE_S, Results
+from kvclient.device.calibration.choice import Direction, DirectionChoice
+from kvclient.device.calibration.copy_directions import CopyDirection, CopyDirections
 from kvclient.device.copy_plan import Numbers
-from kvclient.device.copy_strategies import (
-    BatchedCopy,
-    Codec,
-    CopyRequest,
-    CopyStrategy,
-    DirectCopy,
-    HostMemory,
-    OnLayer,
-    StagedCopy,
-    uploaded,
-)
-from kvclient.device.fp8 import Fp8Codec
+from kvclient.device.copy_strategies import Codec, CopyRequest, CopyStrategy, HostMemory, OnLayer, uploaded
+from kvclient.device.int8 import Int8Codec, ScaleGroups
 from kvclient.device.layouts import LAYOUT_VERSION, PagedCache, check_spec
 from kvclient.device.page_scatter import PageScatter, TorchScatter, try_out
-from kvclient.device.pins.pinned_range import CHUNK_BYTES, PinnedRange, PinReport, cpus_near
-from kvclient.device.pins.shared_pins import process_pins
+from kvclient.device.pins.copier_pins import CopierArenaPin, CopierPins
+from kvclient.device.pins.pinned_range import CHUNK_BYTES, PinReport
 from kvclient.device.pool_copy import PoolCopy, PoolCopyRequest
 from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event, UnknownEnd, done_or_failed
 from kvstore.core.errors import Internal, KVStoreError, Unsupported
-from kvstore.native import address_of
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import device as device_metrics
@@ -61,14 +53,14 @@ class DeviceCopier:
 
     Args:
         cache: the engine's pages.
-        strategy: one of ``kvclient.device.copy_strategies``. ``auto`` is ``batched`` if the driver supports it
-            and ``fp8`` is off, else ``staged``; neither uses multiprocessors.
-        fp8: store a 16-bit cache as 8-bit floats; see ``kvclient.device.fp8``. All engines that share blocks must use the same
-            value.
+        strategy: one of ``kvclient.device.copy_strategies``. ``auto`` is chosen per direction: by ``calibrate``, and by a rule
+            until then (see ``kvclient.device.calibration.choice``). With ``int8`` it is ``staged``.
+        int8: store a 16-bit cache as 8-bit integers with a scale per group of elements; see ``kvclient.device.int8``. None: as it
+            is. All engines that share blocks must use the same value.
         staging_bytes: size of each of four staging buffers, allocated at first use.
         pin: pin arenas for the device as they are mapped.
         pin_chunk_bytes: bytes pinned by one driver call.
-        checksums: compute checksums on the device, if Triton works there, ``fp8`` is off and layer blocks are longer than 240
+        checksums: compute checksums on the device, if Triton works there, ``int8`` is off and layer blocks are longer than 240
             bytes. False: on the host.
         device: the device; None: derived from the cache.
 
@@ -82,7 +74,7 @@ class DeviceCopier:
         cache: PagedCache,
         *,
         strategy: StrategyName = "auto",
-        fp8: bool = False,
+        int8: ScaleGroups | None = None,
         staging_bytes: int = 64 << 20,
         pin: bool = True,
         pin_chunk_bytes: int = CHUNK_BYTES,
@@ -96,7 +88,7 @@ class DeviceCopier:
                 raise InvalidArgument("a size must be a positive integer of bytes", name=name, got=size)
         self.cache = cache
         self.device = device or (CudaDevice(cache.device) if cache.device.type == "cuda" else CpuDevice())
-        self.codec: Codec | None = Fp8Codec(cache) if fp8 else None
+        self.codec: Codec | None = Int8Codec(cache, int8) if int8 is not None else None
         row = cache.row_bytes
         self.shape = BlockShape(len(cache.layers), row if self.codec is None else self.codec.coded_bytes(row))
         self.counters = Counters()
@@ -105,29 +97,25 @@ class DeviceCopier:
         self._layout_version = LAYOUT_VERSION
         self._checked: CacheSpec | None = None
         """The namespace that passed ``check`` last."""
-        self.strategy = self._choose(strategy)
-        self._chunk_bytes = pin_chunk_bytes
-        self._pin = pin and self.device.pinning is not None
+        self._pins = CopierPins(self.device, self.counters, enabled=pin, chunk_bytes=pin_chunk_bytes, may_unmap=self._may_unmap)
         self._lock = threading.Lock()
-        self._ranges: dict[int, list[PinnedRange]] = {}
-        """Pins by address of the arena, once per session that maps it."""
-        self._serving = False
         self._suspended = False
-        self._batches_refused = False
         self._stuck: list[Event] = []
         self._kept: list[npt.NDArray[np.uint8]] = []
-        mover = self._mover()
+        mover = self._make_mover()
+        self._directions = CopyDirections(
+            self.device,
+            cache,
+            self.codec,
+            mover,
+            self._pins,
+            self.counters,
+            strategy=strategy,
+            staging_bytes=staging_bytes,
+        )
         self._hasher = self._make_hasher() if checksums and not isinstance(mover, TorchScatter) else None
         self._hash_lock = threading.Lock()
         """Held while work of the hasher is enqueued."""
-        self._lanes = [
-            _CopyDirection(
-                self._make(self.strategy, mover, staging_bytes),
-                self._make("staged", mover, staging_bytes),
-                PoolCopy(self.device, cache, mover),
-            )
-            for _ in range(2)
-        ]
         _log.info(
             "opened device copies: %s (strategy=%s, layout=%s, checksums=%s)",
             cache.device,
@@ -136,18 +124,7 @@ class DeviceCopier:
             "host" if self._hasher is None else "device",
         )
 
-    def _choose(self, strategy: StrategyName) -> str:
-        if strategy == "auto":
-            return "batched" if self.device.has_batch and self.codec is None else "staged"
-        if strategy != "staged" and self.codec is not None:
-            raise InvalidArgument("fp8 requires strategy=staged", strategy=strategy)
-        if strategy == "batched" and not self.device.has_batch:
-            raise InvalidArgument("strategy=batched requires a driver of CUDA 12.8 or later")
-        if strategy == "direct" and not self.device.reads_host:
-            raise InvalidArgument("strategy=direct: kernels on this device cannot read pinned host memory at its host address")
-        return strategy
-
-    def _mover(self) -> PageScatter:
+    def _make_mover(self) -> PageScatter:
         if self.device.memory.type != "cuda":
             return TorchScatter(self.cache)
         try:
@@ -197,7 +174,7 @@ class DeviceCopier:
     @property
     def hashes(self) -> bool:
         """Whether the device computes checksums. Not while copies are suspended, and not after the device was lost."""
-        return self._hasher is not None and not self._suspended and not any(lane.lost for lane in self._lanes)
+        return self._hasher is not None and not self._suspended and not self._directions.lost
 
     def begin_memory_checksums(self, memory: torch.Tensor, offsets: npt.NDArray[np.int64]) -> PendingChecksums | None:
         """Start to hash whole blocks in other memory of the device; see ``begin_checksums``.
@@ -220,17 +197,43 @@ class DeviceCopier:
                 _limited.warning("device checksums failed: %s (error=%s); the host or node does it", self.cache.device, error)
                 return None
 
-    def _make(self, name: str, mover: PageScatter, staging_bytes: int) -> CopyStrategy:
-        if name == "batched":
-            return BatchedCopy(self.device, self.cache)
-        if name == "direct":
-            if self.device.memory.type == "cuda" and isinstance(mover, TorchScatter):
-                raise InvalidArgument("strategy=direct requires Triton, which failed; see the log")
-            try:
-                return DirectCopy(self.device, self.cache)
-            except ImportError as error:
-                raise InvalidArgument("strategy=direct requires Triton, which is not installed", error=error) from error
-        return StagedCopy(self.device, self.cache, mover, self.codec, staging_bytes, self._count_refused)
+    # ---- choice of the strategies ----
+    @property
+    def strategy(self) -> str:
+        """Strategy of loads and stores, as ``load/store`` if they differ."""
+        return self._directions.strategy
+
+    @property
+    def choices(self) -> Mapping[Direction, DirectionChoice]:
+        """The strategy of loads and of stores, why it was chosen, and the measured rates."""
+        return self._directions.choices
+
+    def calibrate(
+        self,
+        timeout_s: float = CALIBRATE_S,
+        *,
+        known: MutableMapping[object, Results] | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> Mapping[Direction, DirectionChoice]:
+        """Measure the strategies with trial copies in memory of their own, and use the fastest; see ``calibration.choice``.
+
+        Only for ``strategy="auto"``, a device that needs pins, and a choice of several strategies; no effect otherwise. Call it
+        at the start of an engine, before graphs are captured: other copies disturb the measurement, but nothing else. Errors are
+        counted and logged, and a rule decides.
+
+        Args:
+            timeout_s: when a rule decides instead.
+            known: results by shape of the cache and device, which copiers of one engine share; results are added.
+            now_s: a monotonic clock.
+
+        Returns:
+            ``choices``.
+
+        Example:
+            ``copier.calibrate()["load"].strategy``
+        """
+        self._directions.calibrate(timeout_s, known=known, suspended=lambda: self._suspended, now_s=now_s)
+        return self.choices
 
     # ---- the namespace ----
     @property
@@ -242,16 +245,18 @@ class DeviceCopier:
         """Replace the namespace by one that an engine's hook has named, so that all engines which share its blocks agree.
 
         Args:
-            spec: its layout must distinguish everything that ``PagedCache.name`` does. ``check`` then requires its dtype,
-                layout and version.
+            spec: its layout must distinguish everything that ``PagedCache.name`` does, and contain the codec's name. ``check``
+                then requires its dtype, layout and version.
 
         Raises:
-            InvalidArgument: its layers or sizes differ from this cache, or the cache is quantised.
+            InvalidArgument: its layers or sizes differ from this cache, or it does not name the codec.
         """
-        if self.codec is not None or (spec.layers, spec.layer_block_bytes) != (self.shape.layers, self.shape.layer_block_bytes):
+        if (spec.layers, spec.layer_block_bytes) != (self.shape.layers, self.shape.layer_block_bytes):
             raise InvalidArgument(
                 "the namespace does not match this KV cache", layers=spec.layers, layer_block_bytes=spec.layer_block_bytes
             )
+        if self.codec is not None and (self.codec.name not in spec.layout or spec.dtype != self.codec.dtype_name):
+            raise InvalidArgument("the namespace does not name the codec of the blocks", codec=self.codec.name, dtype=spec.dtype)
         self._layout, self._dtype_name, self._layout_version = spec.layout, spec.dtype, spec.layout_version
         self._checked = None
 
@@ -376,12 +381,10 @@ class DeviceCopier:
     def _copy(
         self, direction: int, base: int, starts: Numbers, pitch: int, pages: PageRange, on_layer: OnLayer | None
     ) -> list[Event]:
-        lane = self._lanes[direction]
-        with self._lock:
-            pins = self._ranges.get(base)
-            host = HostMemory(base, pins[-1] if pins else None)
+        lane = self._directions.both[direction]
         if not len(starts):
             return []
+        host = HostMemory(base, self._pins.of_arena(base))
         width = pages.layers * self.shape.layer_block_bytes
         _, pinned = host.chunk_of(starts + pages.shift, width)
         whole = bool(pinned.all()) or self.device.pinning is None
@@ -404,22 +407,8 @@ class DeviceCopier:
         try:
             return begin(way)
         except Unsupported as error:
-            self._fall_back_to_staged(error)
+            self._directions.fall_back_to_staged(error)
             return begin(lane.staged)  # copies already begun write the same bytes, and are waited for
-
-    def _fall_back_to_staged(self, error: Unsupported) -> None:
-        with self._lock:
-            self.strategy = "staged"
-            for lane in self._lanes:
-                lane.way = lane.staged
-        self._count_refused(error)
-
-    def _count_refused(self, error: Unsupported) -> None:
-        with self._lock:
-            first, self._batches_refused = not self._batches_refused, True
-        if first:
-            self.counters.add(device_metrics.DEVICE_BATCH_REFUSED)
-            _log.warning("rejected batched copies: %s, rows are copied one by one (error=%s)", self.cache.device, error)
 
     def pool_gap(self, device: str) -> str:
         """Explain why copies cannot use a pool directly; see ``DeviceBuffer.pool_gap``.
@@ -429,7 +418,7 @@ class DeviceCopier:
         """
         if device != str(self.cache.device):
             return f"the pool is on {device}, the KV cache on {self.cache.device}"
-        return "" if self.codec is None else "blocks of 8-bit floats are decoded only from host memory"
+        return "" if self.codec is None else "blocks of 8-bit integers are decoded only from host memory"
 
     def load_pool(self, memory: torch.Tensor, starts: Numbers, pages: PageRange) -> list[Event]:
         """Begin copies from a pool's memory into pages; for ``DeviceBlocks``.
@@ -454,14 +443,14 @@ class DeviceCopier:
     def _copy_pool(self, direction: int, memory: torch.Tensor, starts: Numbers, pages: PageRange) -> list[Event]:
         if not len(starts):
             return []
-        lane = self._lanes[direction]
+        lane = self._directions.both[direction]
         names = (device_metrics.DEVICE_POOL_LOADED_BYTES, device_metrics.DEVICE_POOL_STORED_BYTES)
         self.counters.add(names[direction], len(starts) * pages.layers * self.shape.layer_block_bytes)
         slots = PoolCopyRequest(memory, starts + pages.shift, pages.page_ids, pages.first_layer, pages.layers, pages.after)
         return self._begin(lane, lane.pooled, pages, lambda: lane.pooled.move(slots, to_pages=direction == 0))
 
     def _begin(
-        self, lane: _CopyDirection, way: CopyStrategy | PoolCopy, pages: PageRange, work: Callable[[], None]
+        self, lane: CopyDirection, way: CopyStrategy | PoolCopy, pages: PageRange, work: Callable[[], None]
     ) -> list[Event]:
         """Enqueue copies and return the events after them. If that fails, the events of begun copies are in ``pages.begun``."""
         with lane.lock:
@@ -469,7 +458,7 @@ class DeviceCopier:
                 raise Internal("the device was lost: it accepts no more copies", device=self.cache.device)
             if self._suspended:
                 raise Internal("the KV cache is asleep: it accepts no copies", device=self.cache.device)
-            lane.wait_for(pages.after)
+            lane.add_mark(pages.after)
             try:
                 work()
             except BaseException as error:
@@ -498,15 +487,17 @@ class DeviceCopier:
         Raises:
             Internal: the device failed or hung. It is lost: all later copies fail.
         """
-        computed = [mark for lane in self._lanes for mark in lane.marks]  # streams are in order: also the marks of earlier copies
+        # streams are in order: also the marks of earlier copies
+        computed = [mark for lane in self._directions.both for mark in lane.marks]
         began_s = time.monotonic()
-        until_s = began_s + DRAIN_S
+        lost = self._directions.lost  # its copies were waited for before
+        until_s = began_s if lost else began_s + DRAIN_S
         for number, event in enumerate(events):
             try:
                 while not event.done() and time.monotonic() < until_s:
                     time.sleep(_NAP_S)  # torch lacks a bounded wait for an event
                     computed = [mark for mark in computed if not done_or_failed(mark)]
-                    if computed:
+                    if computed and not lost:
                         until_s = min(time.monotonic() + DRAIN_S, began_s + COMPUTE_S)
                 ended = event.done()
             except Internal:
@@ -533,7 +524,8 @@ class DeviceCopier:
             before, self._suspended = self._suspended, True
             events = list(self._stuck)
         try:
-            for lane in self._lanes:
+            events += self._record_all(self._directions.trial_lock, [], until_s) + self._directions.late_trials
+            for lane in self._directions.both:
                 events += self._record_all(lane.lock, lane.ways, until_s)
             events += self._record_all(self._hash_lock, [self._hasher] if self._hasher is not None else [], until_s)
             self._wait_all(events, until_s)
@@ -579,8 +571,8 @@ class DeviceCopier:
 
     def _lose(self, events: Sequence[Event]) -> None:
         with self._lock:
-            first = not any(lane.lost for lane in self._lanes)
-            for lane in self._lanes:
+            first = not self._directions.lost
+            for lane in self._directions.both:
                 lane.lost = True
             self._stuck.extend(events)
         if first:
@@ -588,111 +580,35 @@ class DeviceCopier:
             _log.error("lost device: %s, copies failed or hung; it is not used again", self.cache.device)
 
     # ---- arenas ----
-    def mapped(self, arena: memoryview, descriptor: int | None = None) -> _ArenaPin:
+    def mapped(self, arena: memoryview, descriptor: int | None = None) -> CopierArenaPin:
         """Pin a mapped arena in the background, once per process; see ``ArenaPinner``."""
-        address, pins = address_of(arena), None
-        if self._pin:
-            pinning = self.device.pinning
-            assert pinning is not None
-            pins = process_pins.acquire(
-                address,
-                len(arena),
-                pinning,
-                self.counters,
-                chunk_bytes=self._chunk_bytes,
-                cpus=cpus_near(self.device.bus_id),
-                descriptor=descriptor,
-            )
-            with self._lock:
-                self._ranges.setdefault(address, []).append(pins)
-            if self._serving:
-                pins.serve()
-        return _ArenaPin(self, address, pins)
+        return self._pins.mapped(arena, descriptor)
 
-    def unmapped(self, address: int, pins: PinnedRange | None) -> bool:
-        """Release the pins of one session before it ends. False: the arena must stay mapped."""
+    def _may_unmap(self) -> bool:
         with self._lock:
             stuck = list(self._stuck)
-        if any(isinstance(event, UnknownEnd) or not done_or_failed(event) for event in stuck):
-            return False
-        if pins is None:
-            return True
-        if not process_pins.release(pins):
-            return False
-        with self._lock:
-            left = self._ranges.get(address, [])
-            if pins in left:
-                left.remove(pins)
-            if not left:
-                self._ranges.pop(address, None)
-        return True
-
-    def _all_pins(self) -> list[PinnedRange]:
-        with self._lock:
-            return list({id(pins): pins for ranges in self._ranges.values() for pins in ranges}.values())
+        return not any(isinstance(event, UnknownEnd) or not done_or_failed(event) for event in stuck)
 
     def pin_reports(self) -> list[PinReport]:
         """Progress of pinning, one report per arena."""
-        return [pins.report() for pins in self._all_pins()]
+        return self._pins.reports()
 
     def wait_pinned(self, timeout_s: float) -> bool:
         """Wait until nothing more can be pinned at the moment. False: not in time."""
-        until_s = time.monotonic() + timeout_s
-        return all(pins.wait(max(0.0, until_s - time.monotonic())) for pins in self._all_pins())
+        return self._pins.wait(timeout_s)
 
     def serve(self) -> None:
         """From now on, pause after each pinned chunk: the engine serves requests, and pins delay every CUDA call of the host."""
-        self._serving = True
-        for pins in self._all_pins():
-            pins.serve()
+        self._pins.serve()
 
     def stats(self) -> dict[str, int]:
-        """Totals by name, and pinned bytes."""
+        """Totals by name, pinned bytes, the strategy in use for each direction (1) and the measured rates."""
         reports = self.pin_reports()
         return {
             **self.counters.snapshot(),
             "device_pinned_bytes": sum(report.bytes_pinned for report in reports),
             "device_arena_bytes": sum(report.bytes_total for report in reports),
             "device_pin_cost_bytes": sum(report.device_bytes or 0 for report in reports),
+            **self._directions.stats(),
             "device_pin_milliseconds": math.ceil(1000 * max((report.seconds for report in reports), default=0.0)),
         }
-
-
-class _CopyDirection:
-    """Strategies and state of one direction: loads or stores."""
-
-    def __init__(self, way: CopyStrategy, staged: CopyStrategy, pooled: PoolCopy) -> None:
-        self.way = way
-        self.first = way
-        """The strategy of the start. If the device has rejected it, its streams may still have copies."""
-        self.staged = way if way.name == staged.name else staged
-        self.pooled = pooled
-        self.lock = threading.Lock()
-        self.lost = False
-        self.marks: list[Event] = []
-        """Events of the engine's kernels that begun copies wait for. Replaced as a whole, never modified."""
-
-    @property
-    def ways(self) -> list[CopyStrategy | PoolCopy]:
-        """Everything whose streams may have copies of this direction."""
-        return [self.first, *([self.staged] if self.staged is not self.first else ()), self.pooled]
-
-    def wait_for(self, mark: Event) -> None:
-        """Record the event that new copies wait for."""
-        if not any(mark is known for known in self.marks):
-            self.marks = [*(known for known in self.marks if not done_or_failed(known)), mark]
-
-
-class _ArenaPin:
-    """One session's use of the pins of an arena; see ``ArenaPin``."""
-
-    def __init__(self, copier: DeviceCopier, address: int, pins: PinnedRange | None) -> None:
-        self._copier = copier
-        self._address = address
-        self._pins = pins
-        self._closed = False
-
-    def close(self) -> bool:
-        if not self._closed:
-            self._closed = self._copier.unmapped(self._address, self._pins)
-        return self._closed

@@ -2,7 +2,8 @@
 
 * ``staged``: copy engines move layers of many blocks into one of two staging buffers, and one launch per buffer moves them into
   pages, while the next copy runs. The only strategy that converts bytes and that reads unpinned memory.
-* ``batched``: one driver call names all pages of some layers (CUDA 12.8); copy engines write directly into pages.
+* ``batched``: one driver call names all pages of some layers (CUDA 12.8); copy engines write directly into pages. As
+  ``batched_ahead``, loads allow the driver to read blocks ahead of the stream, and ask it to leave multiprocessors to kernels.
 * ``direct``: one kernel per group of layers reads pinned memory over the bus. It uses multiprocessors that the model could use.
 
 Each strategy has its own streams, and each direction has its own strategy, so that stores do not delay loads. Not thread-safe.
@@ -32,8 +33,12 @@ _BATCH_PIECES = 1024
 """Pieces that are worth a call of the driver."""
 _LAUNCH_BYTES = 16 << 20
 """Bytes over the bus that are worth a launch."""
-_JOINED_BYTES = 512 << 10
+JOINED_BYTES = 512 << 10
 """Length of a piece of several layers in one batch, if they are neighbours in a page."""
+_CODED_BYTES = {"cpu": 1 << 20}
+"""Bytes of rows that a codec converts at a time, by type of device: with all intermediate results they fit into a CPU's cache."""
+_CODED_BYTES_ELSEWHERE = 16 << 20
+"""On other devices: intermediate results take five times as much of their memory."""
 
 OnLayer = Callable[[int, Event], None]
 """``on_layer(layer, event)``: after the event, one layer of all blocks is in its pages."""
@@ -291,18 +296,36 @@ class StagedCopy:
         self._copies.copy_batch(*blocks.host.cut(targets, sources, sizes, on_host))
 
     def _scatter(self, first_layer: int, rows: torch.Tensor, ids: list[torch.Tensor], some: range) -> None:
-        if self._codec is not None:
-            rows = self._codec.decode(rows.view(-1, self._row)).view(len(some), -1, self._cache.row_bytes)
-        self._mover.to_pages(first_layer, rows, self._part(ids, some))
+        if self._codec is None:
+            self._mover.to_pages(first_layer, rows, self._part(ids, some))
+            return
+        for blocks, layers in self._pieces(rows):
+            piece = rows[blocks.start : blocks.stop, layers.start : layers.stop]
+            plain = self._codec.decode(piece.reshape(-1, self._row)).view(*piece.shape[:2], self._cache.row_bytes)
+            self._mover.to_pages(first_layer + layers.start, plain, self._part(ids, some[blocks.start : blocks.stop]))
 
     def _gather(self, first_layer: int, rows: torch.Tensor, ids: list[torch.Tensor], some: range) -> None:
-        part = self._part(ids, some)
         if self._codec is None:
-            self._mover.to_rows(first_layer, part, rows)
+            self._mover.to_rows(first_layer, self._part(ids, some), rows)
             return
-        plain = torch.empty((*rows.shape[:2], self._cache.row_bytes), dtype=torch.uint8, device=rows.device)
-        self._mover.to_rows(first_layer, part, plain)
-        rows.copy_(self._codec.encode(plain.view(-1, self._cache.row_bytes)).view(rows.shape))
+        for blocks, layers in self._pieces(rows):
+            piece = rows[blocks.start : blocks.stop, layers.start : layers.stop]
+            plain = torch.empty((*piece.shape[:2], self._cache.row_bytes), dtype=torch.uint8, device=rows.device)
+            self._mover.to_rows(first_layer + layers.start, self._part(ids, some[blocks.start : blocks.stop]), plain)
+            piece.copy_(self._codec.encode(plain.view(-1, self._cache.row_bytes)).view(piece.shape))
+
+    def _pieces(self, rows: torch.Tensor) -> Iterator[tuple[range, range]]:
+        """Divide rows for a codec, whose intermediate results are larger: blocks and layers of each piece.
+
+        Rather many blocks than many layers, since torch indexing has a call per layer.
+        """
+        most = max(1, _CODED_BYTES.get(rows.device.type, _CODED_BYTES_ELSEWHERE) // self._cache.row_bytes)
+        count, layers = rows.shape[:2]
+        blocks_each = min(most, count)
+        layers_each = most // blocks_each
+        for layer in range(0, layers, layers_each):
+            for block in range(0, count, blocks_each):
+                yield range(block, min(block + blocks_each, count)), range(layer, min(layer + layers_each, layers))
 
     def _part(self, ids: list[torch.Tensor], some: range) -> torch.Tensor:
         each = self._cache.pages_per_block
@@ -312,26 +335,29 @@ class StagedCopy:
 # ---- batched ----
 
 
+def batch_piece_bytes(cache: PagedCache) -> int:
+    """Length of the contiguous pieces that ``BatchedCopy`` names for a cache."""
+    if not cache.has_joined_layers:
+        return cache.page.part_bytes
+    return cache.row_bytes * len(layer_groups(len(cache.layers), cache.row_bytes, JOINED_BYTES)[0])
+
+
 class BatchedCopy:
     """Strategy ``batched``; see the module.
 
     Args:
         device: device of the cache; supports batched copies.
         cache: its pages.
+        ahead: strategy ``batched_ahead``, for loads only: blocks are leased and complete, so they may be read ahead of the
+            stream. Pages may still be computed when a store begins, so stores never allow that.
     """
 
-    name = "batched"
-
-    def __init__(self, device: Device, cache: PagedCache) -> None:
+    def __init__(self, device: Device, cache: PagedCache, *, ahead: bool = False) -> None:
+        self.name = "batched_ahead" if ahead else "batched"
+        self._ahead = ahead
         self._cache = cache
         self._copies = device.stream()
-        layers, size = cache.layers, cache.page.part_bytes
-        self._joined = (
-            cache.page.parts == cache.pages_per_block == 1
-            and len({layer.page_stride for layer in layers}) == 1
-            and all(layer.address == layers[0].address + number * size for number, layer in enumerate(layers))
-        )
-        """Whether the layers of a page are neighbours, as they are in a block."""
+        self._joined = cache.has_joined_layers
 
     def load(self, blocks: CopyRequest, on_layer: OnLayer) -> None:
         self._copies.wait(blocks.after)
@@ -351,7 +377,7 @@ class BatchedCopy:
 
     def _groups(self, blocks: CopyRequest) -> list[range]:
         if self._joined:
-            return layer_groups(blocks.layers, self._cache.row_bytes, _JOINED_BYTES)
+            return layer_groups(blocks.layers, self._cache.row_bytes, JOINED_BYTES)
         pieces = len(blocks) * self._cache.pages_per_block * self._cache.page.parts
         return layer_groups(blocks.layers, pieces, _BATCH_PIECES)
 
@@ -370,7 +396,7 @@ class BatchedCopy:
         rows = (shifts[:, None, None] + blocks.starts[None, :, None] + within).reshape(-1)
         sizes = np.full(len(rows), width, np.int64)
         targets, sources = (pages, rows) if to_device else (rows, pages)
-        self._copies.copy_batch(*blocks.host.cut(targets, sources, sizes, rows))
+        self._copies.copy_batch(*blocks.host.cut(targets, sources, sizes, rows), final_sources=self._ahead and to_device)
 
 
 # ---- direct ----

@@ -37,6 +37,10 @@ _UNIFIED = 4
 """CU_MEMORYTYPE_UNIFIED: the driver distinguishes host and device by the address."""
 _STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM"""
+_ANY_ORDER = 3
+"""CU_MEMCPY_SRC_ACCESS_ORDER_ANY: sources may be read before earlier work of the stream has ended."""
+_PREFER_OVERLAP = 1
+"""CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: a hint to leave the multiprocessors to kernels."""
 
 
 class PinRefused(Exception):
@@ -226,7 +230,9 @@ class CudaDriver:
         with self._entered():
             self._check("copy rows", self._lib.cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream)))
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
+    def copy_batch(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, final_sources: bool = False
+    ) -> None:
         """Enqueue many copies in one call; their order is undefined.
 
         Args:
@@ -234,6 +240,9 @@ class CudaDriver:
             sources: addresses.
             sizes: bytes of each.
             stream: handle of a CUDA stream, not the default one.
+            final_sources: the sources have their final content already, and keep it until the copies have ended. The driver
+                may then read them before earlier work of the stream has ended. It is also asked to overlap the copies with
+                kernels. Targets are written in the order of the stream.
 
         Raises:
             Internal: the driver refused.
@@ -245,7 +254,10 @@ class CudaDriver:
             return
         # kept in names: the driver reads them during the call
         arrays = [np.ascontiguousarray(array, np.int64) for array in (targets, sources, sizes)]
-        attributes, first, failed = _BatchAttributes(order=_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
+        attributes = _BatchAttributes(order=_STREAM_ORDER)
+        if final_sources:
+            attributes = _BatchAttributes(order=_ANY_ORDER, flags=_PREFER_OVERLAP)
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         with self._entered():
             code = self._batch(
                 *(ctypes.c_void_p(array.ctypes.data) for array in arrays),

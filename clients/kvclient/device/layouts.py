@@ -217,6 +217,16 @@ class PagedCache:
         return self.page.nbytes * self.pages_per_block
 
     @property
+    def has_joined_layers(self) -> bool:
+        """Whether the layers of a page are neighbours in memory, as they are in a block."""
+        layers, size = self.layers, self.page.part_bytes
+        return (
+            self.page.parts == self.pages_per_block == 1
+            and len({layer.page_stride for layer in layers}) == 1
+            and all(layer.address == layers[0].address + number * size for number, layer in enumerate(layers))
+        )
+
+    @property
     def name(self) -> str:
         """The layout for the namespace: axes of a page, their order in memory, and pages per block."""
         tensor = self.layers[0].tensor

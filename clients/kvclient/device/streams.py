@@ -55,6 +55,14 @@ def done_or_failed(event: Event) -> bool:
         return True
 
 
+def has_ended(event: Event) -> bool:
+    """Whether all work before an event has ended for certain: not if the device failed."""
+    try:
+        return event.done()
+    except Internal:
+        return False
+
+
 class DeviceStream(Protocol):
     """A queue of work that the device does in order."""
 
@@ -70,7 +78,7 @@ class DeviceStream(Protocol):
     def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
         """Enqueue the copy of rows; see ``CudaDriver.copy_rows``."""
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, final_sources: bool = False) -> None:
         """Enqueue many copies in one call; see ``CudaDriver.copy_batch``."""
 
 
@@ -179,8 +187,8 @@ class _CudaStream:
     def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
         self._driver.copy_rows(target, target_pitch, source, source_pitch, width, rows, self._handle())
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        self._driver.copy_batch(targets, sources, sizes, self._handle())
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, final_sources: bool = False) -> None:
+        self._driver.copy_batch(targets, sources, sizes, self._handle(), final_sources=final_sources)
 
     def _handle(self) -> int:
         with self._working():
@@ -244,9 +252,32 @@ class _Done:
         return True
 
 
+_openmp = ctypes.CDLL(None)
+"""The libraries of this process, which torch loaded OpenMP into."""
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute in the calling thread alone, if torch uses OpenMP.
+
+    With more threads, every operation waits until all of them had a processor, and the engine computes on these. The setting is
+    that of the calling thread. ``torch.set_num_threads`` would change the default of other threads, too.
+    """
+    threads = torch.get_num_threads()  # the first call of a thread sets its default
+    limited = threads > 1 and hasattr(_openmp, "omp_set_num_threads")
+    if limited:
+        _openmp.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        if limited:
+            _openmp.omp_set_num_threads(threads)
+
+
 class _AtOnce:
     def run(self, work: Callable[[], None]) -> None:
-        work()
+        with _one_thread():
+            work()
 
     def wait(self, event: Event) -> None:
         assert event.done()
@@ -258,7 +289,14 @@ class _AtOnce:
         for row in range(rows):
             ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+    def copy_batch(
+        self,
+        targets: Addresses,
+        sources: Addresses,
+        sizes: Addresses,
+        *,
+        final_sources: bool = False,  # noqa: ARG002
+    ) -> None:
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(target, source, size)
 

@@ -309,8 +309,8 @@ class GdsReader:
                     pending.ended()
                     if all(outcome is Outcome.MISS for outcome, _ in answers):
                         mount.begin_catch_up()  # the volume may have been replaced
-            for at, (outcome, checksums) in zip(positions, answers or (), strict=False):
-                rows[at] = checksums if outcome is Outcome.HIT else b""
+            for at, (outcome, record) in zip(positions, answers or (), strict=False):
+                rows[at] = record.checksums if outcome is Outcome.HIT else b""
 
         def give_back() -> None:
             target.release([read.target for read in wanted])

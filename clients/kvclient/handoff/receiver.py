@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import threading
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Self, cast
 
@@ -51,6 +52,8 @@ class PromptReceiver:
         self._offsets = np.zeros(len(chain), np.uint64)
         self._checksums: dict[int, bytes] = {}
         self._session: Session | None = None
+        self._lock = threading.Lock()
+        """Held while blocks are copied, so that neither their leases nor the session end before the copies."""
         self._lease_ids: list[int] = []
         self._lease_end_s = 0.0
         self._future: Future[None] | None = None
@@ -142,38 +145,46 @@ class PromptReceiver:
         assert self._future is not None
         try:
             self._future.result(left_s)
-        except TimeoutError:
+        except (TimeoutError, CancelledError):
             return False
         return bool((self._sink.outcomes == Outcome.HIT).all())
 
-    def take(self, buffer: object, *, skip: int = 0, verify: Verify = "auto") -> LoadResult:
+    def take(self, buffer: object, *, skip: int = 0, stop: int | None = None, verify: Verify = "auto") -> LoadResult:
         """Copy the blocks that arrived into the engine's memory, and release the decode buffer. Once, after ``wait``.
 
             result = prompt.take(buffer)
 
         Args:
-            buffer: space for all blocks except the skipped ones; see ``as_block_buffer``.
+            buffer: space for the blocks ``[skip, stop)``; see ``as_block_buffer``.
             skip: number of leading blocks that the engine has already; they are not copied.
+            stop: position after the last block to copy; None: all.
             verify: when checksums are compared after the copy; see ``kvclient.options.Verify``.
 
         Raises:
-            InvalidArgument: a buffer that does not fit, or more blocks to skip than there are.
+            InvalidArgument: a buffer that does not fit, or bounds that are not within the blocks.
         """
-        if not isinstance(skip, int) or not 0 <= skip <= len(self._chain):
-            raise InvalidArgument("skip must be at most the number of blocks", skip=skip, blocks=len(self._chain))
+        end = len(self._chain) if stop is None else stop
+        if not (isinstance(skip, int) and isinstance(end, int) and 0 <= skip <= end <= len(self._chain)):
+            raise InvalidArgument("skip and stop must be within the blocks", skip=skip, stop=stop, blocks=len(self._chain))
         if verify not in VERIFY_CHOICES:
             raise InvalidArgument("unknown choice", verify=verify, choices=VERIFY_CHOICES)
-        blocks = as_block_buffer(buffer, self._context.shape, len(self._chain) - skip, spec=self._context.spec)
+        blocks = as_block_buffer(buffer, self._context.shape, end - skip, spec=self._context.spec)
         if not self.done:
-            self._scope.cancel()
-            assert self._future is not None
-            self._future.result()
+            self._end_wait()
+        with self._lock:
+            return self._take(blocks, skip, end, verify=verify)
+
+    def _take(self, blocks: BlockBuffer, skip: int, stop: int, *, verify: Verify) -> LoadResult:
         sink, session = self._sink, self._session
+        arrived = sink.outcomes == Outcome.HIT
+        if session is None and arrived.any():  # nothing can be copied any more
+            sink.record_error(Unavailable("the prompt was cancelled or taken before"))
+            sink.outcomes = np.where(arrived, np.uint8(Outcome.UNAVAILABLE), sink.outcomes)  # an earlier result has the old array
         try:
-            positions = np.flatnonzero(sink.outcomes[skip:] == Outcome.HIT) + skip
+            positions = np.flatnonzero(sink.outcomes[skip:stop] == Outcome.HIT) + skip
             if session is not None and len(positions):
-                for start, stop in spans(positions):
-                    self._copy(session, blocks, start, stop, skip, verify=session.verifies_copies(verify))
+                for first, last in spans(positions):
+                    self._copy(session, blocks, first, last, skip, verify=session.verifies_copies(verify))
                 good = positions[sink.outcomes[positions] == Outcome.HIT]
                 if self._context.clock.now_s() > self._lease_end_s:
                     self._context.incidents.report(
@@ -206,10 +217,19 @@ class PromptReceiver:
 
         Example: ``prompt.cancel()``
         """
+        self._end_wait()
+        with self._lock:
+            self._release()
+
+    def _end_wait(self) -> None:
+        """Cancel the wait and return when it has ended. A wait whose thread has not begun never begins."""
         self._scope.cancel()
-        if self._future is not None:
+        if self._future is None:
+            return
+        if self._future.cancel():
+            self._sink.record_error(self._scope.error())
+        else:
             self._future.result()  # bounded: the call was cancelled
-        self._release()
 
     def _release(self) -> None:
         session, self._session = self._session, None

@@ -23,7 +23,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import NamespaceId, VolumeId
-from kvstore.node.eviction.execution import evict_down_to
+from kvstore.node.eviction.operator_requests import evict_down_to
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.state.residency import Residency

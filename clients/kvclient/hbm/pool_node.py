@@ -17,7 +17,7 @@ from kvclient.hbm.pool_state import PoolState
 from kvclient.hbm.provider import PoolProvider
 from kvclient.hbm.volume import HbmVolume
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
-from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
+from kvstore.core.errors import KVStoreError, NotFound, Unavailable
 from kvstore.core.types import BootId
 from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.state.change_log import ReplicaChangeLog
@@ -25,7 +25,7 @@ from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.address import stays_on_host
+from kvstore.rpc.address import check_listen_address
 from kvstore.rpc.auth.interceptor import require_tenant
 from kvstore.rpc.auth.tokens import TokenSource, TokenTable, WatchedFile
 from kvstore.rpc.codec import spec_from_proto
@@ -82,10 +82,7 @@ class PoolNode:
         token: TokenSource | None = None,
         tokens: WatchedFile[TokenTable] | None = None,
     ) -> None:
-        if tls is None and not allow_insecure_remote and not stays_on_host(listen):
-            raise InvalidArgument(
-                "refusing to listen beyond this host without TLS; set tls or allow_insecure_remote", address=listen
-            )
+        check_listen_address(listen, "", tls=tls is not None, allow_insecure=allow_insecure_remote)
         self._metadata = metadata
         self._host = listen.rpartition(":")[0]
         self._advertised = advertise_host or self._host

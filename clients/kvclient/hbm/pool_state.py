@@ -14,7 +14,7 @@ from kvclient.hbm.volume import HbmVolume
 from kvclient.memory.device_buffer import DeviceHung
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
-from kvstore.node.eviction.execution import evict_down_to
+from kvstore.node.eviction.operator_requests import evict_down_to
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from kvproto.v1 import metadata_pb2
-from kvstore.core.errors import KVStoreError
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 
@@ -72,7 +71,7 @@ class PlanProgressReporter:
                         report.parts.add(index=index, blocks_done=done)
                 try:
                     self._send(request)
-                except KVStoreError:  # the planner forgets plans without reports
-                    self._incidents.counters.add(client_metrics.REPORTS_FAILED)
+                except Exception as error:  # noqa: BLE001  # thread edge; the planner forgets plans without reports
+                    self._incidents.report(client_metrics.REPORTS_FAILED, "progress of loads not reported", error)
             if closed:
                 return

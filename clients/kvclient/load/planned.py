@@ -11,6 +11,7 @@ the metadata server makes from the queues of all links. Each part of the plan ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextvars import copy_context
@@ -30,6 +31,8 @@ from kvstore.observe.metric_definitions import client as client_metrics
 
 _WATCH_S = 0.05
 """Interval of the checks for stalls, and of progress reports."""
+_END_S = 5.0
+"""Parts that have not ended this long after the load's deadline or cancellation are reported: a bug blocks their threads."""
 _RETRIED = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_SPACE)
 """Outcomes after which another path is tried. MISS and CORRUPT in storage are the same over every path; damage between another
 host's node and this one is reported as UNAVAILABLE."""
@@ -125,6 +128,8 @@ class _PlannedLoad:
         self._replans = 0
         self._predicted_s = 0.0
         """Of the first plan."""
+        self._late_s = math.inf
+        """Time from which parts are late; NaN once that is reported."""
 
     def run(self) -> None:
         """Load the planned blocks; parts that fail are planned again."""
@@ -229,7 +234,16 @@ class _PlannedLoad:
                     self._context.incidents.report(client_metrics.PARTS_STALLED, message)
                     part.stalled = True
                     source.scope.cancel()
+            self._report_late(clock.now_s())
             self._report(finished=False)
+
+    def _report_late(self, now_s: float) -> None:
+        """Report once that this load waits for parts although its time is over: they may still write to the buffer."""
+        if self._late_s == math.inf and self._scope.ended:
+            self._late_s = now_s + _END_S
+        if self._parts and self._late_s <= now_s:
+            self._late_s = math.nan
+            self._context.incidents.report(client_metrics.PARTS_LATE, "a load is over but waits for its parts, which do not end")
 
     def _handle_end(self, part: _RunningPart) -> None:
         """Handle a part that has ended: nothing writes to its blocks any more. Find another path for its missing blocks."""

@@ -109,11 +109,20 @@ class LoadPredictor:
         if result.error is None and result.hit_blocks == len(result.outcomes):
             self._pending.append((sources_of(result), result.seconds))
 
+    def seconds_from(self, node: str, tier: Tier, nbytes: int) -> float | None:
+        """Return the predicted seconds of a load from one tier of a node; None: nothing was loaded from it yet."""
+        with self._lock:
+            self._record_pending()
+            return self._estimates.seconds({(node, tier): nbytes})
+
+    def _record_pending(self) -> None:
+        while self._pending:
+            self._estimates.record(*self._pending.popleft())
+
     def predict(self, lookup: Lookup, own_node: str) -> float | None:
         """Return the predicted seconds of a load by a client of ``own_node``; None: one of its sources was not measured yet."""
         with self._lock:
-            while self._pending:
-                self._estimates.record(*self._pending.popleft())
+            self._record_pending()
             segments = nearest_segments(lookup.runs, 0, lookup.hit_blocks, self._estimates, own_node)
             if segments is None:
                 return None

@@ -8,14 +8,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvclient.memory.buffers import LayersOf
-from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer, Offsets
+from kvclient.memory.device_buffer import ArenaPinner, CopyEvent, DeviceBuffer, Offsets
 from kvclient.memory.shared_mapping import MappingUse, is_charged_to_first_user, is_resident, map_file, populate
 from kvstore.core.buffers import BlockBuffer, Layout, Positions, ScatteredBlocks, positions
 from kvstore.core.checksum import ChecksumArray, LayerHasher, block_checksums
@@ -314,29 +314,45 @@ class ClientArena:
         )
         return np.ones(len(offsets), bool) if found is None or expected is None else matches(found, expected)
 
-    def copy_in(self, buffer: BlockBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
+    def copy_in(self, buffer: BlockBuffer, offsets: Offsets) -> ChecksumArray:
         """Copy all blocks of a buffer to the arena, each to its offset. Return checksums of the bytes, ``[blocks, layers]``."""
-        if isinstance(buffer, DeviceBuffer):
-            return self._copy_in_from_device(buffer, offsets)
-        checksums = np.empty((buffer.count, buffer.shape.layers), np.uint64)
-        copy_to_arena(buffer, self._mapping.view, offsets, checksums=checksums)
-        return checksums
+        return self.begin_copy_in(buffer, offsets)()
 
-    def _copy_in_from_device(self, buffer: DeviceBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
-        """Copy from a device. Checksums are of its memory, else (if the device computes none) of the bytes in the arena."""
-        pending = None
+    def begin_copy_in(self, buffer: BlockBuffer, offsets: Offsets) -> Callable[[], ChecksumArray]:
+        """Copy as ``copy_in``, but do not wait for a device.
+
+        Returns:
+            A function that waits for the copies and returns the checksums. They are of the device's memory, else (if the device
+            computes none) of the bytes in the arena. Until it has returned, or ``drain``, the slots must not be given back.
+        """
+        if not isinstance(buffer, DeviceBuffer):
+            checksums = np.empty((buffer.count, buffer.shape.layers), np.uint64)
+            copy_to_arena(buffer, self._mapping.view, offsets, checksums=checksums)
+            return lambda: checksums
+        pending, begun = None, None
         try:
             buffer.write_arena(self._mapping.view, offsets)
             pending = buffer.begin_checksums(0, buffer.count, 0, buffer.shape.layers)
+            begun = buffer.begun()
         finally:
-            try:
-                buffer.drain()
-            except KVStoreError:
-                self.stuck = True
-                raise
-        if pending is not None:
-            return pending.result()
-        return block_checksums(self.blocks(offsets, buffer.shape), range(len(offsets)))
+            if begun is None:
+                self.drain(buffer)
+
+        def finish() -> ChecksumArray:
+            self.drain(buffer, begun)
+            if pending is not None:
+                return pending.result()
+            return block_checksums(self.blocks(offsets, buffer.shape), range(len(offsets)))
+
+        return finish
+
+    def drain(self, buffer: DeviceBuffer, begun: Sequence[CopyEvent] | None = None) -> None:
+        """Wait for a device's copies into the arena; see ``DeviceBuffer.drain``. If they do not end, the arena is ``stuck``."""
+        try:
+            buffer.drain(begun)
+        except KVStoreError:
+            self.stuck = True
+            raise
 
     def blocks(self, offsets: Offsets, shape: BlockShape) -> BlockBuffer:
         """Return blocks in the arena as a buffer. No bytes are copied. Drop it before the session ends."""

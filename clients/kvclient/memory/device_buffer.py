@@ -7,6 +7,7 @@ Bytes get into such a buffer in three ways:
 3. All other sources (sockets, pools elsewhere) write to ``segments``, which is host memory, and then call ``host_copy_ready``.
 
 Before ``drain`` has returned, the arena must not be unmapped, leases must not be released, and blocks must not count as hits.
+``begun`` names the copies of a piece, so that a load or store can wait for them while the next piece is copied.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ class PoolMemory:
 
     device: str
     tensor: object
+
+
+class CopyEvent(Protocol):
+    """The end of copies that a device has begun."""
+
+    def done(self) -> bool:
+        """Whether they have ended. Raises ``Internal`` if the device failed."""
 
 
 class DeviceChecksums(Protocol):
@@ -133,8 +141,15 @@ class DeviceBuffer(ABC):
         """
 
     @abstractmethod
-    def drain(self) -> None:
-        """Wait until all copies have ended. Bounded.
+    def begun(self) -> Sequence[CopyEvent]:
+        """Return the end of the copies that are under way, to wait for these alone: see ``drain``."""
+
+    @abstractmethod
+    def drain(self, begun: Sequence[CopyEvent] | None = None) -> None:
+        """Wait until copies have ended. Bounded.
+
+        Args:
+            begun: only those that were under way when ``begun`` returned this; None: all.
 
         Raises:
             Internal: the device failed; no copy is under way.

@@ -76,7 +76,8 @@ class NodeFinder:
         wanted = self._options.local_node
         if wanted is not None and wanted not in here:
             known = ", ".join(here) or "none"
-            raise Unavailable("the node of the option local_node is not on this host", local_node=wanted, here=known)
+            problem = "the node of the option local_node is not on this host; name one that is, or leave the option out"
+            raise Unavailable(problem, local_node=wanted, here=known)
         if here:
             self._choose(self._best(here, wanted))
         return None if self.choice is None else self.choice.address
@@ -143,4 +144,7 @@ def check_types(
     )
     for name, value, kind in expected:
         if not isinstance(value, kind):
-            raise InvalidArgument("an argument has another type", argument=name, got=type(value).__name__)
+            expected_name = getattr(kind, "__name__", str(kind))
+            raise InvalidArgument(
+                "an argument of connect has another type", argument=name, got=type(value).__name__, expected=expected_name
+            )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
+from typing import Any
 
 from kvclient.options import ClientOptions
 from kvproto.v1 import node_pb2, node_pb2_grpc
@@ -12,6 +14,9 @@ from kvstore.core.errors import KVStoreError
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.rpc.client import call
+
+log = logging.getLogger(__name__)
+limited = LimitedLog(log)
 
 QUIET_S = 0.005
 """If no lease was released for this long, no more are coming: the loads wait, perhaps for the very space that these hold."""
@@ -22,6 +27,8 @@ MAX_PENDING_RELEASES = 4_096
 _ARENA_SHARE = 16
 """Leases are sent at the latest when they hold 1/16 of the arena, so that large loads flow through it."""
 _TIMEOUT_S = 2.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
 
 
 class ReleaseBatcher:
@@ -65,6 +72,9 @@ class ReleaseBatcher:
 class LeaseReleaser:
     """Releases leases and unwritten slots from a separate thread. Thread-safe.
 
+    What the node did not answer is sent again, after a pause that doubles: slots that are not given back would stay reserved
+    until the engine ends. A lost session needs nothing more, because its end gives everything back.
+
     Leases of many loads are sent in one call (see ``ReleaseBatcher``). ``stub.Release.future`` is unsuitable: starting a call
     that way costs the loading thread almost a millisecond, and gRPC cancels the call when the future is dropped.
     """
@@ -80,6 +90,8 @@ class LeaseReleaser:
         self._leases: list[int] = []
         self._aborts: list[bytes] = []
         self._closed = False
+        self._pause_s = 0.0
+        self._paused_until_s = -math.inf
         self._thread: threading.Thread | None = None
 
     def release(self, lease_ids: list[int], nbytes: int = 0, *, urgent: bool = False) -> None:
@@ -124,22 +136,51 @@ class LeaseReleaser:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and (left_s := self._batcher.left_s(time.monotonic())) > 0:
+                while not self._closed and (left_s := self._left_s()) > 0:
                     self._changed.wait(None if left_s == math.inf else left_s)
                 if self._closed:
                     return
                 leases, self._leases = self._leases, []
                 aborts, self._aborts = self._aborts, []
                 self._batcher.sent()
-            try:
-                self._send(leases, aborts)
-            except KVStoreError:  # the next load or store finds a lost session, whose end gives everything back
-                self._counters.add(client_metrics.RETURNS_FAILED)
+            failed = self._send(leases, aborts)
+            with self._changed:
+                self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S) if failed else 0.0
+                if failed:
+                    self._counters.add(client_metrics.RETURNS_FAILED)
+                    self._leases = leases + self._leases
+                    self._aborts += aborts
+                    self._paused_until_s = time.monotonic() + self._pause_s
+                    self._batcher.added(time.monotonic(), 0, urgent=True)
 
-    def _send(self, leases: list[int], aborts: list[bytes]) -> None:
-        for operation_id in aborts:
-            abort = node_pb2.AbortRequest(session_id=self._session_id, operation_id=operation_id)
-            call(self._stub.Abort, abort, _TIMEOUT_S)
-        if leases:
-            release = node_pb2.ReleaseRequest(session_id=self._session_id, lease_ids=leases)
-            call(self._stub.Release, release, _TIMEOUT_S)
+    def _left_s(self) -> float:
+        """Seconds until the next call; infinite: nothing to send."""
+        now_s = time.monotonic()
+        left_s = self._batcher.left_s(now_s)
+        return left_s if left_s == math.inf else max(left_s, self._paused_until_s - now_s)
+
+    def _send(self, leases: list[int], aborts: list[bytes]) -> bool:
+        """Send, and remove from the lists what needs no further call. Returns whether a call failed that is worth repeating."""
+        try:
+            while aborts:
+                abort = node_pb2.AbortRequest(session_id=self._session_id, operation_id=aborts[0])
+                self._call(self._stub.Abort, abort)
+                aborts.pop(0)
+            if leases:
+                release = node_pb2.ReleaseRequest(session_id=self._session_id, lease_ids=leases)
+                self._call(self._stub.Release, release)
+                leases.clear()
+        except Exception as error:  # noqa: BLE001  # thread edge: later releases need it
+            limited.warning("leases and slots not returned yet, retrying (error=%s)", error)
+            return True
+        return False
+
+    def _call(self, method: Any, request: Any) -> None:  # noqa: ANN401  # a gRPC method and its request
+        """Call a method. Drop errors that a retry would meet again, such as a lost session, whose end releases everything."""
+        try:
+            call(method, request, _TIMEOUT_S)
+        except KVStoreError as error:
+            if error.retryable:
+                raise
+            self._counters.add(client_metrics.RETURNS_REFUSED)
+            limited.warning("leases or slots refused by the node (error=%s)", error)

@@ -31,6 +31,7 @@ from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import spec_to_proto
+from kvstore.rpc.diagnosis import TIMEOUT_S, diagnose
 from kvstore.transport.liveness import CircuitBreaker, LivenessMonitor, WatchedServer
 
 _log = logging.getLogger(__name__)
@@ -214,16 +215,18 @@ class LocalNode:
         """Open a session now. False: this host runs no node.
 
         Args:
-            end_s: deadline; None: ``connect_deadline_s`` from now.
+            end_s: deadline of ``connect``, whose error says in words why the node is not reached; None: ``connect_deadline_s``
+                from now, without a diagnosis.
 
         Raises:
             KVStoreError: the node does not answer, or refuses.
         """
+        explains = end_s is not None
         end_s = self._clock.now_s() + self._options.connect_deadline_s if end_s is None else end_s
         address = self._find()
         if address is None:
             return False
-        session = self._open_at(address, end_s)
+        session = self._open_at(address, end_s, explains=explains)
         with self._lock:
             old, self._session = self._session, session
             closed = self._closed
@@ -233,14 +236,16 @@ class LocalNode:
             session.retire()
         return True
 
-    def _open_at(self, address: str, end_s: float) -> Session:
+    def _open_at(self, address: str, end_s: float, *, explains: bool) -> Session:
         stub = node_pb2_grpc.NodeStub(self._channel_to(address))
         request = node_pb2.OpenSessionRequest(client_name=self._options.client_name, spec=spec_to_proto(self._spec))
         try:
             opened = call(stub.OpenSession, request, self._left_s(end_s), _WHILE_CONNECTING)
         except (Unavailable, DeadlineExceeded) as error:  # from None: gRPC's own traceback says the same at greater length
+            why = diagnose(address, self._tls, "TlsConfig", min(TIMEOUT_S, self._left_s(end_s))) if explains else None
             raise type(error)(
-                "the node does not answer; check that it runs at this address", address=address, error=error
+                f"cannot reach the local node at {address}: {why or error}; check that it runs (`kvstore status` lists nodes),"
+                ' or pass node="auto" to connect'
             ) from None
         if len(opened.session_id) != 16 or opened.arena_bytes == 0 or opened.lease_ms == 0:
             raise Internal("the node answered an impossible session", arena_bytes=opened.arena_bytes, lease_ms=opened.lease_ms)

@@ -84,7 +84,9 @@ class MetadataClient:
         self._clock = clock
         token = options.shown_token()
         self._channel = connect_metadata(addresses, tls=tls, token=token, counters=incidents.counters)
-        self._diagnoser = Diagnoser(Target("the metadata server", self.address, tls, token, "TlsConfig", "ClientOptions.token"))
+        self._diagnoser = Diagnoser(
+            Target("the metadata server", self.address, tls, token, "TlsConfig", "ClientOptions.token or token_file")
+        )
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._breaker = CircuitBreaker(clock, failures=options.breaker_failures, open_s=options.breaker_pause_s)
         self._registered = False
@@ -105,7 +107,7 @@ class MetadataClient:
         try:
             self.register(timeout_s)
         except KVStoreError as error:  # from None: gRPC's own traceback says less at greater length
-            raise self._diagnoser.explain(error, min(timeout_s, TIMEOUT_S)) from None
+            raise _advised(self._diagnoser.explain(error, min(timeout_s, TIMEOUT_S))) from None
 
     def namespaces(self, timeout_s: float) -> list[CacheSpec]:
         """Return all namespaces that are registered.
@@ -125,7 +127,7 @@ class MetadataClient:
         request = metadata_pb2.RegisterNamespaceRequest(operation_id=secrets.token_bytes(16), spec=spec_to_proto(self._spec))
         answer = self._call(self._stub.RegisterNamespace, request, timeout_s)
         if answer.namespace_id != self._spec.namespace:
-            raise Internal("the metadata server derives another namespace from this spec; its version differs")
+            raise Internal("the metadata server derives another namespace from this spec: use one version of kvstore")
         self._registered = True
 
     def lookup(self, chain: ChainSlice, timeout_s: float, ends: Sequence[int] = ()) -> Lookup:
@@ -381,6 +383,19 @@ def _volume(node: common_pb2.NodeInfo, position: int) -> tuple[Tier, VolumeId]:
     if position - own >= len(node.mounts):
         raise Internal("the metadata server named a volume that the node does not have", node_id=node.node_id, position=position)
     return Tier.NVME, VolumeId(node.mounts[position - own])
+
+
+def _advised(error: KVStoreError) -> KVStoreError:
+    """The error of ``introduce`` with what to do, if the server was not reached."""
+    if not isinstance(error, Unavailable | DeadlineExceeded):
+        return error
+    if " TLS and " in error.message:  # only one side uses it
+        advice = "if the server uses TLS, pass tls=TlsConfig(ca=...) to connect; if not, pass tls=None"
+    elif "TLS" in error.message or "certificate" in error.message:
+        return error  # it names the field of TlsConfig
+    else:
+        advice = "check its address (port 7400 by default) and that it runs; `kvstore up` starts a store on this machine"
+    return type(error)(f"{error.message}; {advice}", **error.fields)
 
 
 def by_roles(nodes: Sequence[common_pb2.NodeInfo], roles: Sequence[str]) -> list[common_pb2.NodeInfo]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +25,7 @@ from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.contract import BlockPeer
+from kvstore.transport.idle_cache import IdleCache
 from kvstore.transport.liveness import LivenessMonitor, data_plane
 from kvstore.transport.nixl.agent import NixlAgent
 from kvstore.transport.nixl.peer import NixlPeer
@@ -35,7 +36,7 @@ from kvstore.transport.tls import PeerTls
 _Result = TypeVar("_Result")
 
 MAX_PEERS = 64
-"""Nodes with open connections; beyond this the least recently used one is closed."""
+"""Nodes with open connections; beyond this, unused ones are closed."""
 _TICKET_TIMEOUT_S = 2.0
 
 
@@ -53,7 +54,7 @@ class PeerPool:
         self._incidents = incidents
         self._lock = threading.Lock()
         self._traffic = KvTraffic(options.traffic_class(), incidents.counters)
-        self._open: OrderedDict[NodeRef, tuple[BlockPeer, grpc.Channel]] = OrderedDict()
+        self._open: IdleCache[NodeRef, tuple[BlockPeer, grpc.Channel]] = IdleCache(MAX_PEERS)
         self._readers = LazyThreadPool(options.read_streams, "kvclient-read")
         self._closed = False
         nixl = options.nixl
@@ -92,19 +93,17 @@ class PeerPool:
             yield
 
     def _entry(self, node: NodeRef) -> tuple[BlockPeer, grpc.Channel]:
-        retired = None
+        retired = []
         with self._lock:
             if self._closed:
                 raise Unavailable("the client is closed")
-            entry = self._open.get(node)
+            now_s = time.monotonic()
+            entry = self._open.get(node, now_s)
             if entry is None:
-                entry = self._open[node] = self._connect(node)
-                if len(self._open) > MAX_PEERS:
-                    retired = self._open.popitem(last=False)[1]
-            else:
-                self._open.move_to_end(node)
-        if retired is not None:
-            _close(retired)
+                entry = self._connect(node)
+                retired = self._open.put(node, entry, now_s)
+        for one in retired:
+            _close(one)
         return entry
 
     def abandon_prompt(self, node: NodeRef, transfer_id: str, timeout_s: float) -> int:
@@ -152,8 +151,7 @@ class PeerPool:
         """Close all connections. Reads under way end with UNAVAILABLE."""
         with self._lock:
             self._closed = True
-            entries = list(self._open.values())
-            self._open.clear()
+            entries = self._open.clear()
         for entry in entries:
             _close(entry)
         self._readers.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import time
 from dataclasses import dataclass
 
 import grpc
@@ -18,6 +18,7 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
+from kvstore.transport.idle_cache import IdleCache
 from kvstore.transport.liveness import LivenessMonitor, WatchedServer
 
 MAX_SESSIONS = 64
@@ -49,7 +50,8 @@ class RemoteSessionCache:
         self._options = options
         self._incidents = incidents
         self._lock = threading.Lock()
-        self._open: OrderedDict[NodeRef, RemoteSession] = OrderedDict()
+        self._open: IdleCache[NodeRef, RemoteSession] = IdleCache(MAX_SESSIONS)
+        self._lost: list[RemoteSession] = []  # still to be closed
         self._closed = False
 
     def session(self, node: NodeRef, timeout_s: float) -> RemoteSession:
@@ -63,10 +65,12 @@ class RemoteSessionCache:
         with self._lock:
             if self._closed:
                 raise Unavailable("the client is closed")
-            found = self._open.get(node)
-            if found is not None:
-                self._open.move_to_end(node)
-                return found
+            found = self._open.get(node, time.monotonic())
+            lost, self._lost = self._lost, []
+        for one in lost:
+            _close(one)
+        if found is not None:
+            return found
         channel = connect(node.control_address, tls=self._tls, token=self._options.shown_token())
         stub = node_pb2_grpc.NodeStub(channel)
         try:
@@ -80,36 +84,40 @@ class RemoteSessionCache:
         session = RemoteSession(
             node, stub, opened.session_id, server, channel, LeaseReleaser(stub, opened, self._options, self._incidents)
         )
-        retired = None
         with self._lock:
-            if self._closed or node in self._open:
-                retired = session
-                session = self._open.get(node, session)
+            now_s = time.monotonic()
+            other = self._open.get(node, now_s)
+            if self._closed or other is not None:
+                retired = [session]
+                session = other or session
             else:
-                self._open[node] = session
-                retired = self._open.popitem(last=False)[1] if len(self._open) > MAX_SESSIONS else None
-        if retired is not None:
-            _close(retired)
+                retired = self._open.put(node, session, now_s)
+        for one in retired:
+            _close(one)
         return session
 
     def holds(self, session: RemoteSession) -> bool:
         """Whether the session is open: no load has reported it as lost."""
         with self._lock:
-            return self._open.get(session.node) is session
+            return self._open.peek(session.node) is session
 
     def lost(self, session: RemoteSession) -> None:
-        """Drop a session that has ended or whose node does not answer. The next use opens another."""
+        """Drop a session that has ended or whose node does not answer. The next use opens another.
+
+        Callbacks of gRPC calls may call this, which must not close the channel: closing waits for the channel's other calls,
+        which end in the very thread that runs the callback. The next call of ``session`` or ``close`` closes it.
+        """
         with self._lock:
-            if self._open.get(session.node) is session:
-                del self._open[session.node]
-        _close(session)
+            if self._open.peek(session.node) is session:
+                self._open.pop(session.node)
+                self._lost.append(session)
 
     def close(self) -> None:
         """Close all sessions. Loads under way fail."""
         with self._lock:
             self._closed = True
-            sessions = list(self._open.values())
-            self._open.clear()
+            sessions = [*self._open.clear(), *self._lost]
+            self._lost.clear()
         for session in sessions:
             _close(session)
 

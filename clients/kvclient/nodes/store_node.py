@@ -47,7 +47,8 @@ class StoreNodeFinder:
                     continue
                 self._chosen = (ref, now_s + _VALID_S)
                 return ref
-        raise Unavailable("no living node to store to", store_node=options.store_node)
+        which = "living node" if options.store_node is None else f"node {options.store_node}, which the option store_node names,"
+        raise Unavailable(f"no {which} takes stores; `kvstore status` lists nodes, `kvstore node` starts one on this host")
 
     def forget(self) -> None:
         """Choose again next time: a store to the chosen node failed."""

@@ -8,10 +8,12 @@ circuit breaker guards the server: while it does not answer, calls fail at once,
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from threading import BoundedSemaphore, Event, Thread
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -31,10 +33,15 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import AioUnaryMethod, UnaryMethod, call, call_aio
 from kvstore.rpc.failover.connect import connect_metadata, connect_metadata_aio
 from kvstore.transport.liveness import CircuitBreaker
+
+log = logging.getLogger(__name__)
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -46,6 +53,8 @@ _ANSWER_S: Final = 0.25
 """The server gives a request up this long before the caller does (or a tenth of the deadline), so its answer arrives in time."""
 _CANCEL_PAUSES_S: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0)
 """Pauses between attempts to cancel a request."""
+MAX_CANCELLATIONS: Final = 64
+"""Cancellations in the background at a time, per client."""
 _CLOSE_S: Final = 1.0
 """``close`` waits this long for cancellations under way."""
 _MIN_TELLING_TIMEOUT_S: Final = 0.05
@@ -82,6 +91,18 @@ def _pauses_s() -> Iterator[float]:
         mean_s = min(2 * mean_s, _LONGEST_PAUSE_S)
 
 
+class _Uncancelled:
+    """Counts and logs requests of one client that are not cancelled."""
+
+    def __init__(self, counters: Counters | None) -> None:
+        self._counters = Counters() if counters is None else counters
+        self._log = LimitedLog(log)
+
+    def report(self, request: EngineRequest, reason: object) -> None:
+        self._counters.add(client_metrics.CANCELLATIONS_FAILED)
+        self._log.warning("request not cancelled: %s (reason=%s); the scheduler may still count it", request.request_id, reason)
+
+
 def _budget_s(left_s: float) -> float:
     return left_s - min(_ANSWER_S, left_s / 10)
 
@@ -93,17 +114,29 @@ class SchedulerClient:
         metadata: address of the metadata server, or of several.
         tls: for the connection.
         options: circuit breaker and token.
+        counters: counts requests that could not be cancelled; None: only the log has them.
     """
 
-    def __init__(self, metadata: str, *, tls: TlsConfig | None = None, options: ClientOptions | None = None) -> None:
+    def __init__(
+        self,
+        metadata: str,
+        *,
+        tls: TlsConfig | None = None,
+        options: ClientOptions | None = None,
+        counters: Counters | None = None,
+    ) -> None:
         options = options or ClientOptions()
+        self._uncancelled = _Uncancelled(counters)
         self._guard = _Guard(metadata, options)
         self._channel = connect_metadata(metadata, tls=tls, token=options.shown_token())
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
-        self._cancellations: set[object] = set()
+        self._closed = Event()
+        self._cancel_slots = BoundedSemaphore(MAX_CANCELLATIONS)
 
     def assign(self, request: EngineRequest, deadline_s: float) -> Assignment:
         """Wait for a prefill and a decode engine. A repeated call with the same request returns the same engines.
+
+        A call that fails cancels the request in the background: submit it again with a new ``EngineRequest``.
 
             assignment = scheduler.assign(EngineRequest("r7", prompt_tokens=900), deadline_s=5.0)
 
@@ -113,14 +146,11 @@ class SchedulerClient:
             Conflict: another request of this name is under way.
             KVStoreError: the server does not answer (until the deadline), or refuses.
         """
+        check_seconds("deadline_s", deadline_s)
         try:
             return self._assign(request, 0, deadline_s)
-        except DeadlineExceeded:  # the server may have assigned engines at the last moment
-            message = pb.CancelRequestRequest(operation_id=request.operation_id, request_id=request.request_id)
-            with suppress(ValueError):  # the channel was closed
-                cancellations = self._stub.CancelRequest.future(message, timeout=_CLOSE_S)
-                self._cancellations.add(cancellations)  # gRPC cancels a call whose future is dropped
-                cancellations.add_done_callback(self._cancellations.discard)
+        except BaseException:  # the answer may be late or lost, and the server may have assigned engines
+            self._cancel_in_background(request)
             raise
 
     def reassign(self, request: EngineRequest, lost: Assignment, deadline_s: float) -> Assignment:
@@ -157,6 +187,7 @@ class SchedulerClient:
 
     def close(self) -> None:
         """Close the channel. Calls under way fail."""
+        self._closed.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -164,6 +195,33 @@ class SchedulerClient:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _cancel_in_background(self, request: EngineRequest) -> None:
+        if not self._cancel_slots.acquire(blocking=False):
+            self._uncancelled.report(request, "too many cancellations under way")
+            return
+        try:
+            Thread(target=self._cancel_until_heard, args=(request,), name="kvstore-cancel", daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            self._cancel_slots.release()
+            self._uncancelled.report(request, error)
+
+    def _cancel_until_heard(self, request: EngineRequest) -> None:
+        """Repeat the cancellation of a request until the server answers, because no deadline ends an assigned request."""
+        try:
+            for pause_s in _CANCEL_PAUSES_S:
+                if self._closed.wait(pause_s):
+                    return
+                try:
+                    self.cancel(request)
+                except (DeadlineExceeded, Unavailable):  # the server may still have the request
+                    continue
+                except (KVStoreError, ValueError):  # refused, or the channel was closed
+                    return
+                return
+            self._uncancelled.report(request, "the server did not answer")
+        finally:
+            self._cancel_slots.release()
 
     def _assign(self, request: EngineRequest, after: int, deadline_s: float) -> Assignment:
         until_s = time.monotonic() + check_seconds("deadline_s", deadline_s)
@@ -244,21 +302,34 @@ class GroupLeader:
 class AsyncSchedulerClient:
     """``SchedulerClient`` for asyncio: thousands of requests wait without a thread each."""
 
-    def __init__(self, metadata: str, *, tls: TlsConfig | None = None, options: ClientOptions | None = None) -> None:
+    def __init__(
+        self,
+        metadata: str,
+        *,
+        tls: TlsConfig | None = None,
+        options: ClientOptions | None = None,
+        counters: Counters | None = None,
+    ) -> None:
         options = options or ClientOptions()
+        self._uncancelled = _Uncancelled(counters)
         self._guard = _Guard(metadata, options)
         self._channel = connect_metadata_aio(metadata, tls=tls, token=options.shown_token())
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._cancellations: set[asyncio.Task[None]] = set()
+        self._probe = EngineRequest(f"probe-{secrets.token_hex(8)}", 1)  # one per client: the server remembers it
 
     async def assign(self, request: EngineRequest, deadline_s: float) -> Assignment:
-        """See ``SchedulerClient.assign``. If the coroutine is cancelled, the request is cancelled.
+        """See ``SchedulerClient.assign``. A cancelled coroutine cancels its request, too.
 
         Example: ``assignment = await scheduler.assign(request, deadline_s=5.0)``
         """
+        check_seconds("deadline_s", deadline_s)
         try:
             return await self._assign(request, 0, deadline_s)
-        except (asyncio.CancelledError, DeadlineExceeded):  # the server may have assigned engines at the last moment
+        except BaseException:  # the answer may be late or lost, and the server may have assigned engines
+            if len(self._cancellations) >= MAX_CANCELLATIONS:
+                self._uncancelled.report(request, "too many cancellations under way")
+                raise
             task = asyncio.create_task(self._cancel_until_heard(request))
             self._cancellations.add(task)
             task.add_done_callback(self._cancellations.discard)
@@ -276,10 +347,7 @@ class AsyncSchedulerClient:
 
         Example: ``await scheduler.cancel(request)``
         """
-        message = pb.CancelRequestRequest(operation_id=request.operation_id, request_id=request.request_id)
-        timeout_s = check_seconds("deadline_s", deadline_s)
-        answer: pb.CancelRequestResponse = await self._call(self._stub.CancelRequest, message, timeout_s)
-        return answer.known
+        return (await self._cancel(request, deadline_s)).known
 
     async def engines(self, deadline_s: float = 1.0) -> int:
         """Return the number of engines that the scheduler knows. Without engines, requests wait until their deadlines.
@@ -289,9 +357,7 @@ class AsyncSchedulerClient:
         Raises:
             KVStoreError: the server does not answer.
         """
-        timeout_s = check_seconds("deadline_s", deadline_s)
-        answer: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(all_servers=True), timeout_s)
-        return int(answer.counters.get("metadata_scheduler_engines", 0))
+        return (await self._cancel(self._probe, deadline_s)).engines
 
     def leader(self, group: str, role: EngineRole) -> AsyncGroupLeader:
         """See ``SchedulerClient.leader``.
@@ -314,6 +380,12 @@ class AsyncSchedulerClient:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
+    async def _cancel(self, request: EngineRequest, deadline_s: float) -> pb.CancelRequestResponse:
+        message = pb.CancelRequestRequest(operation_id=request.operation_id, request_id=request.request_id)
+        timeout_s = check_seconds("deadline_s", deadline_s)
+        answer: pb.CancelRequestResponse = await self._call(self._stub.CancelRequest, message, timeout_s)
+        return answer
+
     async def _cancel_until_heard(self, request: EngineRequest) -> None:
         """Repeat the cancellation of a request until the server answers, because no deadline ends an assigned request."""
         for pause_s in _CANCEL_PAUSES_S:
@@ -325,6 +397,7 @@ class AsyncSchedulerClient:
             except KVStoreError:
                 return
             return
+        self._uncancelled.report(request, "the server did not answer")
 
     async def _assign(self, request: EngineRequest, after: int, deadline_s: float) -> Assignment:
         until_s = time.monotonic() + check_seconds("deadline_s", deadline_s)

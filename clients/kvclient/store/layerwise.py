@@ -21,7 +21,8 @@ from kvclient.load.sink import spans
 from kvclient.memory.buffers import as_block_buffer, pick_blocks
 from kvclient.nodes.local_session import Session, is_session_lost
 from kvclient.results import StoreResult
-from kvclient.store.store import Store, StoreGrant, count_store
+from kvclient.store.grant import StoreGrant
+from kvclient.store.store import Store, count_store
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import InvalidArgument, KVStoreError
@@ -110,7 +111,10 @@ class LayerwiseStore:
             if self._grant is not None and self._session is not None and len(self._grant.positions):
                 rows = pick_blocks(rows, self._grant.positions)
                 at = np.uint64(layer * self._layer_shape.layer_block_bytes)
-                self._checksums[:, layer] = self._session.arena.copy_in(rows, self._grant.offsets + at)[:, 0]
+                try:
+                    self._checksums[:, layer] = self._session.arena.copy_in(rows, self._grant.offsets + at)[:, 0]
+                except KVStoreError as error:  # the session was lost: these blocks are not stored
+                    self._give_up(error)
             elif self._staging is not None:
                 _gather(rows, self._staging[:, layer])
 

@@ -238,7 +238,7 @@ class Reads:
 
     async def volume_check(self, node_id: NodeId, name: VolumeName) -> VolumeCheck:
         """The state of the check. It is kept in the node's memory and lost if the node restarts."""
-        return await self._checks.look(node_id, name)
+        return await self._checks.status(node_id, name)
 
     # ---- namespaces ----
     async def namespaces(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Namespace]:

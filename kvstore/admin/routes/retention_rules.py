@@ -1,4 +1,4 @@
-"""Routes of retention rules: time to live, pin and copies of a namespace."""
+"""Routes of retention rules: times to live, kept namespaces and copies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Rules:
             path,
             self.set_rule,
             methods=["PUT"],
-            summary="Set time to live, pin and copies of a namespace",
+            summary="Keep a namespace, or set its time to live or copies",
             responses={**TAGGED, **MISSING, **STATE, **_SETTING},
         )
         return router
@@ -61,7 +61,7 @@ class Rules:
         return Page[models.Rule](items=shown, next_cursor=following)
 
     async def rule(self, response: Response, namespace_id: NamespaceId) -> models.Rule:
-        """Time to live, pin and copies."""
+        """Time to live, copies, and whether the namespace is kept."""
         found = await self._queries.rule(bytes.fromhex(namespace_id))
         response.headers["etag"] = tag_of(state_of(found))
         return found
@@ -72,8 +72,8 @@ class Rules:
         """Replace the rule at every node. It survives restarts. Nodes receive it with their next heartbeat.
 
         The time to live of a block counts from its last use that the node knows of, but not from before the node's start or the
-        time at which the rule was set. Blocks in use and pinned blocks are not evicted. Invalidating a namespace drops its blocks
-        even if it is pinned; evicting a pinned namespace is rejected.
+        time at which the rule was set. Blocks in use are not evicted, nor are those of a kept namespace, up to half of each
+        tier of a node. Evicting a kept namespace is rejected; invalidating it drops its blocks.
 
         With two copies, another node copies each durable block in the background. Such a block survives the loss of a node with
         its volumes.
@@ -93,4 +93,4 @@ class Rules:
 
 def state_of(rule: models.Rule) -> str:
     """ETag value of a rule, in the metadata server's format."""
-    return f"ttl={round((rule.ttl_s or 0) * 1000)},pinned={'yes' if rule.pinned else 'no'},copies={rule.copies}"
+    return f"ttl={round((rule.ttl_s or 0) * 1000)},kept={'yes' if rule.kept else 'no'},copies={rule.copies}"

@@ -56,7 +56,7 @@ class Changes:
             self.evict_namespace,
             "namespaces",
             "Evict the blocks of a namespace",
-            {**MISSING, 409: {"description": "it is pinned"}},
+            {**MISSING, 409: {"description": "it is kept"}},
         )
         add(
             "POST",
@@ -142,7 +142,7 @@ class Changes:
     async def evict_namespace(
         self, request: Request, namespace_id: NamespaceId, wanted: models.EvictNamespace
     ) -> models.NamespaceEvicted:
-        """Evict blocks from some tiers on every node. A pinned namespace is not evicted.
+        """Evict blocks from some tiers on every node. A kept namespace is not evicted.
 
         Blocks that are in use, or in DRAM and not durable yet, are kept. Engines may store evicted blocks again at once. Blocks
         in engines' own pools of device memory are not evicted.
@@ -153,7 +153,7 @@ class Changes:
         return answer
 
     async def invalidate_namespace(self, request: Request, namespace_id: NamespaceId) -> models.NamespaceEvicted:
-        """Drop all blocks from all tiers on every node, also dirty and pinned ones. For blocks with wrong content.
+        """Drop all blocks from all tiers on every node, also dirty blocks and kept namespaces. For blocks with wrong content.
 
         Stop the engines that wrote the blocks first, or they store them again. Nodes that do not answer keep their blocks and
         continue to serve them: if the response is not complete, repeat the request after these nodes are back. Engines' own pools

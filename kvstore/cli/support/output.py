@@ -12,10 +12,11 @@ from typing import Final
 
 import click
 
+from kvstore.health.quantities import show_size
+
 NOTHING: Final = "-"
 """Placeholder of an empty cell, so that every line has the same number of columns."""
 _LONGEST_CELL: Final = 40
-_UNITS: Final = ("B", "KiB", "MiB", "GiB")
 
 
 def clean(text: str) -> str:
@@ -75,11 +76,7 @@ def note(text: str) -> None:
 
 def size(count: float) -> str:
     """Format a number of bytes, rounded, without a space so that columns can be split."""
-    for unit in _UNITS:
-        if count < 1024:
-            return f"{count:.0f}{unit}" if unit == "B" else f"{count:.1f}{unit}"
-        count /= 1024
-    return f"{count:.2f}TiB"
+    return show_size(count, space=False)
 
 
 def rate(bytes_per_s: float) -> str:

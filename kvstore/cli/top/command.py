@@ -55,9 +55,9 @@ def top(config: Config, *, interval: float, once: bool, sort: str) -> CommandOut
 
     Loads are those of engines at their nodes. Hits are lookups at the metadata server (at one worker if there are several). Bytes
     loaded are split by source (DRAM, NVMe volumes, other nodes). The data plane column counts bytes between nodes and engines;
-    links are whole NICs, in+out. p50 and p99 are upper bounds of histogram buckets. A state with ! means that the node did not
-    answer. If the index is in Valkey, a line shows its shards. JSON: seconds, cluster, index, lookups_per_s, hit_ratio, loads by
-    reach, nodes.
+    links are whole NICs, in+out: the loopback interface also carries the traffic of other programs. p50 and p99 are upper bounds
+    of histogram buckets. A state with ! means that the node did not answer. If the index is in Valkey, a line shows its shards.
+    JSON: seconds, cluster, index, lookups_per_s, hit_ratio, loads by reach, nodes.
 
     Keys: q quits; n, l, b, t, d and u sort by name, loads, bytes, time, DRAM and queue.
 

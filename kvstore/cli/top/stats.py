@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.cli.commands.store.shard_lines import shard_summary
 from kvstore.cli.support import output
+from kvstore.core.errors import InvalidArgument
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
+from kvstore.rpc.address import stays_on_host
 
 if TYPE_CHECKING:
     from kvstore.control_api.schemas.cluster import Cluster
@@ -19,6 +21,7 @@ REACHES: Final = ("dram", "nvme", "peer", "none")
 """Farthest source of a load; ``none``: no hit."""
 PLANE: Final = ("served", "taken", "fetched", "written")
 TIERS: Final = ("hbm", "dram", "nvme")
+_LOOPBACK: Final = "loopback"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class Line:
     plane: dict[str, float]
     links: dict[str, float]
     """``storage in``, ``storage out``, ``compute in``, ``compute out``; without links that the kernel does not report."""
+    loopback: tuple[str, ...]
+    """Networks of the links that are the loopback interface, which also carries traffic of other programs."""
     fill: dict[str, tuple[int, int]]
     """Used and total bytes by tier."""
     queue: int
@@ -160,6 +165,7 @@ def as_data(found: Figures) -> dict[str, object]:
                 "loaded_bytes_per_s": line.loaded,
                 "data_plane_bytes_per_s": line.plane,
                 "link_bytes_per_s": line.links,
+                "loopback": line.loopback,
                 "fill": {tier: {"used_bytes": used, "capacity_bytes": there} for tier, (used, there) in line.fill.items()},
                 "queue_bytes": line.queue,
             }
@@ -182,6 +188,7 @@ def summary(found: Figures) -> list[str]:
     """Format the summary of the store as lines."""
     cluster, all_times = found.cluster, found.all_times
     links = _added(line.links for line in found.lines)
+    loopback = f"  {_LOOPBACK}: with other programs" if any(line.loopback for line in found.lines) else ""
     plane = _added(line.plane for line in found.lines)
     loaded = _added(line.loaded for line in found.lines)
     fill = {tier: [line.fill[tier] for line in found.lines if tier in line.fill] for tier in TIERS}
@@ -201,7 +208,7 @@ def summary(found: Figures) -> list[str]:
         ),
         "loaded   " + "  ".join(f"{tier} {output.rate(loaded.get(tier, 0))}" for tier in REACHES[:3]),
         "plane    " + "  ".join(f"{way} {output.rate(plane.get(way, 0))}" for way in PLANE),
-        "links    " + ("  ".join(f"{way} {output.rate(carried)}" for way, carried in sorted(links.items())) or "-"),
+        "links    " + ("  ".join(f"{way} {output.rate(carried)}" for way, carried in sorted(links.items())) or "-") + loopback,
         "tiers    "
         + "  ".join(
             f"{tier} {output.size(sum(used for used, _ in known))}/{output.size(sum(there for _, there in known))}"
@@ -227,7 +234,7 @@ def rows(found: Figures, order: str) -> list[tuple[str, ...]]:
             _bound(line.times, 0.99),
             *(output.rate(line.loaded.get(tier, 0)) for tier in REACHES[:3]),
             output.rate(line.plane.get("served", 0)),
-            *(_both(line.links, network) for network in ("storage", "compute")),
+            *(_both(line, network) for network in ("storage", "compute")),
             *(_percent(line.fill.get(tier)) for tier in ("dram", "nvme")),
             output.size(line.queue),
         )
@@ -273,6 +280,11 @@ def _line(
                 for link in one.links
                 for way, carried in (("in", link.received_bytes), ("out", link.sent_bytes))
             },
+        ),
+        loopback=tuple(
+            nic.network
+            for nic in node.nics
+            if now is not None and any(link.network == nic.network for link in now.links) and _on_loopback(nic.address)
         ),
         fill={
             tier: (
@@ -353,9 +365,16 @@ def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return made
 
 
-def _both(links: Mapping[str, float], network: str) -> str:
-    known = [links[f"{network} {way}"] for way in ("in", "out") if f"{network} {way}" in links]
-    return "+".join(output.rate(rate) for rate in known)
+def _on_loopback(address: str) -> bool:
+    try:
+        return stays_on_host(address)
+    except InvalidArgument:  # a node may report anything
+        return False
+
+
+def _both(line: Line, network: str) -> str:
+    known = [line.links[f"{network} {way}"] for way in ("in", "out") if f"{network} {way}" in line.links]
+    return "+".join(output.rate(rate) for rate in known) + (f" {_LOOPBACK}" if known and network in line.loopback else "")
 
 
 def _fill(fill: tuple[int, int] | None) -> float:

@@ -50,7 +50,7 @@ class Tenant(ResponseModel):
 
 
 _TTL = "time to live in seconds: blocks that were not used for this time are evicted; null: no time to live"
-_PINNED = "its blocks are not evicted, up to half of each tier of a node; above that, its coldest blocks are evicted first"
+_KEPT = "its blocks are not evicted, up to half of each tier of a node; above that, its coldest blocks are evicted first"
 _COPIES = "number of nodes whose volumes hold each durable block; 2 survives the loss of a node with its volumes"
 _MOST_TTL_S = 10 * 366 * 86_400
 
@@ -60,7 +60,7 @@ class Rule(ResponseModel):
 
     namespace_id: HexId = Field(description="namespace that the rule applies to")
     ttl_s: float | None = Field(description=_TTL, examples=[604800.0])
-    pinned: bool = Field(description=_PINNED, examples=[False])
+    kept: bool = Field(description=_KEPT, examples=[False])
     copies: int = Field(ge=1, le=MAX_COPIES, description=_COPIES, examples=[1])
 
 
@@ -68,5 +68,5 @@ class SetRule(RequestModel):
     """New retention rule of a namespace; it replaces the old one."""
 
     ttl_s: float | None = Field(default=None, ge=0.001, le=_MOST_TTL_S, description=_TTL, examples=[604800.0])
-    pinned: bool = Field(default=False, description=_PINNED, examples=[False])
+    kept: bool = Field(default=False, description=_KEPT, examples=[False])
     copies: int = Field(default=1, ge=1, le=MAX_COPIES, description=_COPIES, examples=[1])

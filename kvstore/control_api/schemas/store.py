@@ -117,9 +117,7 @@ class Node(Participation):
 
     alive: bool = Field(description="whether its heartbeats arrive", examples=[True])
     stopped: bool = Field(description="whether it was stopped gracefully and has not restarted", examples=[False])
-    refused: str | None = Field(
-        description="why the metadata server rejects its calls; null: it does not reject any", examples=[None]
-    )
+    refused: str | None = Field(description="why the metadata server rejects its calls; null: it rejects none", examples=[None])
     heartbeat_age_s: Seconds = Field(description="time since the last heartbeat")
     boot_id: HexId = Field(description="id of this start; a new value means that the node was restarted")
     roles: list[str] = Field(
@@ -285,6 +283,7 @@ class Volume(ResponseModel):
     capacity_bytes: Bytes = Field(description="capacity for blocks")
     used_bytes: Bytes = Field(description="bytes in slots that hold a block", examples=[34359738368])
     blocks: Count = Field(description="blocks held")
+    arriving: bool = Field(description="whether its inventory, or a part of it, has yet to arrive", examples=[False])
     read_only: str | None = Field(description="why the volume is read-only; null: it is writable", examples=[None])
     quarantined_blocks: Count | None = Field(
         description="corrupt replicas found since the node started; null: the node did not answer", examples=[0]
@@ -345,7 +344,7 @@ class Namespace(ResponseModel):
         description="time to live: blocks that were not used for this time are evicted; null: no time to live",
         examples=[604800.0],
     )
-    pinned: bool = Field(
+    kept: bool = Field(
         description="whether its blocks are protected from eviction, up to half of each tier of a node", examples=[False]
     )
     copies: int = Field(ge=1, description="number of nodes whose volumes hold each durable block", examples=[1])

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvstore.doctor.contract import Finding, Level
 from kvstore.doctor.findings import NOFILE_LEAST
-from kvstore.doctor.levels import Finding, Level
 from kvstore.health.server_indexes import differing_indexes
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 
@@ -21,7 +21,7 @@ _TROUBLE_TOO = (
 )
 
 _LOOK_AT_NIXL = (
-    "kvstore doctor --set node.nixl=required --set node.nixl_trusted_network=true   # what is missing for it, and what mends it"
+    "kvstore doctor --set node.nixl=required --set node.nixl_trusted_network=true   # what is missing for it, and how to fix it"
 )
 
 _BUILD_KERNEL = "sudo apt install gcc   # then install the package again and start the node again; its log names the cause"
@@ -78,31 +78,31 @@ def metadata_findings(servers: Sequence[RunningMetadata]) -> Iterator[Finding]:
         epochs = {server.address: bytes.fromhex(server.index_epoch) for server in servers if server.setting == setting}
         found = differing_indexes({address: epoch for address, epoch in epochs.items() if epoch})
         if found is not None:
-            mend = "kvstore config show | grep metadata.engine   # on the host of each server: it must be the same"
-            yield Finding("metadata server", Level.MISSING, f"{setting}: {found.facts}", mend)
+            fix = "kvstore config show | grep metadata.engine   # on the host of each server: it must be the same"
+            yield Finding("metadata server", Level.MISSING, f"{setting}: {found.facts}", fix)
     for server in servers:
         named = f"{server.address} ({server.setting})"
         if server.answer is Answer.GIVEN:
-            what = f"{named} answers: {server.nodes_alive} of {server.nodes} nodes alive"
+            message = f"{named} answers: {server.nodes_alive} of {server.nodes} nodes alive"
             if server.nodes_alive < server.nodes:
                 yield Finding(
-                    "metadata server", Level.WARNING, what, "kvstore status --detail   # names the nodes and the causes"
+                    "metadata server", Level.WARNING, message, "kvstore status --detail   # names the nodes and the causes"
                 )
             else:
-                yield Finding("metadata server", Level.OK, what)
+                yield Finding("metadata server", Level.OK, message)
         elif server.answer is Answer.REFUSED:
-            what = f"{named} answers, but rejects the call: {server.error}"
-            yield Finding("metadata server", Level.WARNING, what, _token_of(server.setting))
+            message = f"{named} answers, but rejects the call: {server.error}"
+            yield Finding("metadata server", Level.WARNING, message, _token_of(server.setting))
         elif server.required and server.setting in answering:
-            what = f"{named} does not answer: {server.error}; calls go to the other servers of this setting"
-            yield Finding("metadata server", Level.WARNING, what, "kvstore health metadata   # on its host")
+            message = f"{named} does not answer: {server.error}; calls go to the other servers of this setting"
+            yield Finding("metadata server", Level.WARNING, message, "kvstore health metadata   # on its host")
         elif server.required:
-            what = f"{named} does not answer: {server.error}"
-            yield Finding("metadata server", Level.MISSING, what, "kvstore health metadata   # on its host")
+            message = f"{named} does not answer: {server.error}"
+            yield Finding("metadata server", Level.MISSING, message, "kvstore health metadata   # on its host")
         else:
-            what = f"none answers at {server.address}, the default of {server.setting}"
+            message = f"none answers at {server.address}, the default of {server.setting}"
             yield Finding(
-                "metadata server", Level.INFO, what, "kvstore up   # starts a store on this host; --metadata names another's"
+                "metadata server", Level.INFO, message, "kvstore up   # starts a store on this host; --metadata names another's"
             )
 
 
@@ -124,13 +124,13 @@ def nodes_findings(
         gds_required: the configuration asks for GPUDirect Storage.
     """
     for folder in closed:
-        what = f"this user cannot read {folder}: nodes with a socket there are not found"
-        yield Finding("node", Level.WARNING, what, "sudo kvstore doctor")
+        message = f"this user cannot read {folder}: nodes with a socket there are not found"
+        yield Finding("node", Level.WARNING, message, "sudo kvstore doctor")
     for node in nodes:
         yield from node_findings(node, gds_required=gds_required)
     if not nodes and not closed:
-        what = f"no node runs on this host: no socket in {', '.join(folders)}"
-        yield Finding("node", Level.INFO, what, "kvstore node   # starts one; others are looked at with --node HOST:PORT")
+        message = f"no node runs on this host: no socket in {', '.join(folders)}"
+        yield Finding("node", Level.INFO, message, "kvstore node   # starts one; others are looked at with --node HOST:PORT")
 
 
 def node_findings(node: RunningNode, *, gds_required: bool = False) -> Iterator[Finding]:
@@ -146,14 +146,14 @@ def node_findings(node: RunningNode, *, gds_required: bool = False) -> Iterator[
         return
     if node.error is not None:
         level = Level.MISSING if node.required else Level.WARNING
-        mend = "kvstore health node   # on its host; its log names its address"
-        yield Finding(area, level, f"{node.address}: no answer ({node.error})", mend)
+        fix = "kvstore health node   # on its host; its log names its address"
+        yield Finding(area, level, f"{node.address}: no answer ({node.error})", fix)
         return
     for line in node.io_engines:
         yield _judge(area, line, gds_required)
     if node.open_files is not None and node.open_files < NOFILE_LEAST:
-        what = f"limit of open files: {node.open_files}; a quarter of it bounds the connections of each address"
-        yield Finding(area, Level.WARNING, what, "ulimit -H -n   # systemd: LimitNOFILE=1048576")
+        message = f"limit of open files: {node.open_files}; a quarter of it bounds the connections of each address"
+        yield Finding(area, Level.WARNING, message, "ulimit -H -n   # systemd: LimitNOFILE=1048576")
     trouble = {
         name: count
         for name, count in sorted(node.counters.items())
@@ -161,8 +161,8 @@ def node_findings(node: RunningNode, *, gds_required: bool = False) -> Iterator[
     }
     if trouble:
         counted = ", ".join(f"{name.removesuffix('_total')} {count}" for name, count in trouble.items())
-        mend = f"kvstore doctor --node {shlex.quote(node.address)} -o json   # all it counts; its log says more"
-        yield Finding(area, Level.WARNING, f"since it started: {counted}", mend)
+        fix = f"kvstore doctor --node {shlex.quote(node.address)} -o json   # all it counts; its log says more"
+        yield Finding(area, Level.WARNING, f"since it started: {counted}", fix)
     else:
         yield Finding(area, Level.OK, "no errors since it started")
 
@@ -175,8 +175,8 @@ def _judge(area: str, line: str, gds_required: bool) -> Finding:
     if line.startswith("copies and checksums: in Python"):
         return Finding(area, Level.WARNING, line, _BUILD_KERNEL)
     if line.startswith("NIXL: not in use"):
-        what = f"{line}; blocks move over TCP"
-        return Finding(area, Level.WARNING, what, _LOOK_AT_NIXL)
+        message = f"{line}; blocks move over TCP"
+        return Finding(area, Level.WARNING, message, _LOOK_AT_NIXL)
     if "read-only" in line:
         return Finding(area, Level.WARNING, line, "df -h; dmesg | tail   # it stores again once the disk takes writes")
     if "refused" in line or "left alone" in line:

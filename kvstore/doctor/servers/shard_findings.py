@@ -8,7 +8,8 @@ from enum import StrEnum
 from typing import Final
 
 from kvstore.core.index_backend import IndexBackend, IndexServer
-from kvstore.doctor.levels import Finding, Level, show_size
+from kvstore.doctor.contract import Finding, Level
+from kvstore.health.quantities import show_size
 
 AREA: Final = "index"
 NODE_TIMEOUT_MS: Final = 2_000
@@ -97,10 +98,10 @@ def _of_seed(seed: SeedAnswer, *, others: bool) -> Finding:
     named = f"{seed.address} (metadata.engine)"
     if seed.problem is None:
         return Finding(AREA, Level.OK, f"{named} answers")
-    words, mend = _WORDS[seed.problem]
+    words, fix = _WORDS[seed.problem]
     detail = f": {seed.detail}" if seed.detail else ""
     rest = "; the other servers of the setting are used" if others else ""
-    return Finding(AREA, Level.WARNING if others else Level.MISSING, f"{named} {words}{detail}{rest}", mend)
+    return Finding(AREA, Level.WARNING if others else Level.MISSING, f"{named} {words}{detail}{rest}", fix)
 
 
 def _of_cluster(backend: IndexBackend) -> Iterator[Finding]:
@@ -110,11 +111,11 @@ def _of_cluster(backend: IndexBackend) -> Iterator[Finding]:
     versions = sorted({server.version for server in answering if server.version})
     shape = f"shards: {len(primaries)}, replicas that answer: {sum(server.replicas for server in primaries)}"
     differ = len(versions) > 1
-    what = f"{shape}, {', '.join(versions) or 'version unknown'}{': versions differ' if differ else ''}"
-    yield Finding(AREA, Level.WARNING if differ else Level.OK, what)
+    message = f"{shape}, {', '.join(versions) or 'version unknown'}{': versions differ' if differ else ''}"
+    yield Finding(AREA, Level.WARNING if differ else Level.OK, message)
     if backend.unserved_slots:
-        what = f"{backend.unserved_slots:,} hash slots have no server: blocks whose records belong there are not found"
-        yield Finding(AREA, Level.MISSING, what, f"valkey-cli --cluster fix {backend.servers[0].address}")
+        message = f"{backend.unserved_slots:,} hash slots have no server: blocks whose records belong there are not found"
+        yield Finding(AREA, Level.MISSING, message, f"valkey-cli --cluster fix {backend.servers[0].address}")
     away = [server for server in backend.servers if server.away_s is not None]
     yield from _about(away, "no answer", Level.WARNING, "kvstore status --detail")
     yield from _about(
@@ -162,16 +163,16 @@ def _of_memory(answering: Sequence[IndexServer]) -> Iterator[Finding]:
         if server.limit_bytes and server.used_bytes is not None and server.used_bytes > MEMORY_SHARE * server.limit_bytes
     ]
     for server in full[:_SOME]:
-        what = f"{server.address} uses {show_size(server.used_bytes or 0)} of {show_size(server.limit_bytes or 0)} (maxmemory)"
-        yield Finding(AREA, Level.WARNING, what, "valkey-cli CONFIG SET maxmemory SIZE   # or add a shard")
+        message = f"{server.address} uses {show_size(server.used_bytes or 0)} of {show_size(server.limit_bytes or 0)} (maxmemory)"
+        yield Finding(AREA, Level.WARNING, message, "valkey-cli CONFIG SET maxmemory SIZE   # or add a shard")
     if answering and not any(server.limit_bytes for server in answering):
-        what = "no server has a maxmemory: the kernel kills a server that outgrows its host"
-        yield Finding(AREA, Level.INFO, what, "valkey-cli CONFIG SET maxmemory SIZE   # on each server, and in its file")
+        message = "no server has a maxmemory: the kernel kills a server that outgrows its host"
+        yield Finding(AREA, Level.INFO, message, "valkey-cli CONFIG SET maxmemory SIZE   # on each server, and in its file")
 
 
-def _about(servers: Sequence[IndexServer], words: str, level: Level, mend: str | None) -> Iterator[Finding]:
+def _about(servers: Sequence[IndexServer], words: str, level: Level, fix: str | None) -> Iterator[Finding]:
     """Yield one finding about all of these servers, if there are any."""
     if servers:
         named = ", ".join(server.address for server in servers[:_SOME])
         more = f" and {len(servers) - _SOME} more" if len(servers) > _SOME else ""
-        yield Finding(AREA, level, f"{named}{more}: {words}", mend)
+        yield Finding(AREA, level, f"{named}{more}: {words}", fix)

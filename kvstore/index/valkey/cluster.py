@@ -32,7 +32,7 @@ from kvstore.core.errors import KVStoreError, Unavailable, Unsupported
 from kvstore.index.counts import Count, Observe, observe_nothing
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.connection import Reply, ValkeyConnection, connect, pack, refusal, silence
-from kvstore.index.valkey.topology import EMPTY, NO_SHARD, Topology, parse_cluster_slots
+from kvstore.index.valkey.topology import EMPTY, NO_SHARD, Topology, known_address, parse_cluster_slots
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 
@@ -459,12 +459,16 @@ class ValkeyClient:
                 self._refresh.set()
             elif code == "MOVED":
                 self._refresh.set()
-                redirected.setdefault(rest.split()[-1], []).append((position, b""))
+                redirected.setdefault(self._target(rest, commands[position][0]), []).append((position, b""))
             elif code == "ASK":
-                redirected.setdefault(rest.split()[-1], []).append((position, _ASKING))
+                redirected.setdefault(self._target(rest, commands[position][0]), []).append((position, _ASKING))
             elif rejected := refusal(answer, self._name_of(commands[position][0])):
                 raise rejected
         return redirected
+
+    def _target(self, redirection: str, slot: int) -> str:
+        """Address to which a command is redirected: ``3999 10.0.0.1:6381``, without the host if the server does not know it."""
+        return known_address(redirection.split()[-1], self._name_of(slot).rpartition(":")[0])
 
     async def _ask_at(
         self,

@@ -122,6 +122,11 @@ def reached(position: FeedPosition, goal: FeedPosition) -> bool:
     return all((one.ms, one.number) >= (other.ms, other.number) for one, other in zip(position, goal, strict=True))
 
 
+def lowered(goal: FeedPosition, newest: FeedPosition) -> FeedPosition:
+    """Return a goal without entries that the streams no longer have: a shard may lose its last entries in a failover."""
+    return tuple(min(one, other, key=lambda at: (at.ms, at.number)) for one, other in zip(goal, newest, strict=True))
+
+
 class BlockFeed:
     """The streams as one server sees them. All methods but ``wanted`` belong to the cluster's event loop.
 
@@ -148,7 +153,7 @@ class BlockFeed:
         self._watchers = 0
 
     # ---- writing
-    def record(self, encode: EventEncoder, most_bytes: int) -> None:
+    def start_recording(self, encode: EventEncoder, most_bytes: int) -> None:
         """Append the changes that this server makes from now on, while there are watchers.
 
         Args:
@@ -230,7 +235,7 @@ class BlockFeed:
         Raises:
             Unavailable: the shard does not answer.
         """
-        await self.want()
+        await self.extend_or_begin()
         self._watchers += 1
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._extend(), name="feed-extend")]
@@ -291,7 +296,7 @@ class BlockFeed:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
 
-    async def want(self) -> bytes:
+    async def extend_or_begin(self) -> bytes:
         """Extend the expiry of the key, or begin a feed if there is none. Returns the id of the feed.
 
         Raises:
@@ -309,7 +314,7 @@ class BlockFeed:
         while True:
             await asyncio.sleep(EXTEND_S)
             with suppress(KVStoreError):  # the poll of the small state reports that Valkey does not answer
-                await self.want()
+                await self.extend_or_begin()
 
     async def _tail(self, number: int) -> None:
         """Wake the readers when a stream has a new entry. ``BLOCK`` occupies the connection, so it is not shared."""
@@ -336,9 +341,7 @@ class BlockFeed:
                         self._news = asyncio.Event()
                         await asyncio.sleep(COALESCE_S)
                 except (KVStoreError, TimeoutError) as error:
-                    limited.warning(
-                        "stream of block events not watched, subscribers read it by the clock: %d (%s)", number, error
-                    )
+                    limited.warning("stream not watched: subscribers poll it (stream=%d, error=%s)", number, error)
                     self._count(metadata_metrics.FEED_WATCHES_FAILED, 1)
                     if connection is not None:
                         connection.close()

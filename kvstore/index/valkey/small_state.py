@@ -183,6 +183,8 @@ return 0
 _SWEPT: Final = (
     _GUARD
     + """
+if redis.call('HGET', KEYS[1], 'swept') == ARGV[2] then return redis.call('HLEN', KEYS[2]) end
+redis.call('HSET', KEYS[1], 'swept', ARGV[2])
 local done = tonumber(redis.call('HINCRBY', KEYS[1], 'sweeps', 1))
 local dead = redis.call('HGETALL', KEYS[2])
 redis.call('HINCRBY', KEYS[1], 'lives', 1)
@@ -192,6 +194,7 @@ end
 return redis.call('HLEN', KEYS[2])
 """
 )
+"""Counts a sweep once, also if it runs twice: a second count would end the wait for records that no sweep has seen."""
 _TAKE_LEASES: Final = """
 local holders = {}
 for at = 1, #KEYS do
@@ -428,7 +431,7 @@ class SmallStateStore:
 
     async def end_sweep(self) -> int:
         """Note that the whole index was swept once. Returns the number of closed volume epochs that may still have records."""
-        left = await self._change(_SWEPT, (names.META, names.DEAD))
+        left = await self._change(_SWEPT, (names.META, names.DEAD), secrets.token_bytes(KEY_BYTES))
         return int(left[0])
 
     async def _change(

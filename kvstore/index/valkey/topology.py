@@ -73,4 +73,10 @@ def _address(server: object, asked_host: str) -> str:
     if not isinstance(server, list) or len(server) < 2 or not isinstance(server[1], int):
         raise ValueError("the address of a server is invalid")
     host = server[0].decode() if isinstance(server[0], bytes) else ""
-    return f"{host if host and host != '?' else asked_host}:{server[1]}"
+    return known_address(f"{host}:{server[1]}", asked_host)
+
+
+def known_address(address: str, asked_host: str) -> str:
+    """Address of a server as another server names it. A host that the other server does not know is the other server's host."""
+    host, _, port = address.rpartition(":")
+    return f"{host if host and host != '?' else asked_host}:{port}"

@@ -10,15 +10,13 @@ share the file: a lock is held during each write.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -28,7 +26,7 @@ from kvstore.core.limits import MAX_REASON
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
-from kvstore.process.atomic_file import write_atomically
+from kvstore.process.atomic_file import only_writer, open_private, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +37,6 @@ MAX_FILE_BYTES: Final = 4 << 20
 """Limit of a read. The file is replaced at half of it, by events of at most a quarter of it."""
 _MAX_ID: Final = (1 << 63) - 1
 _MAX_QUEUED: Final = 1_000
-_LOCK_S: Final = 1.0
-_LOCK_POLL_S: Final = 0.01
 _HEADER: Final = json.dumps({"kvstore_cluster_events": VERSION}).encode() + b"\n"
 
 
@@ -152,7 +148,7 @@ class EventJournal:
             OSError: the file cannot be written. It may contain some of the events.
             Unsupported: the file has another version.
         """
-        with self._locked(), open(self.path, "a+b", opener=_open_private) as file:
+        with only_writer(self.path), open(self.path, "a+b", opener=open_private) as file:
             file.seek(0)
             self._check_version(head := file.read(len(_HEADER)))
             if head != _HEADER:
@@ -166,25 +162,6 @@ class EventJournal:
             start = b"" if file.read(1) == b"\n" else b"\n"
             file.write((start if size else _HEADER) + encode_lines(events))
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep other processes from writing the file. The lock has a file of its own, because the journal is replaced."""
-        path = self.path.with_name(self.path.name + ".lock")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            end_s = time.monotonic() + _LOCK_S
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held for one small write at a time
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > end_s:
-                        raise  # a suspended process holds it
-                    time.sleep(_LOCK_POLL_S)
-            yield
-        finally:
-            os.close(descriptor)
-
     def _load(self) -> list[ClusterEvent]:
         """Read the events of the last ``MAX_FILE_BYTES`` of the file."""
         with self.path.open("rb") as file:
@@ -196,10 +173,6 @@ class EventJournal:
     def _check_version(self, head: bytes) -> None:
         if not _HEADER.startswith(head):
             raise Unsupported("not a file of cluster events of this version: move it away", path=self.path, version=VERSION)
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def encode_lines(events: list[ClusterEvent]) -> bytes:

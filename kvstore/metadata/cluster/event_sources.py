@@ -8,7 +8,7 @@ from typing import Final
 from kvproto.v1 import common_pb2
 from kvproto.v1.metadata_pb2 import NodeStatus
 from kvstore.health.findings import HealthFinding
-from kvstore.health.quantities import duration
+from kvstore.health.quantities import show_duration
 from kvstore.metadata.cluster.event_journal import EventJournal
 from kvstore.metadata.membership.view import is_engine_cache
 
@@ -79,7 +79,7 @@ class NodeEvents:
         for node_id in before.keys() - present.keys():
             old = before[node_id]
             if is_engine_cache(old.node):
-                silence = duration(old.heartbeat_age_ms / 1000)
+                silence = show_duration(old.heartbeat_age_ms / 1000)
                 text = f"Engine cache {node_id} was forgotten {silence} after its last heartbeat."
             else:
                 text = f"Node {node_id} was removed or forgotten with all its blocks."

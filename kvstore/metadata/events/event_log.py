@@ -184,7 +184,7 @@ class BlockEventLog:
                 self._sequence += 1  # liveness is no longer recorded: no resumption from earlier positions
                 self._floor = self._sequence
 
-    def serve(self, visible: Container[VolumeEpoch]) -> None:
+    def update_served(self, visible: Container[VolumeEpoch]) -> None:
         """Report which volumes can be read now, as far as that has changed."""
         if not self._recording:
             return

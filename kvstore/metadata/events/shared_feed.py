@@ -21,7 +21,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import CapacityExceeded, Unavailable
 from kvstore.core.types import BlockKey, BlockRun
 from kvstore.index.contract import PrefixIndex, RemovedKeys, VolumeEpoch
-from kvstore.index.valkey.feed import BlockFeed, FeedPosition, StreamRead, decode_position, encode_position, reached
+from kvstore.index.valkey.feed import BlockFeed, FeedPosition, StreamRead, decode_position, encode_position, lowered, reached
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.metadata.events import subscription as messages
 from kvstore.metadata.events.contract import EventSource
@@ -83,7 +83,7 @@ class SharedFeed(EventSource):
         self._counters = counters
         self._subscribers = 0
         self.closed = False
-        self.feed.record(encode_events, most_bytes)
+        self.feed.start_recording(encode_events, most_bytes)
 
     @property
     def subscribers(self) -> int:
@@ -155,7 +155,7 @@ class SharedFeedSubscription:
         await self._shared.join()
         self._counters.add(metadata_metrics.WATCHES)
         try:
-            self._feed_id = await self._feed.want()
+            self._feed_id = await self._feed.extend_or_begin()
             reason = await self._try_resume()
             if reason is None:
                 await self._shared.index.refresh()
@@ -189,7 +189,7 @@ class SharedFeedSubscription:
 
     async def _snapshot(self, reason: pb.ResyncReason) -> AsyncIterator[pb.WatchBlocksResponse]:
         """The whole state. Ends early if the streams no longer have the changes since the last page."""
-        self._feed_id = await self._feed.want()
+        self._feed_id = await self._feed.extend_or_begin()
         yield pb.WatchBlocksResponse(resync=pb.Resync(feed_id=self._feed_id, reason=reason))
         await self._feed.settle()
         self._numbers.clear()
@@ -216,6 +216,7 @@ class SharedFeedSubscription:
                     yield pb.WatchBlocksResponse(events=pb.BlockEvents(events=events))
                 if self._position == before:
                     await self._feed.wait(WAIT_S)
+                    goal = lowered(goal, await self._feed.newest())
             if key is None:
                 end = pb.SnapshotEnd(sequence=self.sequence, position=encode_position(self._position))
                 yield pb.WatchBlocksResponse(snapshot_end=end)

@@ -48,7 +48,7 @@ RESYNCS: Final = {
 def report_served(log: BlockEventLog, nodes: NodeTable) -> None:
     """Report to subscribers which volumes can be read now."""
     nodes.view()
-    log.serve(nodes.visible)
+    log.update_served(nodes.visible)
 
 
 class LoggedEvents(EventSource):
@@ -164,7 +164,7 @@ class BlockEventSubscription:
                 yield pb.WatchBlocksResponse(events=pb.BlockEvents(events=held))
             # the page may already include these changes, and later ones; missing parts follow with later events
             while self.sequence < goal:
-                events = self._next()
+                events = await self._next()
                 if events is None:
                     return
                 if events:
@@ -177,15 +177,19 @@ class BlockEventSubscription:
         """Events, until the ring has dropped changes that were not sent."""
         now_s = asyncio.get_running_loop().time
         sent, sent_s = self.sequence, now_s()
-        while (events := self._next()) is not None:
+        while (events := await self._next()) is not None:
             if not events:
                 await self._log.wait(self.sequence, PROGRESS_S)
             if events or (self.sequence != sent and now_s() - sent_s >= PROGRESS_S):
                 sent, sent_s = self.sequence, now_s()
                 yield pb.WatchBlocksResponse(events=pb.BlockEvents(sequence=sent, events=events))
 
-    def _next(self) -> list[pb.BlockEvent] | None:
-        """The next events that pass the filter; empty: nothing has changed; None: changes were dropped."""
+    async def _next(self) -> list[pb.BlockEvent] | None:
+        """The next events that pass the filter; empty: nothing has changed; None: changes were dropped.
+
+        Other tasks run before each batch: if a filter drops the whole ring, nothing else awaits.
+        """
+        await asyncio.sleep(0)
         found = self._log.since(self.sequence, MESSAGE_BYTES)
         if found is None:
             return None

@@ -87,16 +87,22 @@ class Lookups:
         if hit.revision != nodes.revision:  # a registration since the view was read; a later one may wait for the next lookup
             nodes.view()
             hit = await self._index.lookup_async(namespace, keys, nodes.visible, ends)
-        self._count(namespace, count, hit.blocks)
         if hit.blocks == 0:
+            self._count(namespace, count, 0)
             return b""
         encoded_nodes = nodes.last_view.encoded_nodes
         positions: dict[NodeId, int] = {}
         answer = LookupResponse(hit_blocks=hit.blocks)
         add = answer.runs.add
-        for start, count, volume_epoch in hit.runs:
-            location = nodes.server_of(volume_epoch)
-            add(start=start, count=count, node=positions.setdefault(location.node_id, len(positions)), volume=location.volume)
+        for start, length, volume_epoch in hit.runs:
+            try:
+                location = nodes.server_of(volume_epoch)
+            except KeyError:  # its node registered again while the index was searched: a miss
+                self._count(namespace, count, 0)
+                self._counters.add(metadata_metrics.LOOKUPS_OVERTAKEN)
+                return b""
+            add(start=start, count=length, node=positions.setdefault(location.node_id, len(positions)), volume=location.volume)
+        self._count(namespace, count, hit.blocks)
         return b"".join([answer.SerializeToString(), *[encoded_nodes[node_id] for node_id in positions]])
 
     async def answer_heads(self, request: LookupHeadsRequest) -> LookupHeadsResponse:

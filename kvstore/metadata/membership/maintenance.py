@@ -87,6 +87,18 @@ class Maintenance:
         with suppress(KVStoreError):  # the index cannot be changed: nodes will send further heartbeats
             await self._share()
 
+    def _run_ticks(self) -> None:
+        """Make all calls of a tick. A call that fails is counted and logged, and the others run."""
+        for call in self._on_tick:
+            try:
+                call()
+            except KVStoreError as error:  # the disk is full, or the index does not answer: the next tick tries again
+                self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
+                limited.warning("call of a tick failed: %s", error)
+            except Exception:  # process edge: without these calls, plans and engines of dead clients would stay
+                self._counters.add(metadata_metrics.BACKGROUND_BUGS)
+                logger.exception("call of a tick failed: unexpected error, trying again")
+
     async def _watch_nodes(self) -> None:
         while True:
             try:
@@ -99,8 +111,6 @@ class Maintenance:
                     if self._pauses is not None:
                         self._pauses.check()
                     self._nodes.tick()
-                for call in self._on_tick:
-                    call()
                 if self._roles.holds(ServerRole.SWEEP):
                     await self._forget()
             except KVStoreError as error:
@@ -110,18 +120,22 @@ class Maintenance:
             except Exception:  # process edge: without this task, dead nodes would never be hidden
                 self._counters.add(metadata_metrics.BACKGROUND_BUGS)
                 logger.exception("node watch failed: unexpected error, trying again")
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # an error above may have replaced the cancellation
+                return
+            self._run_ticks()
             await asyncio.sleep(self._tick_s)
 
     async def _forget(self) -> None:
         if orphaned := self._nodes.orphaned_beats:
             await self._thread.run(self._index.put_beats, dict.fromkeys(orphaned))
         for boot in self._nodes.forgettable(self._forget_s):
+            await self._thread.run(forget_node, self._index, boot.node_id, boot.boot_id)
             if boot.is_cache:
                 logger.info("engine cache forgotten: %s (silent_for_s=%.0f)", boot.node_id, boot.silence_s)
             else:
                 logger.warning("node forgotten with all its blocks: %s (silent_for_s=%.0f)", boot.node_id, boot.silence_s)
                 self._counters.add(metadata_metrics.NODES_FORGOTTEN)
-            await self._thread.run(forget_node, self._index, boot.node_id, boot.boot_id)
 
     async def _share(self) -> None:
         changes = self._nodes.take_unshared()

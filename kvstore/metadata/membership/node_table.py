@@ -108,6 +108,8 @@ class NodeTable:
         self._mounting_nodes: dict[VolumeEpoch, tuple[VolumeLocation, ...]] = {}
         """Live nodes that mount the volume of a silent owner."""
         self._turn = 0
+        self.updates = 0
+        """Number of times that registrations, drain orders or the live nodes changed. Callers compare it to skip work."""
         self.members_token = 0
         """Changes with the nodes, their volumes, zones and drain orders, and with who is alive. Equal at all servers. Caches of
         engines do not count."""
@@ -248,6 +250,11 @@ class NodeTable:
             findings=heartbeat.findings,
             refused="" if node_id in self._alive else self._refusals.reason(node_id, now_s),
             clock_offset_ms=heartbeat.clock_offset_ms,
+            arriving=[
+                volume.volume_id
+                for volume in record.volumes
+                if node_id in self._alive and VolumeId(volume.volume_id) in self._view.arriving
+            ],
         )
 
     def silent(self) -> list[NodeInfo]:
@@ -419,6 +426,7 @@ class NodeTable:
         """Compute which volume epochs can be read: those of live nodes, and those that live nodes mount."""
         view, alive = self._view, self._liveness.alive()
         self._alive = alive
+        self.updates += 1
         owned = frozenset(epoch for epoch, location in view.locations.items() if location.node_id in alive)
         self._mounting_nodes = {
             epoch: live

@@ -12,7 +12,14 @@ from kvproto.v1.common_pb2 import DrainOrder, NodeInfo
 from kvproto.v1.metadata_pb2 import LookupResponse
 from kvstore.core.types import BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
-from kvstore.metadata.membership.records import DRAIN_PREFIX, LEFT_PREFIX, NODE_PREFIX
+from kvstore.metadata.membership.records import (
+    DRAIN_PREFIX,
+    LEFT_PREFIX,
+    NODE_PREFIX,
+    SYNCED_PREFIX,
+    encode_volume_epoch,
+    synced_note,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +47,7 @@ class MembershipView:
         mounted: nodes that mount the volume of a durable volume epoch, and can read it without the owner.
         drain_orders: orders of nodes that are to drain.
         left: nodes whose registered boot has unregistered.
+        arriving: volumes of registered boots whose inventory is not complete.
     """
 
     revision: int = -1
@@ -51,6 +59,7 @@ class MembershipView:
     mounted: Mapping[VolumeEpoch, tuple[VolumeLocation, ...]] = field(default_factory=dict)
     drain_orders: Mapping[NodeId, DrainOrder] = field(default_factory=dict)
     left: frozenset[NodeId] = frozenset()
+    arriving: frozenset[VolumeId] = frozenset()
 
 
 def is_engine_cache(record: NodeInfo) -> bool:
@@ -99,6 +108,13 @@ def read_view(index: PrefixIndex) -> MembershipView:
         owners.setdefault(epoch.volume_id, set()).add(epoch.node_id)
         if epoch.tier is Tier.NVME and epoch.volume_id in mounts:
             mounted[epoch.volume_epoch] = tuple(mounts[epoch.volume_id])
+    synced = index.notes(SYNCED_PREFIX)
+    arriving = frozenset(
+        volume_id
+        for (volume_id, boot_id), number in volume_epochs.items()
+        if nodes[locations[number].node_id].boot_id == boot_id
+        and synced.get(synced_note(volume_id)) != encode_volume_epoch(number)
+    )
     return MembershipView(
         revision=revision,
         nodes=nodes,
@@ -109,4 +125,5 @@ def read_view(index: PrefixIndex) -> MembershipView:
         mounted=mounted,
         drain_orders=orders,
         left=left,
+        arriving=arriving,
     )

@@ -291,9 +291,9 @@ def rule_from_proto(message: NamespaceRule) -> RuleSetting:
         raise InvalidArgument("ttl_ms is out of range", limit=MAX_TTL_MS)
     if message.copies > limits.MAX_COPIES:
         raise InvalidArgument(f"copies must be 1 or {limits.MAX_COPIES}", got=message.copies)
-    return RuleSetting(message.ttl_ms, message.pinned, message.copies or 1)
+    return RuleSetting(message.ttl_ms, message.kept, message.copies or 1)
 
 
 def format_rule(rule: RuleSetting) -> str:
     """A rule as text, for logs and errors."""
-    return f"ttl={rule.ttl_ms},pinned={'yes' if rule.pinned else 'no'},copies={rule.copies}"
+    return f"ttl={rule.ttl_ms},kept={'yes' if rule.kept else 'no'},copies={rule.copies}"

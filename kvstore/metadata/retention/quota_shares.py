@@ -299,7 +299,7 @@ def _encoded_rules(settings: OperatorSettings) -> bytes:
 
 def rule_to_proto(namespace: NamespaceId, rule: RuleSetting) -> NamespaceRule:
     """A namespace's rule as a message."""
-    return NamespaceRule(namespace_id=namespace, ttl_ms=rule.ttl_ms, pinned=rule.pinned, copies=rule.copies)
+    return NamespaceRule(namespace_id=namespace, ttl_ms=rule.ttl_ms, kept=rule.kept, copies=rule.copies)
 
 
 def _capacity(info: NodeInfo, tier: Tier) -> int:

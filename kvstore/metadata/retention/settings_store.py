@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import json
-import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -28,7 +25,7 @@ from typing import Any, Final, TypeAlias
 from kvstore.core.errors import CapacityExceeded, Conflict, Unavailable
 from kvstore.core.limits import MAX_COPIES, MAX_NAME_BYTES, MAX_QUOTAS, MAX_RULES
 from kvstore.core.types import NamespaceId
-from kvstore.process.atomic_file import write_atomically
+from kvstore.process.atomic_file import only_writer, write_atomically
 
 VERSION: Final = 1
 MAX_FILE_BYTES: Final = 4 << 20
@@ -37,6 +34,8 @@ NAMESPACE_BYTES: Final = 16
 KNOWN_CHANGES: Final = 64
 """Number of changes by which settings are recognised as made from others. Settings that are older count as their origin."""
 _CHANGE_BYTES: Final = 6
+_KEPT: Final = "pinned"
+"""Name of ``RuleSetting.kept`` in files and in Valkey. Files of version 1 have it, so it stays."""
 _DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -57,16 +56,16 @@ class RuleSetting:
 
     Attributes:
         ttl_ms: blocks that were not used for this time are evicted; 0: no limit.
-        pinned: whether blocks are never evicted.
+        kept: whether blocks are not evicted, up to half of each tier of a node.
         copies: number of nodes whose volumes hold each durable block, 1 or 2.
     """
 
     ttl_ms: int = 0
-    pinned: bool = False
+    kept: bool = False
     copies: int = 1
 
     def __bool__(self) -> bool:
-        return bool(self.ttl_ms or self.pinned or self.copies > 1)
+        return bool(self.ttl_ms or self.kept or self.copies > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +115,10 @@ class OperatorSettings:
         """Encode as the file's content."""
         quotas = {tenant: {"dram": quota.dram, "nvme": quota.nvme} for tenant, quota in sorted(self.quotas.items())}
         rules = {
-            namespace.hex(): {"ttl_ms": one.ttl_ms, "pinned": one.pinned, "copies": one.copies}
+            namespace.hex(): {"ttl_ms": one.ttl_ms, _KEPT: one.kept, "copies": one.copies}
             for namespace, one in sorted(self.rules.items())
         }
-        found = {
+        content = {
             "version": VERSION,
             "revision": self.revision,
             "quotas": quotas,
@@ -127,7 +126,7 @@ class OperatorSettings:
             "path_policy": self.path_policy,
             "changes": list(self.changes),
         }
-        return json.dumps(found, indent=1).encode()
+        return json.dumps(content, indent=1).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> OperatorSettings:
@@ -139,23 +138,23 @@ class OperatorSettings:
         if len(raw) > MAX_FILE_BYTES:
             raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
         try:
-            found = json.loads(raw)
+            content = json.loads(raw)
         except RecursionError as error:
             raise ValueError("nested too deeply") from error
-        if not isinstance(found, dict) or found.get("version") != VERSION:
+        if not isinstance(content, dict) or content.get("version") != VERSION:
             raise ValueError(f"not a settings file of version {VERSION}")
         return cls(
             {
                 _tenant(name): QuotaSetting(_number(entry, "dram"), _number(entry, "nvme"))
-                for name, entry in _entries(found, "quotas", MAX_QUOTAS)
+                for name, entry in _entries(content, "quotas", MAX_QUOTAS)
             },
             {
-                _namespace(name): RuleSetting(_number(entry, "ttl_ms") or 0, entry.get("pinned") is True, _copies(entry))
-                for name, entry in _entries(found, "namespaces", MAX_RULES)
+                _namespace(name): RuleSetting(_number(entry, "ttl_ms") or 0, entry.get(_KEPT) is True, _copies(entry))
+                for name, entry in _entries(content, "namespaces", MAX_RULES)
             },
-            _policy(found.get("path_policy", "")),
-            _number(found, "revision") or 0,
-            _changes(found.get("changes", [])),
+            _policy(content.get("path_policy", "")),
+            _number(content, "revision") or 0,
+            _changes(content.get("changes", [])),
         )
 
 
@@ -294,7 +293,7 @@ class FileSettings(SettingsStore):
 
     def _write(self, replaced: SettingsEdit) -> tuple[OperatorSettings, OperatorSettings]:
         try:
-            with self._exclusive():
+            with only_writer(self.path):
                 present = FileSettings(self.path)
                 before = present.read()
                 if before is None:
@@ -307,15 +306,6 @@ class FileSettings(SettingsStore):
             if error.errno in _DISK_FULL:
                 raise CapacityExceeded("no space on disk for the settings file", path=self.path) from error
             raise Unavailable("the settings file cannot be written", path=self.path, reason=error) from error
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        lock = os.open(self.path.with_name(self.path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # held for one small write at a time
-            yield
-        finally:
-            os.close(lock)
 
 
 def unreadable(path: Path, problem: str) -> Conflict:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvproto.v1.common_pb2 import CacheSpec
+from kvproto.v1.metadata_pb2 import ListNamespacesResponse, NamespaceInfo
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, NotFound, PermissionDenied
 from kvstore.core.spec import CacheSpec as Spec
@@ -73,3 +74,20 @@ class NamespaceOwners:
             )
         self._owners = owners
         self._index.put_namespace(spec.namespace, spec_to_proto(spec).SerializeToString(deterministic=True))
+
+
+class NamespaceList:
+    """The namespaces of an index as a response. Belongs to the thread for long reads: there may be 100,000."""
+
+    def __init__(self) -> None:
+        self._infos: dict[NamespaceId, NamespaceInfo] = {}  # never change, so each spec is parsed once
+
+    def listed(self, known: Iterable[tuple[NamespaceId, bytes]], only: str | None) -> ListNamespacesResponse:
+        """Return the known namespaces of one tenant; None: all."""
+        before = self._infos
+        self._infos = {
+            one: before[one] if one in before else NamespaceInfo(namespace_id=one, spec=CacheSpec.FromString(encoded))
+            for one, encoded in known
+        }
+        found = [info for info in self._infos.values() if only is None or info.spec.tenant == only]
+        return ListNamespacesResponse(namespaces=found)

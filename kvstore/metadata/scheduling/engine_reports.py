@@ -8,7 +8,7 @@ from typing import Final
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.groups import Engine, EngineKind
-from kvstore.dualpath.scheduler import MAX_TOKENS, EngineReport
+from kvstore.dualpath.scheduler import MAX_HBM_UNITS, MAX_TOKENS, EngineReport
 from kvstore.metadata.scheduling.groups import ReportingGroup
 from kvstore.rpc.codec import check_id, check_name
 
@@ -70,7 +70,7 @@ def _check_state(state: pb.EngineState, kind: EngineKind) -> None:
 def figures_of(
     request: pb.ReportEnginesRequest, group: ReportingGroup, pending_tokens: Callable[[str], int]
 ) -> list[EngineReport]:
-    """The figures of a group's engines for the scheduler.
+    """The figures of a group's engines for the scheduler. Sums above its bound are cut to it, so every checked report is valid.
 
     Args:
         request: a checked report.
@@ -85,10 +85,10 @@ def figures_of(
         figures.append(
             EngineReport(
                 state.engine,
-                seq=state.sequences + unread.sequences if counts else None,
-                tok=state.tokens + unread.tokens if counts else None,
+                seq=min(state.sequences + unread.sequences, MAX_HBM_UNITS) if counts else None,
+                tok=min(state.tokens + unread.tokens, MAX_HBM_UNITS) if counts else None,
                 hbm_free=max(0, state.free_hbm_tokens - unread.hbm_tokens) if free else None,
-                read_tokens=max(state.read_tokens, pending_tokens(state.node)),
+                read_tokens=min(max(state.read_tokens, pending_tokens(state.node)), MAX_HBM_UNITS),
             )
         )
     return figures

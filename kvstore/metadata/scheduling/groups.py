@@ -13,8 +13,8 @@ from kvstore.metadata.scheduling.outbox import Outbox
 
 MAX_GROUPS: Final = 4_096
 MAX_ENGINES: Final = 65_536
-FORMER_BOOTS: Final = 8
-"""Replaced boots of a group whose late reports are rejected."""
+FORMER_BOOTS: Final = 64
+"""Replaced boots of a group whose reports are rejected: late ones, and those of routers that stand by."""
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.observe.tracing import plan_id
+from kvstore.rpc.auth.interceptor import tenant
 from kvstore.rpc.codec import check_id, check_name
 
 logger = logging.getLogger(__name__)
@@ -76,13 +77,14 @@ class PlannerService:
         self._clock = clock
         self._policies: dict[str, PlanPolicy] = {}
         self._default = self._configured = policy
-        # clients report to any server at this address: a restarted server or another worker must not accept their plan ids
         self.planner = self._new_planner()
         self._known: dict[NodeId, _PlannerNode] = {}  # live nodes of the planner
+        self._updates = -1  # of the node table, when the planner's nodes were last brought up to date
         self._answers: OrderedDict[bytes, tuple[bytes, pb.LoadPlan]] = OrderedDict()
         """By operation: a digest of the request without its budget, and the plan."""
 
     def _new_planner(self, queues: ReadQueues | None = None) -> Planner:
+        # clients report to any server at this address: a restarted server or another worker must not accept their plan ids
         return Planner(self._policy(self._configured), queues, draw=lambda: secrets.randbelow(MOST_PLAN_ID) + 1)
 
     def _policy(self, name: str) -> PlanPolicy:
@@ -124,9 +126,9 @@ class PlannerService:
                 raise Conflict("this operation id was used for another load: use a new id per load", operation_id=operation.hex())
             return earlier[1]
         now_s = self._clock.now_s()
-        read = self._read_request(request, operation.hex(), now_s)
+        read = self._checked_request(request, operation.hex(), now_s)
         try:
-            made = self.planner.plan(read, now_s, request.budget_ms / 1000)
+            made = self.planner.plan(read, now_s, request.budget_ms / 1000, self._policy_of(request), tenant())
         except CapacityExceeded:
             self._counters.add(metadata_metrics.PLANS_REFUSED)
             raise
@@ -154,17 +156,20 @@ class PlannerService:
             Unavailable: no node that could read is alive.
         """
         now_s = self._clock.now_s()
-        price = self.planner.price(self._read_request(request, "price", now_s), now_s)
+        price = self.planner.price(self._checked_request(request, "price", now_s), now_s, self._policy_of(request))
         self._counters.add(metadata_metrics.PRICES)
         return pb.LoadPrice(first_seconds=price.first_seconds, seconds=price.seconds)
 
-    def _read_request(self, request: pb.PlanLoadRequest, name: str, now_s: float) -> PlanRequest:
-        """Return a checked request, and set its policy."""
+    def _policy_of(self, request: pb.PlanLoadRequest) -> PlanPolicy:
+        return self._policy(request.policy or self._default)
+
+    def _checked_request(self, request: pb.PlanLoadRequest, name: str, now_s: float) -> PlanRequest:
+        """Check a request and return it for the planner, whose nodes are brought up to date."""
         check_name(request.prefill_node, "prefill_node")
         if request.decode_node:
             check_name(request.decode_node, "decode_node")
         self._update_nodes()
-        read = PlanRequest(
+        return PlanRequest(
             name,
             request.blocks,
             request.block_bytes,
@@ -173,8 +178,6 @@ class PlannerService:
             request.decode_node or None,
             self._relays(request, now_s) if request.relays else (),
         )
-        self.planner.policy = self._policy(request.policy or self._default)
-        return read
 
     def report(self, request: pb.ReportLoadsRequest) -> pb.ReportLoadsResponse:
         """Process progress reports.
@@ -219,7 +222,6 @@ class PlannerService:
             most = limits.MAX_REPLAN_RANGES
             raise InvalidArgument("too many ranges: leave out the smallest", got=len(request.arrived), limit=most)
         plan_id.set(str(request.plan_id))
-        limited.warning("replanned a failed part of a load: %s", request.why[: limits.MAX_REASON])
         now_s = self._clock.now_s()
         self._update_nodes()
         arrived = [(one.start, one.count) for one in request.arrived]
@@ -229,6 +231,7 @@ class PlannerService:
             self._counters.add(metadata_metrics.PLANS_REFUSED)
             raise
         self._counters.add(metadata_metrics.REPLANS)
+        limited.warning("failed part replanned: plan %d (why=%s)", plan.plan_id, request.why[: limits.MAX_REASON])
         try:
             return self._message(plan)
         except NotFound:  # for the client this ends the plan
@@ -244,6 +247,7 @@ class PlannerService:
         for node_id in self._known:
             queues.forget(node_id)
         self._known.clear()
+        self._updates = -1
         self._answers.clear()
         self.planner = self._new_planner(queues)
 
@@ -251,18 +255,25 @@ class PlannerService:
     def expire(self) -> None:
         """End plans of silent clients, stop counting stalled plans, and remove silent nodes. Called several times per second."""
         now_s = self._clock.now_s()
-        stalled = self.planner.counters.stalled
+        stalled_before = self.planner.counters.stalled
         if over := self.planner.expire(now_s):
             self._counters.add(metadata_metrics.PLANS_EXPIRED, len(over))
-        if stalled := self.planner.counters.stalled - stalled:
+        if stalled := self.planner.counters.stalled - stalled_before:
             self._counters.add(metadata_metrics.PLANS_STALLED, stalled)
             limited.warning("stalled loads: their planned reads no longer count in queues (plans=%d)", stalled)
+        self._updates = -1  # measured rates change with each heartbeat
         self._update_nodes()
 
     # ---- nodes ----
     def _update_nodes(self) -> None:
-        """Tell the planner of nodes that joined, restarted or left. It does not use draining nodes."""
+        """Tell the planner of nodes that joined, restarted or left. It does not use draining nodes.
+
+        Without a change since the last time this costs nothing, so that a call does not cost more with more nodes.
+        """
         records = self._nodes.view().nodes
+        if self._updates == self._nodes.updates:
+            return
+        self._updates = self._nodes.updates
         for node_id, record in records.items():
             if is_engine_cache(record):
                 continue

@@ -96,6 +96,11 @@ class SchedulerService:
                 len(requests),
             )
 
+    @property
+    def engines(self) -> int:
+        """Number of engines whose groups report."""
+        return self._groups.engines
+
     def gauges(self) -> dict[str, int]:
         """Numbers of engines and requests."""
         waiting = self._scheduler.waiting()

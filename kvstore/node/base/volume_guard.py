@@ -23,6 +23,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvstore.core.clock import Clock, MonotonicClock
@@ -30,6 +31,7 @@ from kvstore.core.errors import Unavailable
 from kvstore.node.base.volume_stall import VolumeStallDetector, VolumeState
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
+from kvstore.process.threads.submission import submit
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +140,12 @@ class VolumeGuard:
 
     # ---- I/O
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run work in a reader thread of the volume. The work does its reads with ``timed``."""
-        future = self._readers.submit(work)
+        """Run work in a reader thread of the volume. The work does its reads with ``timed``.
+
+        Raises:
+            Unavailable: the guard is closed, or no thread can start. The work never runs.
+        """
+        future = submit(self._readers, work)
         self._submitted.add(future)
         future.add_done_callback(self._submitted.discard)
         return future
@@ -216,8 +222,8 @@ class VolumeGuard:
 
     def _submit(self, work: Callable[[], T], patience_s: float, *, answered: bool = True) -> Future[T] | None:
         try:
-            return self._others.submit(self._timed, work, patience_s, answered=answered)
-        except RuntimeError:  # closed
+            return submit(self._others, partial(self._timed, work, patience_s, answered=answered))
+        except Unavailable:  # closed, or no more threads: the work never runs
             return None
 
     def _refusal(self) -> VolumeStalled:

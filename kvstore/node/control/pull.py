@@ -47,7 +47,7 @@ class FreeShares:
 
     @contextmanager
     def reserve(self, namespace: NodeNamespace, run: BlockRun) -> Iterator[bool]:
-        """Yield whether a run fits in its tenant's free share, and keep its bytes reserved meanwhile."""
+        """Yield whether a run fits in its tenant's free share, and keep its bytes reserved until the end of the context."""
         size = (
             sum(block is None or block.nvme_volume is None for block in self._table.find(namespace, run.keys))
             * namespace.shape.block_bytes
@@ -155,7 +155,8 @@ class Puller:
         try:
             answer = self._peers.peer(source, namespace).read(request, ScatteredBlocks(list(grant.views), shape))
         except KVStoreError as error:
-            if isinstance(error, LateBytes):  # the slots stay granted until this process ends
+            if isinstance(error, LateBytes):  # the slots stay reserved until this process ends
+                grant.revoke()
                 self._counters.add(node_metrics.ARENA_SLOTS_LOST, len(granted))
             else:
                 grant.abort()

@@ -2,8 +2,9 @@
 
 The settings arrive with responses of the metadata server (``apply``). Heartbeats report what tenants hold (``report``). A thread
 runs a round every ``TICK_S``: it adds namespaces to their tenants' orders of eviction, applies and saves the rules, evicts blocks
-of tenants that exceed their share, evicts blocks whose time to live has ended, and looks up the specs of namespaces that were
-found at start. Each round does a bounded number of batches, and holds the table's lock for one batch at a time.
+of tenants that exceed their share, evicts blocks whose time to live has ended, looks up the specs of namespaces that were found
+at start, and repeats quarantines that a volume's catalog did not take. Each round does a bounded number of batches, and holds the
+table's lock for one batch at a time.
 
 Without the metadata server, the last settings remain in force. Rules also survive a restart
 (``kvstore.node.control.rules_file``).
@@ -15,6 +16,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -32,9 +34,10 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_TENANTS_TOLD
 from kvstore.core.types import NamespaceId, Tier
 from kvstore.node.control.rules_file import read_rules, write_rules
-from kvstore.node.eviction.execution import by_volume, evict_from_volume
-from kvstore.node.eviction.quotas import MOST_GIVEN, enter, evict_tenant_dram, held_bytes, join, mark_coldest_evicting, over_share
+from kvstore.node.eviction.quotas import EVICT_BATCH_BLOCKS, enter, evict_tenant_dram, join, mark_all_evicting, over_share
 from kvstore.node.eviction.ttl import MOST_EXPIRED, mark_expired
+from kvstore.node.eviction.usage import held_bytes
+from kvstore.node.eviction.volume_commits import by_volume, evict_from_volume, retry_quarantine
 from kvstore.node.state.eviction_orders import EvictionOrder, TtlOrder
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import TIERS, NamespaceRegistry, NodeNamespace, QuotaShare
@@ -62,7 +65,7 @@ class _Rule(NamedTuple):
 
     ttl_s: float = 0.0
     """Time to live; 0: none."""
-    pinned: bool = False
+    kept: bool = False
     copies: int = 1
 
 
@@ -134,7 +137,7 @@ class RetentionEnforcer:
         if self._rules_file is None or rules == self._saved or now_s < self._keep_at_s:
             return
         messages = (
-            NamespaceRule(namespace_id=one, ttl_ms=round(rule.ttl_s * 1000), pinned=rule.pinned, copies=rule.copies)
+            NamespaceRule(namespace_id=one, ttl_ms=round(rule.ttl_s * 1000), kept=rule.kept, copies=rule.copies)
             for one, rule in rules.items()
         )
         try:
@@ -221,15 +224,19 @@ class RetentionEnforcer:
         Raises:
             KVStoreError: a volume's catalog could not be changed, or the metadata server does not answer. The next round retries.
             OSError: see ``KVStoreError``.
+            Exception: a bug. All duties are attempted, also for all namespaces, before anything is raised.
         """
-        if any(self._namespaces.accounts.limited.values()):
-            self.join_orders()
+        errors: list[Exception] = []
+        duties: list[Callable[[], None]] = [self._keep_rules, self.enforce_quotas, self._drop_expired, self._learn_specs]
         if self._rules or self._with_rules:
-            self._apply_rules()
-        self._keep_rules()
-        self.enforce_quotas()
-        self._drop_expired()
-        self._learn_specs()
+            duties.insert(0, self._apply_rules)
+        if any(self._namespaces.accounts.limited.values()):
+            duties.insert(0, self.join_orders)
+        for duty in duties:
+            _attempt(duty, errors)
+        for node_volume in self._table.node_volumes:
+            _attempt(partial(retry_quarantine, node_volume, self._table.clock.now_s()), errors)
+        _raise_first(errors)
 
     def join_orders(self) -> None:
         """Add namespaces to their tenant's orders if they are new, or their tenant has a new quota. Part of ``round``."""
@@ -255,10 +262,10 @@ class RetentionEnforcer:
         """Apply new and ended rules, also to namespaces opened since the last round."""
         table = self._table
         begun: list[tuple[NodeNamespace, dict[Tier, EvictionOrder]]] = []
-        unpinned = []
+        no_longer_kept = []
         for namespace in self._namespaces.all():
             rule = self._rules.get(namespace.namespace_id, _Rule())
-            ttl_s, pinned, copies = rule
+            ttl_s, kept, copies = rule
             if rule == (namespace.uses.ttl_s if namespace.uses is not None else 0.0, namespace.kept, namespace.copies):
                 continue
             with table.residency.lock:
@@ -271,29 +278,29 @@ class RetentionEnforcer:
                 elif ttl_s:
                     namespace.uses = TtlOrder(table.clock, ttl_s)
                     begun.append((namespace, dict.fromkeys(TIERS, namespace.uses)))
-                if pinned and not namespace.kept:
+                if kept and not namespace.kept:
                     namespace.kept_orders = {tier: EvictionOrder(LruPolicy(), of_kept=True) for tier in TIERS}
                     begun.append((namespace, namespace.kept_orders))
-                elif namespace.kept and not pinned:
+                elif namespace.kept and not kept:
                     for tier, order in namespace.kept_orders.items():
                         namespace.drop_order(tier, order)
-                    unpinned.append(namespace)
-                namespace.kept, namespace.copies = pinned, copies
+                    no_longer_kept.append(namespace)
+                namespace.kept, namespace.copies = kept, copies
                 table.accounts.kept = tuple(one for one in {*table.accounts.kept, namespace} if one.kept)
         for namespace, orders in begun:
             with table.residency.lock:
                 for tier, order in orders.items():
                     order.entering = 1
                     namespace.add_order(tier, order)
-        held = self._held_of([*(namespace for namespace, _ in begun), *unpinned])
+        held = self._held_of([*(namespace for namespace, _ in begun), *no_longer_kept])
         for namespace, orders in begun:
             enter(table.residency, orders, held[namespace])
-        for namespace in unpinned:
+        for namespace in no_longer_kept:
             keys = [block.key for block in held[namespace]]
-            for first in range(0, len(keys), MOST_GIVEN):
+            for first in range(0, len(keys), EVICT_BATCH_BLOCKS):
                 with table.residency.lock:
-                    table.residency.arena_evictor.restore(namespace, keys[first : first + MOST_GIVEN])
-                    table.residency.volume_evictor.restore(namespace, keys[first : first + MOST_GIVEN])
+                    table.residency.arena_evictor.restore(namespace, keys[first : first + EVICT_BATCH_BLOCKS])
+                    table.residency.volume_evictor.restore(namespace, keys[first : first + EVICT_BATCH_BLOCKS])
         known = self._namespaces.all()
         table.accounts.twice_held = tuple(namespace for namespace in known if namespace.copies > 1)
         self._with_rules = {one for one in known if one.kept or one.uses is not None or one.copies > 1}
@@ -309,11 +316,7 @@ class RetentionEnforcer:
             with table.residency.lock:
                 over = list(over_share(table.residency, Tier.DRAM))
                 given = sum(evict_tenant_dram(table.residency, order, excess) for order, excess in over)
-                victims = [
-                    block
-                    for order, excess in over_share(table.residency, Tier.NVME)
-                    for block in mark_coldest_evicting(table.residency, order, excess)
-                ]
+                victims = mark_all_evicting(table.residency, over_share(table.residency, Tier.NVME))
                 if given:
                     table.residency.changed.notify_all()
             self._evict_marked(victims)
@@ -321,34 +324,35 @@ class RetentionEnforcer:
                 return
 
     def _drop_expired(self) -> None:
-        table = self._table
+        errors: list[Exception] = []
         for namespace in self._with_rules:
-            for _ in range(BATCHES):
+            _attempt(partial(self._drop_expired_of, namespace), errors)
+        _raise_first(errors)
+
+    def _drop_expired_of(self, namespace: NodeNamespace) -> None:
+        table = self._table
+        for _ in range(BATCHES):
+            with table.residency.lock:
+                victims = (
+                    mark_expired(table.residency, namespace.uses) if namespace.uses is not None and not namespace.kept else []
+                )
+            try:
+                self._evict_marked([block for block in victims if block.nvme is not None])
+            finally:
                 with table.residency.lock:
-                    victims = (
-                        mark_expired(table.residency, namespace.uses) if namespace.uses is not None and not namespace.kept else []
-                    )
-                try:
-                    self._evict_marked([block for block in victims if block.nvme is not None])
-                finally:
-                    with table.residency.lock:
-                        idle = [block for block in victims if block.nvme is None and block.dram is not None]
-                        table.residency.evict_from_dram([block for block in idle if table.residency.is_idle(block)])
-                        table.residency.changed.notify_all()
-                self._counters.add(node_metrics.EVICTED_UNUSED_BLOCKS, len(victims))
-                if self._stopping.is_set() or len(victims) < MOST_EXPIRED:
-                    break
+                    idle = [block for block in victims if block.nvme is None and block.dram is not None]
+                    table.residency.evict_from_dram([block for block in idle if table.residency.is_idle(block)])
+                    table.residency.changed.notify_all()
+            self._counters.add(node_metrics.EVICTED_UNUSED_BLOCKS, len(victims))
+            if self._stopping.is_set() or len(victims) < MOST_EXPIRED:
+                return
 
     def _evict_marked(self, victims: Sequence[Block]) -> None:
         """Evict marked blocks from their volumes. A volume whose catalog cannot be changed does not delay the others."""
-        failed: OSError | KVStoreError | None = None
+        errors: list[Exception] = []
         for node_volume, theirs in by_volume(victims):
-            try:
-                evict_from_volume(self._table, node_volume, theirs)
-            except (OSError, KVStoreError) as error:
-                failed = error
-        if failed is not None:
-            raise failed
+            _attempt(partial(evict_from_volume, self._table, node_volume, theirs), errors)
+        _raise_first(errors)
 
     def _learn_specs(self) -> None:
         """Look up the specs of namespaces found at start that no engine has opened since."""
@@ -376,5 +380,19 @@ class RetentionEnforcer:
         ]
 
 
+def _attempt(work: Callable[[], None], errors: list[Exception]) -> None:
+    """Do a part of a round. An error is appended to ``errors``, so that it ends no other part."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  # raised at the end of the round
+        errors.append(error)
+
+
+def _raise_first(errors: Sequence[Exception]) -> None:
+    """Raise the first error, bugs before failures of volumes and servers."""
+    for error in sorted(errors, key=lambda error: isinstance(error, (KVStoreError, OSError))):
+        raise error
+
+
 def _rules_of(rules: Iterable[NamespaceRule]) -> dict[NamespaceId, _Rule]:
-    return {NamespaceId(one.namespace_id): _Rule(one.ttl_ms / 1000, one.pinned, max(1, one.copies)) for one in rules}
+    return {NamespaceId(one.namespace_id): _Rule(one.ttl_ms / 1000, one.kept, max(1, one.copies)) for one in rules}

@@ -132,7 +132,7 @@ class Copier:
         """When a block was last found whose second copy is late."""
         self._reason = ""
         self._thread = threading.Thread(target=self._run, name="kvstore-copies", daemon=True)
-        table.on_twice_held = self._became_durable
+        table.on_durable_needing_copy = self._became_durable
 
     def start(self) -> None:
         """Start the thread."""

@@ -30,8 +30,8 @@ from kvstore.core.errors import Conflict, CorruptBlock, KVStoreError
 from kvstore.core.types import NodeId, VolumeId
 from kvstore.health import codes
 from kvstore.health.findings import HealthFinding
-from kvstore.node.durability.recovery import SharedVolume, drop_blocks, recover_while_running
-from kvstore.node.eviction.execution import restore_hinted
+from kvstore.node.durability.recovery import VolumeFolder, drop_blocks, recover_while_running
+from kvstore.node.eviction.operator_requests import restore_hinted
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
@@ -171,9 +171,9 @@ class AdoptionParts:
     replica_log: ReplicaChangeLog
     is_away: Callable[[NodeId, NodeId], bool]
     may_adopt: Callable[[], bool]
-    open_volume: Callable[[SharedVolume], NvmeSlab]
+    open_volume: Callable[[VolumeFolder], NvmeSlab]
     make_guard: Callable[[NodeVolume], None]
-    mount: Callable[[SharedVolume], None]
+    mount: Callable[[VolumeFolder], None]
     counters: Counters
     clock: Clock
     registration: Registration | None = None
@@ -185,21 +185,23 @@ class VolumeAdopter:
     """The thread of one volume. ``start`` and ``stop`` once each; ``look`` is one round, for tests.
 
     Args:
-        shared: the volume.
+        location: the volume.
         parts: of the node.
         held: the open volume; None: this node does not own it.
     """
 
-    def __init__(self, shared: SharedVolume, parts: AdoptionParts, held: NodeVolume | None = None) -> None:
-        self.shared = shared
+    def __init__(self, location: VolumeFolder, parts: AdoptionParts, held: NodeVolume | None = None) -> None:
+        self.location = location
         self._parts = parts
         self._held = held
-        self._home = home_of(shared.volume_id)
+        self._home = home_of(location.volume_id)
         self._is_home = self._home == parts.node_id
         self._timer = OwnerTimer(parts.after_s)
         self._token = -1
         self._owner: NodeId | None = None
-        self._thread = threading.Thread(target=self._run, name=f"kvstore-adopt-{shared.path.name}", daemon=True)
+        self._unclosed: list[NodeVolume] = []
+        """Dropped volumes with I/O that has not returned. They are closed once it has."""
+        self._thread = threading.Thread(target=self._run, name=f"kvstore-adopt-{location.path.name}", daemon=True)
 
     @property
     def adopted(self) -> bool:
@@ -229,13 +231,13 @@ class VolumeAdopter:
         held = self._held
         if held is None or not self.adopted or held.volume.adopted_by is not None or held.guard.outstanding:
             return
-        shared = self.shared
+        location = self.location
         try:
-            given = release(shared.path, shared.volume_id, self._token)
+            given = release(location.path, location.volume_id, self._token)
         except (KVStoreError, OSError) as error:
-            log.warning("volume not released: %s (error=%s)", shared.volume_id, error)
+            log.warning("volume not released: %s (error=%s)", location.volume_id, error)
         else:
-            log.info("volume released: %s (token=%d, released=%s)", shared.volume_id, self._token + 1, given)
+            log.info("volume released: %s (token=%d, released=%s)", location.volume_id, self._token + 1, given)
 
     def _run(self) -> None:
         pause_s, retry_s = self._parts.poll_s, RETRY_S
@@ -249,10 +251,10 @@ class VolumeAdopter:
                 log.info("volume not adopted: %s", error)
             except (KVStoreError, OSError) as error:
                 self._parts.counters.add(volumes_metrics.ADOPTIONS_FAILED)
-                _limited.warning("volume not adopted, trying again: %s (error=%s)", self.shared.volume_id, error)
+                _limited.warning("volume not adopted, trying again: %s (error=%s)", self.location.volume_id, error)
             except Exception:  # thread edge: the volume would stay without an owner
                 self._parts.counters.add(volumes_metrics.ADOPTIONS_FAILED)
-                log.exception("volume not adopted: %s, unexpected error, trying again", self.shared.volume_id)
+                log.exception("volume not adopted: %s, unexpected error, trying again", self.location.volume_id)
             retry_s = min(MOST_RETRY_S, retry_s * 2)
 
     def look(self) -> None:
@@ -262,11 +264,12 @@ class VolumeAdopter:
             KVStoreError: it could not be adopted.
             OSError: see ``KVStoreError``.
         """
+        self._close_dropped()
         if self._held is not None:
             if self._held.volume.adopted_by is not None:
                 self._lose(self._held)
             return
-        parts, path = self._parts, self.shared.path
+        parts, path = self._parts, self.location.path
         found = claim_in_force(path, self._home)
         self._owner = found.node_id
         if not parts.may_adopt():
@@ -279,8 +282,8 @@ class VolumeAdopter:
             if owner is Owner.PRESENT:
                 return
         superblock = read_superblock(path)
-        if superblock.volume_id != self.shared.volume_id:  # a claim would fence its owner
-            volume_id = self.shared.volume_id
+        if superblock.volume_id != self.location.volume_id:  # a claim would fence its owner
+            volume_id = self.location.volume_id
             raise Conflict(
                 f"the folder has volume {superblock.volume_id}; correct the path of {volume_id} in node.mounts or node.nvme",
                 path=path,
@@ -289,12 +292,12 @@ class VolumeAdopter:
         if step is Step.CLAIM:
             _limited.warning(
                 "adopting volume: %s (owner=%s, absent=%.0f s or more, token=%d)",
-                self.shared.volume_id, found.node_id, parts.after_s, found.token + 1,
+                self.location.volume_id, found.node_id, parts.after_s, found.token + 1,
             )  # fmt: skip
             if claim(path, found.token + 1, parts.node_id):
                 self._adopt(found.token + 1)
             else:
-                log.info("volume claimed by another node first: %s (token=%d)", self.shared.volume_id, found.token + 1)
+                log.info("volume claimed by another node first: %s (token=%d)", self.location.volume_id, found.token + 1)
         elif step is Step.REFUSE:
             raise ClaimsMissing(path, superblock.token)
         elif step is not Step.WAIT:
@@ -302,15 +305,15 @@ class VolumeAdopter:
 
     # ---- taking
     def _adopt(self, token: int) -> None:
-        parts, shared = self._parts, self.shared
+        parts, location = self._parts, self.location
         began_s = parts.clock.now_s()
         try:
             slab, node_volume, blocks = self._recover()
         except (ClaimsMissing, UnknownVersion):
             raise  # a repair would only do harm
         except CorruptBlock as error:  # no operator is there to repair it
-            log.warning("rebuilding catalog from slot headers: %s (reason=%s)", shared.volume_id, error)
-            check_volume(shared.path, repair=True, direct=shared.direct, token=token)
+            log.warning("rebuilding catalog from slot headers: %s (reason=%s)", location.volume_id, error)
+            check_volume(location.path, repair=True, direct=location.direct, token=token)
             parts.counters.add(volumes_metrics.ADOPTED_CATALOGS_REBUILT)
             slab, node_volume, blocks = self._recover()
         residency = parts.table.residency
@@ -323,13 +326,13 @@ class VolumeAdopter:
             capacity_bytes = slab.usage().capacity_bytes
             parts.registration.add_volume(
                 common_pb2.VolumeInfo(
-                    volume_id=shared.volume_id, tier=common_pb2.TIER_NVME, capacity_bytes=capacity_bytes, uid=slab.uid
+                    volume_id=location.volume_id, tier=common_pb2.TIER_NVME, capacity_bytes=capacity_bytes, uid=slab.uid
                 )
             )
         parts.counters.add(volumes_metrics.ADOPTED_VOLUMES)
         log.warning(
             "volume adopted: %s (path=%s, token=%d, blocks=%d, seconds=%.1f)",
-            shared.volume_id, shared.path, token, blocks, parts.clock.now_s() - began_s,
+            location.volume_id, location.path, token, blocks, parts.clock.now_s() - began_s,
         )  # fmt: skip
 
     def _recover(self) -> tuple[NvmeSlab, NodeVolume, int]:
@@ -339,7 +342,7 @@ class VolumeAdopter:
             CorruptBlock: its catalog is damaged.
         """
         parts = self._parts
-        slab = parts.open_volume(self.shared)
+        slab = parts.open_volume(self.location)
         node_volume = NodeVolume(slab, folder=slab.path)
         parts.make_guard(node_volume)
         with parts.table.residency.lock:
@@ -352,9 +355,9 @@ class VolumeAdopter:
 
     # ---- losing
     def _lose(self, node_volume: NodeVolume) -> None:
-        parts, volume_id = self._parts, self.shared.volume_id
+        parts, volume_id = self._parts, self.location.volume_id
         self._owner = node_volume.volume.adopted_by
-        parts.mount(self.shared)
+        parts.mount(self.location)
         parts.replica_log.forget_volume(volume_id)
         if parts.registration is not None:
             parts.registration.remove_volume(volume_id)
@@ -379,15 +382,21 @@ class VolumeAdopter:
         with parts.table.residency.lock:
             parts.table.residency.remove_volume(node_volume)
         node_volume.guard.close()
-        if not node_volume.guard.outstanding:
-            node_volume.volume.close()
+        self._unclosed.append(node_volume)
+        self._close_dropped()
         return True
+
+    def _close_dropped(self) -> None:
+        for node_volume in self._unclosed.copy():
+            if not node_volume.guard.outstanding:
+                node_volume.volume.close()
+                self._unclosed.remove(node_volume)
 
 
 def findings(adopters: Sequence[VolumeAdopter]) -> Iterator[HealthFinding]:
     """Report volumes that changed their owner."""
     for adopter in adopters:
-        volume_id = adopter.shared.volume_id
+        volume_id = adopter.location.volume_id
         if adopter.adopted:
             facts = f"This node has adopted volume {volume_id} of node {home_of(volume_id)}."
             yield HealthFinding(codes.VOLUME_ADOPTED, volume_id, facts)

@@ -3,7 +3,7 @@
 1. ``open_volumes`` opens each volume's files. The volume repairs its catalog after a crash (``kvstore.tiers.nvme``).
 2. ``recover`` reads each catalog. An entry was committed only after its slot was written and synced, so every entry names a block
    that survived ``kill -9``. Header and checksums verify the bytes when they are read.
-3. A key that two volumes hold (after a crash between a commit on one and the removal from the other) stays on the first.
+3. A key that two volumes hold stays on the first, unless that replica proves corrupt (``duplicates``).
 4. The rules of namespaces are read after that: ``kvstore.node.control.retention.RetentionEnforcer.recall``.
 5. ``recover_while_running`` does the same for a volume that the node adopts (``adoption``), beside loads and stores.
 """
@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Final
 
 from kvstore.config.node import NodeConfig
-from kvstore.core.errors import InvalidArgument, KVStoreError
+from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey, NodeId, VolumeId
+from kvstore.node.durability.duplicates import settle_duplicates
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
-from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
+from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.io_engines.probe import choose_gds
 from kvstore.tiers.nvme.ownership import VolumeAdopted
@@ -43,8 +42,8 @@ _REMOVALS: Final = 1_024
 
 
 @dataclass(frozen=True, slots=True)
-class SharedVolume:
-    """A volume that this node may own or mount.
+class VolumeFolder:
+    """Where a volume is that this node owns or mounts, and how it is opened.
 
     Attributes:
         volume_id: its name.
@@ -65,19 +64,19 @@ class OpenedVolumes:
 
     Attributes:
         slabs: those that this node owns.
-        adopted: those of its configuration that another node has adopted.
+        adopted_by_others: those of its configuration that other nodes have adopted.
         gds_lines: a line about GPUDirect Storage for each owned volume.
     """
 
     slabs: list[NvmeSlab] = field(default_factory=list)
-    adopted: list[SharedVolume] = field(default_factory=list)
+    adopted_by_others: list[VolumeFolder] = field(default_factory=list)
     gds_lines: list[str] = field(default_factory=list)
 
 
-def own_volumes(config: NodeConfig) -> list[SharedVolume]:
+def own_volumes(config: NodeConfig) -> list[VolumeFolder]:
     """Return the volumes of ``config.nvme``."""
     return [
-        SharedVolume(VolumeId(f"{config.node_id}/nvme{number}"), nvme.path, nvme.capacity_bytes, nvme.direct)
+        VolumeFolder(VolumeId(f"{config.node_id}/nvme{number}"), nvme.path, nvme.capacity_bytes, nvme.direct)
         for number, nvme in enumerate(config.nvme)
     ]
 
@@ -91,34 +90,34 @@ def open_volumes(config: NodeConfig, counters: Counters) -> OpenedVolumes:
     opened = OpenedVolumes()
     if config.gds == "required" and not config.nvme:
         raise InvalidArgument("node.gds = required needs an NVMe volume; set node.nvme")
-    for shared in own_volumes(config):
-        shared.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # the probe measures the folder's file system
+    for location in own_volumes(config):
+        location.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # the probe measures the folder's file system
         threads = config.io_threads * len(config.nvme)
-        gds, found = choose_gds(config.gds, shared.path, threads=threads, counters=counters)
+        gds, found = choose_gds(config.gds, location.path, threads=threads, counters=counters)
         try:
-            opened.slabs.append(open_shared(config, shared, counters=counters, gds=gds))
+            opened.slabs.append(open_owned(config, location, counters=counters, gds=gds))
         except VolumeAdopted as error:
             counters.add(volumes_metrics.FENCED_VOLUMES)
             log.error("volume not opened: %s; this node only reads it", error)  # noqa: TRY400  # no bug, no trace
-            opened.adopted.append(shared)
+            opened.adopted_by_others.append(location)
             continue
-        opened.gds_lines.append(f"GPUDirect Storage of {shared.volume_id}: {found.describe()}")
+        opened.gds_lines.append(f"GPUDirect Storage of {location.volume_id}: {found.describe()}")
     return opened
 
 
-def open_shared(config: NodeConfig, shared: SharedVolume, *, counters: Counters, gds: Kvikio | None = None) -> NvmeSlab:
+def open_owned(config: NodeConfig, location: VolumeFolder, *, counters: Counters, gds: Kvikio | None = None) -> NvmeSlab:
     """Open a volume that this node owns.
 
     Raises:
         As ``NvmeSlab.open``.
     """
     return NvmeSlab.open(
-        shared.path,
-        volume_id=shared.volume_id,
-        capacity_bytes=shared.capacity_bytes,
+        location.path,
+        volume_id=location.volume_id,
+        capacity_bytes=location.capacity_bytes,
         node_id=NodeId(config.node_id),
         io_threads=config.io_threads,
-        direct=shared.direct,
+        direct=location.direct,
         counters=counters,
         gds=gds,
         gds_required=gds is not None and config.gds == "required",
@@ -130,12 +129,18 @@ def recover(table: BlockTable, namespaces: NamespaceRegistry, counters: Counters
     keys: dict[BlockKey, BlockKey] = {}
     for node_volume in table.node_volumes:
         restored = 0
-        for slot, record in node_volume.volume.recover():
-            namespace = namespaces.of_shape(record.namespace, record.shape)
-            if table.restore(node_volume, namespace, _share_keys(record, keys), slot):
+        duplicates: list[tuple[Slot, BlockRecord]] = []
+
+        def attach(slot: Slot, record: BlockRecord, node_volume: NodeVolume = node_volume) -> bool:
+            return table.restore(node_volume, namespaces.of_shape(record.namespace, record.shape), record, slot)
+
+        for slot, stored in node_volume.volume.recover():
+            record = _share_keys(stored, keys)
+            if attach(slot, record):
                 restored += 1
             else:
-                _drop_duplicate(node_volume.volume, record.key, slot, counters)
+                duplicates.append((slot, record))
+        restored += settle_duplicates(table, node_volume, duplicates, attach, counters)
         log.info("volume recovered: %s (blocks=%d, io_engine=%s)", node_volume.volume_id, restored, node_volume.volume.io_engine)
 
 
@@ -144,7 +149,7 @@ class _Attached(Enum):
 
     RESTORED = "restored"
     BUSY = "busy"
-    DOUBLE = "double"
+    DUPLICATE = "duplicate"
     """Another volume of this node holds the block."""
     UNUSED = "unused"
     """DRAM holds other bytes under this key, or the block is on a volume of this node whose files are gone.
@@ -162,15 +167,15 @@ def recover_while_running(table: BlockTable, node_volume: NodeVolume, namespaces
     keys: dict[BlockKey, BlockKey] = {}
     found: Counter[_Attached] = Counter()
     busy: list[tuple[Slot, BlockRecord]] = []
-    doubles: list[tuple[Slot, BlockRecord]] = []
+    duplicates: list[tuple[Slot, BlockRecord]] = []
 
     def attach(slot: Slot, record: BlockRecord) -> bool:
         result = _attach(table, node_volume, namespaces.of_shape(record.namespace, record.shape), record, slot)
         if result is _Attached.BUSY:
             return False
         found[result] += 1
-        if result is _Attached.DOUBLE:
-            doubles.append((slot, record))
+        if result is _Attached.DUPLICATE:
+            duplicates.append((slot, record))
         return True
 
     for slot, stored in volume.recover():
@@ -182,7 +187,12 @@ def recover_while_running(table: BlockTable, node_volume: NodeVolume, namespaces
         busy = [(slot, record) for slot, record in busy if not attach(slot, record)]
         with table.residency.lock:
             table.wait_changed(min(deadline_s, table.clock.now_s() + ATTACH_POLL_S))
-    _remove_doubles(node_volume, doubles, counters)
+
+    def replace(slot: Slot, record: BlockRecord) -> bool:
+        namespace = namespaces.of_shape(record.namespace, record.shape)
+        return _attach(table, node_volume, namespace, record, slot) is _Attached.RESTORED
+
+    found[_Attached.RESTORED] += settle_duplicates(table, node_volume, duplicates, replace, counters)
     if unused := found[_Attached.UNUSED] + len(busy):
         counters.add(volumes_metrics.ADOPTED_BLOCKS_UNUSED, unused)
         log.warning("blocks of an adopted volume left out: %s (blocks=%d)", node_volume.volume_id, unused)
@@ -201,25 +211,11 @@ def _attach(table: BlockTable, node_volume: NodeVolume, namespace: NodeNamespace
         elif block.nvme_volume is not None and not block.nvme_volume.volume.files_present:
             return _Attached.UNUSED
         elif block.nvme_volume is not None:
-            return _Attached.DOUBLE if block.durable and not block.evicting else _Attached.BUSY
+            return _Attached.DUPLICATE if block.durable and not block.evicting else _Attached.BUSY
         elif block.namespace is not namespace or block.checksums != record.checksums or block.durable_remotely:
             return _Attached.UNUSED
         residency.put_on_volume(block, node_volume, slot)
         return _Attached.RESTORED
-
-
-def _remove_doubles(node_volume: NodeVolume, doubles: Sequence[tuple[Slot, BlockRecord]], counters: Counters) -> None:
-    """Remove blocks that another volume holds too. If that fails, their slots stay out of use until the next opening."""
-    volume = node_volume.volume
-    for first in range(0, len(doubles), _REMOVALS):
-        batch = doubles[first : first + _REMOVALS]
-        try:
-            volume.commit([], [record.key for _, record in batch])
-        except (KVStoreError, OSError) as error:
-            counters.add(node_metrics.RECOVERY_DOUBLES_KEPT, len(batch))
-            log.warning("duplicate blocks kept: %s (blocks=%d): %s", volume.volume_id, len(batch), error)
-        else:
-            volume.free([slot for slot, _ in batch])
 
 
 def drop_blocks(table: BlockTable, node_volume: NodeVolume) -> int:
@@ -239,17 +235,6 @@ def drop_blocks(table: BlockTable, node_volume: NodeVolume) -> int:
                     residency.drop_if_nowhere(block)
             residency.changed.notify_all()
     return sum(block.nvme_volume is node_volume for block in mine)
-
-
-def _drop_duplicate(volume: DurableVolume, key: BlockKey, slot: Slot, counters: Counters) -> None:
-    """Remove a block that another volume holds too. If the catalog cannot be changed, the slot stays out of use."""
-    try:
-        volume.commit([], [key])
-    except (KVStoreError, OSError) as error:
-        counters.add(node_metrics.RECOVERY_DOUBLES_KEPT)
-        log.info("duplicate block kept: %s (key=%s): %s", volume.volume_id, key.hex(), error)
-    else:
-        volume.free([slot])
 
 
 def _share_keys(record: BlockRecord, keys: dict[BlockKey, BlockKey]) -> BlockRecord:

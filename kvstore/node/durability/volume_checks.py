@@ -26,12 +26,13 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import Outcome
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
-from kvstore.node.eviction.execution import quarantine
+from kvstore.node.eviction.volume_commits import quarantine
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.process.host_defaults import check_bandwidth
+from kvstore.process.threads.submission import submit
 from kvstore.tiers.contract import BlockRecord, Slot
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ class VolumeChecks:
 
         Raises:
             Conflict: the volume is being checked.
+            Unavailable: no thread can start.
         """
         with self._lock:
             before = self._last.get(node_volume.volume_id)
@@ -150,8 +152,9 @@ class VolumeChecks:
             if before is not None and before.state not in ENDED:
                 raise Conflict("the volume is being checked already", volume_id=node_volume.volume_id, state=before.state.value)
             rate = bytes_per_s or check_bandwidth(self._rate_of(node_volume))
-            check = self._last[node_volume.volume_id] = Check(operation_id, rate, self._clock.now_s())
-            self._pool.submit(self._run, node_volume, check)
+            check = Check(operation_id, rate, self._clock.now_s())
+            submit(self._pool, self._run, node_volume, check)
+            self._last[node_volume.volume_id] = check
         self._counters.add(node_metrics.VOLUME_CHECKS_BEGUN)
         return check
 

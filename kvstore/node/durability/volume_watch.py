@@ -77,7 +77,11 @@ class VolumeWatch:
     def _run(self) -> None:
         while not self._stopping.wait(INTERVAL_S):
             self.look()
-            self._measure()
+            try:
+                self._measure()
+            except Exception:  # thread edge: volumes must be supervised
+                self._counters.add(node_metrics.NVME_WATCH_BUGS)
+                log.exception("read rate of the volumes not measured, trying again")
 
     def _keep_open(self, node_volume: NodeVolume) -> None:
         volume = node_volume.volume

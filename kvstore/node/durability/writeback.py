@@ -29,8 +29,8 @@ from kvstore.core.errors import Conflict, KVStoreError
 from kvstore.core.types import StoreOutcome
 from kvstore.node.base.volume_guard import VolumeStalled
 from kvstore.node.eviction.allocation import allocate_nvme
-from kvstore.node.eviction.execution import by_volume, evict_from_volume
 from kvstore.node.eviction.quotas import WriteAllowance, release_durable, reserve_durable
+from kvstore.node.eviction.volume_commits import by_volume, evict_from_volume
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.state.change_log import runs_of
 from kvstore.node.state.model import Block, NodeVolume
@@ -134,14 +134,17 @@ class LocalTarget:
             return remaining
         view = self._table.dram.view
         items = []
-        for block, slot in zip(accepted, slots, strict=True):
-            assert block.dram is not None  # dirty blocks are not evicted from DRAM
-            items.append((slot, block.record(), view(block.dram, block.namespace.shape.block_bytes)))
         try:
+            for block, slot in zip(accepted, slots, strict=True):
+                assert block.dram is not None  # dirty blocks are not evicted from DRAM
+                items.append((slot, block.record(), view(block.dram, block.namespace.shape.block_bytes)))
             errors = node_volume.guard.change(lambda: node_volume.volume.write(items), lambda _: node_volume.volume.free(slots))
         except VolumeStalled as error:
             self._stalled(node_volume, error)
             return list(blocks)
+        except BaseException:  # a bug; no write is in progress. After one in the commit below, the catalog may name the slots
+            node_volume.volume.free(slots)
+            raise
         written = [(block, slot) for block, slot, error in zip(accepted, slots, errors, strict=True) if error is None]
         failed = [(block, slot, error) for block, slot, error in zip(accepted, slots, errors, strict=True) if error is not None]
         wait_turn()
@@ -193,7 +196,7 @@ class LocalTarget:
 
     def _evict(self, node_volume: NodeVolume | None, victims: Sequence[Block]) -> bool:
         """Evict victims from their volumes. False: those on ``node_volume`` could not be evicted."""
-        evicted = True
+        evicted, bug = True, None
         for each, theirs in by_volume(victims):
             try:
                 evict_from_volume(self._table, each, theirs)
@@ -203,6 +206,10 @@ class LocalTarget:
             except (OSError, KVStoreError) as error:
                 self._back_off(each, error)
                 evicted = evicted and each is not node_volume
+            except Exception as error:  # noqa: BLE001  # no victim of another volume may stay marked
+                bug = error
+        if bug is not None:
+            raise bug
         return evicted
 
     def _stalled(self, node_volume: NodeVolume, error: VolumeStalled) -> None:
@@ -345,8 +352,9 @@ class WriteBack:
     def _verify_loop(self) -> None:
         number = 0
         while not self._stopping.is_set():
-            blocks = self._table.take_pending(BATCH_BLOCKS, BATCH_BYTES, IDLE_WAIT_S)
+            blocks: Sequence[Block] = ()
             try:
+                blocks = self._table.take_pending(BATCH_BLOCKS, BATCH_BYTES, IDLE_WAIT_S)
                 valid = self._verified(blocks)
             except Exception as bug:  # noqa: BLE001  # thread edge, as below
                 self._failed(blocks, bug)
@@ -365,7 +373,8 @@ class WriteBack:
             except Exception as bug:  # noqa: BLE001  # thread edge: write-back must go on
                 self._order.wait(number)
                 self._failed(blocks, bug)
-            self._order.done(number)
+            finally:
+                self._order.done(number)
 
     def _failed(self, blocks: Sequence[Block], bug: Exception) -> None:
         """Report a batch that failed with an unexpected error: no block of it may stay in the queue."""
@@ -373,7 +382,10 @@ class WriteBack:
         log.error("write-back failed: unexpected error (blocks=%d)", len(blocks), exc_info=bug)
         for block in blocks:
             if block.writing:
-                self._table.writeback_failed(block)
+                try:
+                    self._table.writeback_failed(block)
+                except Exception:  # thread edge: the others must be reported
+                    log.exception("block not reported: unexpected error (key=%s)", block.key.hex())
 
     def _verified(self, blocks: Sequence[Block]) -> list[Block]:
         """Return the blocks, all of one namespace, whose bytes match their producers' checksums. The others are dropped."""

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.core.types import BlockShape, StoreOutcome, Tier
+from kvstore.node.eviction.kept import count_protected
 from kvstore.node.eviction.quotas import (
-    count_protected,
     evict_over_quota,
-    is_full,
+    make_room_in_quota,
     mark_over_quota_evicting,
-    reserve_in_quota,
+    quota_is_full,
     share_below_one_block,
     space_may_free_up,
 )
@@ -61,7 +61,7 @@ def grant_slots(residency: Residency, grant: SlotGrant, positions: Sequence[int]
     while granted < len(positions):
         count = min(piece, len(positions) - granted)
         over = residency.writes.nbytes > residency.pending_limit_bytes
-        own = over or reserve_in_quota(residency, namespace, count)
+        own = over or make_room_in_quota(residency, namespace, count)
         slots = allocate_dram(residency, namespace.shape, count) if own and not over else None
         if slots is not None:
             grant.slots.update(zip((keys[position] for position in positions[granted : granted + count]), slots, strict=True))
@@ -78,7 +78,7 @@ def grant_slots(residency: Residency, grant: SlotGrant, positions: Sequence[int]
         for position in skipped:
             del residency.preparing[keys[position]]
             grant.outcomes[position] = StoreOutcome.SKIPPED
-        full = not over and is_full(residency, namespace)
+        full = not over and quota_is_full(residency, namespace)
         metric = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_SPACE_BLOCKS
         residency.counters.add(metric, len(skipped))
 

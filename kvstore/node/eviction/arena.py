@@ -10,7 +10,7 @@ from kvstore.node.eviction.space import SpaceReclaimer
 from kvstore.node.state.block_states import DramState
 from kvstore.node.state.model import IN_TRANSFER, Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
-from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Slot
+from kvstore.tiers.contract import Evictable, EvictionPolicy, MappedVolume, Slot
 
 CASCADE_AT_ONCE = 256
 """Maximum number of dirty blocks that one search for space sends to write-back."""
@@ -111,7 +111,7 @@ class ArenaEvictor:
         blocks = self._blocks
         self.version += 1
 
-        def may_leave(key: BlockKey) -> bool | None:
+        def may_leave(key: BlockKey) -> Evictable:
             block = blocks[key]
             return None if block.namespace.kept else not block.pins and block.bits & _LEAVING_MASK == _CLEAN
 
@@ -127,20 +127,20 @@ class ArenaEvictor:
         """
         blocks, idle, is_last_tier = self._blocks, self._idle, self.is_last_tier
         self.version += 1
-        passed: dict[BlockKey, Block] = {}
+        met_dirty: dict[BlockKey, Block] = {}
 
-        def may_leave(key: BlockKey) -> bool | None:
+        def may_leave(key: BlockKey) -> Evictable:
             block = blocks[key]
             if block.namespace.kept or (is_last_tier and key in block.namespace.hinted):
                 return None
             if not idle(block):
                 return False
-            if not block.clean and len(passed) < CASCADE_AT_ONCE:
-                passed[key] = block
+            if not block.clean and len(met_dirty) < CASCADE_AT_ONCE:
+                met_dirty[key] = block
             return block.clean
 
         order = (blocks[key] for key in self._policy.coldest(may_leave))
         leaving = self.reclaimer.victims(shape, (count,), order, lambda block: block.dram, may_leave)
         if not leaving and self.reclaimer.is_shut_out(shape):
             leaving = self.reclaimer.coldest_protected_span(shape, lambda block: idle(block) and block.clean)
-        return leaving, list(passed.values())
+        return leaving, list(met_dirty.values())

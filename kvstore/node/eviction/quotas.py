@@ -15,50 +15,24 @@ Bytes are payload; slots may be somewhat larger. Functions are called under the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvstore.core.types import BlockKey, Tier
+from kvstore.node.eviction.kept import beyond_kept
+from kvstore.node.eviction.usage import held_bytes
 from kvstore.node.state.block_states import VolumeReplica
 from kvstore.node.state.eviction_orders import EvictionOrder
 from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import TIERS, NodeNamespace, TenantAccount
 from kvstore.node.state.residency import Residency
-from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.metrics import Event
+from kvstore.tiers.contract import Evictable
 
-_limited: Final = LimitedLog(logging.getLogger(__name__))
-KEPT_PART: Final = 2
-"""Kept namespaces may hold this fraction (1/n) of a tier; their coldest blocks beyond it are evicted first."""
-MOST_GIVEN: Final = 1_024
-"""Blocks evicted for a quota under one hold of the table's lock."""
-
-
-def count_protected(residency: Residency, victims: Sequence[Block], tier: Tier) -> None:
-    """Count blocks of kept namespaces, and blocks that hints protect, among victims (``SpaceReclaimer.is_shut_out``)."""
-    if residency.accounts.kept and (kept := sum(block.namespace.kept for block in victims)):
-        residency.counters.add(node_metrics.EVICTED_PINNED_BLOCKS, kept)
-        _limited.warning("blocks of kept namespaces evicted: another size had no slot at all (blocks=%d)", kept)
-    if tier is Tier.DRAM and not residency.arena_evictor.is_last_tier:
-        return  # hints do not protect them there
-    if hinted := sum(block.key in block.namespace.hinted for block in victims):
-        residency.counters.add(node_metrics.EVICTED_HINTED_BLOCKS, hinted)
-        _limited.warning("blocks that hints protect evicted: another size had no slot at all (blocks=%d)", hinted)
-
-
-def held_bytes(residency: Residency, namespaces: Iterable[NodeNamespace], tier: Tier) -> int:
-    """Bytes that namespaces hold in a tier, including slots granted to stores."""
-    total = 0
-    for namespace in namespaces:
-        in_dram = tier is Tier.DRAM
-        blocks = (
-            residency.arena_evictor.held(namespace) + namespace.granted if in_dram else residency.volume_evictor.held(namespace)
-        )
-        total += blocks * namespace.shape.block_bytes
-    return total
+EVICT_BATCH_BLOCKS: Final = 1_024
+"""Most blocks that are evicted for a quota under one hold of the table's lock."""
 
 
 def _taken_bytes(residency: Residency, account: TenantAccount, tier: Tier) -> int:
@@ -95,8 +69,8 @@ def join(residency: Residency, namespace: NodeNamespace, *, empty: bool = False)
     return True
 
 
-def reserve_in_quota(residency: Residency, namespace: NodeNamespace, count: int) -> bool:
-    """Whether a tenant's share has space for ``count`` more blocks in DRAM; evicts its own coldest blocks for them."""
+def make_room_in_quota(residency: Residency, namespace: NodeNamespace, count: int) -> bool:
+    """Evict a tenant's own coldest blocks from DRAM until its share has space for ``count`` more. Returns whether it has."""
     account, share = namespace.account, _limit(namespace, Tier.DRAM)
     if account is None or share is None:
         return True
@@ -108,7 +82,7 @@ def reserve_in_quota(residency: Residency, namespace: NodeNamespace, count: int)
     return excess <= 0 or evict_tenant_dram(residency, account.orders[Tier.DRAM], excess) >= excess
 
 
-def is_full(residency: Residency, namespace: NodeNamespace) -> bool:
+def quota_is_full(residency: Residency, namespace: NodeNamespace) -> bool:
     """Whether one more block in DRAM would exceed the tenant's share."""
     account, share = namespace.account, _limit(namespace, Tier.DRAM)
     if account is None or share is None:
@@ -139,7 +113,7 @@ def space_may_free_up(residency: Residency, waiting: SlotGrant, *, own: bool) ->
         blocks, stores = residency.blocks.values(), list(residency.preparing.values())
     if any(other is not waiting for other in stores):
         return True
-    return any(block.pins > (block is waiting.guarded) or block.in_transfer for block in blocks)
+    return any(block.in_transfer or block.pins > (1 if block is waiting.guarded else 0) for block in blocks)
 
 
 def evict_tenant_dram(residency: Residency, order: EvictionOrder, wanted_bytes: int) -> int:
@@ -147,9 +121,9 @@ def evict_tenant_dram(residency: Residency, order: EvictionOrder, wanted_bytes: 
 
     Dirty blocks among them are sent to write-back with their parents, so that they may be evicted later.
     """
-    passed: dict[BlockKey, Block] = {}
-    leaving = list(_coldest(residency, order, wanted_bytes, lambda block: _may_leave_dram(residency, order, block, passed)))
-    dirty = residency.with_parents(passed.values(), MOST_GIVEN)
+    met_dirty: dict[BlockKey, Block] = {}
+    leaving = list(_coldest(residency, order, wanted_bytes, lambda block: _may_leave_dram(residency, order, block, met_dirty)))
+    dirty = residency.with_parents(met_dirty.values(), EVICT_BATCH_BLOCKS)
     for block in dirty:
         residency.enqueue_writeback(block)
     residency.counters.add(node_metrics.CASCADED_BLOCKS, len(dirty))
@@ -158,20 +132,21 @@ def evict_tenant_dram(residency: Residency, order: EvictionOrder, wanted_bytes: 
     return sum(block.nbytes for block in leaving)
 
 
-def _may_leave_dram(residency: Residency, order: EvictionOrder, block: Block, passed: dict[BlockKey, Block]) -> bool | None:
+def _may_leave_dram(residency: Residency, order: EvictionOrder, block: Block, met_dirty: dict[BlockKey, Block]) -> Evictable:
+    """Whether a block may leave DRAM. Idle dirty blocks are added to ``met_dirty``: they may leave once they are written back."""
     if block.namespace.kept and not order.of_kept:
         return None  # skipped until the namespace is no longer kept
     if residency.arena_evictor.is_last_tier and block.key in block.namespace.hinted and not order.of_kept:
         return None  # skipped until no hint protects it: hints protect a part of a quota only
     if not residency.is_idle(block):
         return False
-    if not block.clean and len(passed) < MOST_GIVEN:
-        passed[block.key] = block
+    if not block.clean and len(met_dirty) < EVICT_BATCH_BLOCKS:
+        met_dirty[block.key] = block
     return block.clean
 
 
 def _evicted_event(order: EvictionOrder) -> Event:
-    return node_metrics.EVICTED_PINNED_BLOCKS if order.of_kept else node_metrics.EVICTED_QUOTA_BLOCKS
+    return node_metrics.EVICTED_KEPT_BLOCKS if order.of_kept else node_metrics.EVICTED_QUOTA_BLOCKS
 
 
 def mark_coldest_evicting(residency: Residency, order: EvictionOrder, wanted_bytes: int) -> list[Block]:
@@ -181,7 +156,7 @@ def mark_coldest_evicting(residency: Residency, order: EvictionOrder, wanted_byt
     now_s = residency.clock.now_s()
 
     def to_leave(rule: Callable[[Block], bool]) -> list[Block]:
-        def may_leave(block: Block) -> bool | None:
+        def may_leave(block: Block) -> Evictable:
             if (block.namespace.kept or block.key in block.namespace.hinted) and not order.of_kept:
                 return None
             return block.nvme_volume is not None and block.nvme_volume.takes_changes(now_s) and rule(block)
@@ -195,15 +170,15 @@ def mark_coldest_evicting(residency: Residency, order: EvictionOrder, wanted_byt
 
 
 def _coldest(
-    residency: Residency, order: EvictionOrder, wanted_bytes: int, may_leave: Callable[[Block], bool | None]
+    residency: Residency, order: EvictionOrder, wanted_bytes: int, may_leave: Callable[[Block], Evictable]
 ) -> Iterator[Block]:
-    """Blocks of an order, coldest first, until their bytes suffice or there are ``MOST_GIVEN``."""
+    """Blocks of an order, coldest first, until their bytes suffice or there are ``EVICT_BATCH_BLOCKS``."""
     blocks = residency.blocks
     given = 0
     if order.entering:
         return
     for number, key in enumerate(order.policy.coldest(lambda key: may_leave(blocks[key]))):
-        if given >= wanted_bytes or number >= MOST_GIVEN:
+        if given >= wanted_bytes or number >= EVICT_BATCH_BLOCKS:
             return
         given += blocks[key].nbytes
         yield blocks[key]
@@ -215,28 +190,6 @@ def over_share(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrder
         allowed = account.share.of(tier)
         if allowed is not None and (excess := _taken_bytes(residency, account, tier) - allowed) > 0:
             yield account.orders[tier], excess
-
-
-def beyond_kept(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrder, int]]:
-    """If kept namespaces exceed their part of a tier: the orders of the largest, and the excess in bytes."""
-    kept = residency.accounts.kept
-    if not kept:
-        return
-    volumes = [residency.dram] if tier is Tier.DRAM else [node_volume.volume for node_volume in residency.node_volumes]
-    taken = {namespace: _slot_bytes(residency, namespace, tier) for namespace in kept}
-    excess = sum(taken.values()) - sum(volume.usage().capacity_bytes for volume in volumes) // KEPT_PART
-    for namespace in sorted(kept, key=lambda one: -taken[one]):
-        if excess <= 0:
-            return
-        yield namespace.kept_orders[tier], excess
-        excess -= taken[namespace]
-
-
-def _slot_bytes(residency: Residency, namespace: NodeNamespace, tier: Tier) -> int:
-    """Bytes of slots that a namespace takes in a tier, without evictions in progress."""
-    if tier is Tier.DRAM:
-        return held_bytes(residency, [namespace], tier)
-    return (residency.volume_evictor.held(namespace) - namespace.evicting_blocks) * namespace.slot_bytes
 
 
 def evict_over_quota(residency: Residency) -> bool:
@@ -251,10 +204,18 @@ def evict_over_quota(residency: Residency) -> bool:
 
 def mark_over_quota_evicting(residency: Residency) -> list[Block]:
     """As ``evict_over_quota``, on durable volumes: mark the blocks and return them for ``evict_from_volume``."""
+    return mark_all_evicting(residency, (one for find in (over_share, beyond_kept) for one in find(residency, Tier.NVME)))
+
+
+def mark_all_evicting(residency: Residency, over: Iterable[tuple[EvictionOrder, int]]) -> list[Block]:
+    """Mark the coldest blocks of orders, each with its excess in bytes. After an error, none stays marked."""
     found: list[Block] = []
-    for find in (over_share, beyond_kept):
-        for order, excess in find(residency, Tier.NVME):
+    try:
+        for order, excess in over:
             found += mark_coldest_evicting(residency, order, excess)
+    except Exception:
+        residency.cancel_eviction(found)
+        raise
     return found
 
 
@@ -314,9 +275,9 @@ def enter(residency: Residency, orders: Mapping[Tier, EvictionOrder], held: Sequ
         orders: by tier, marked as ``entering``.
         held: the namespace's blocks, oldest first: older ones count as colder until they are used.
     """
-    for first in range(0, len(held), MOST_GIVEN):
+    for first in range(0, len(held), EVICT_BATCH_BLOCKS):
         with residency.lock:
-            for block in held[first : first + MOST_GIVEN]:
+            for block in held[first : first + EVICT_BATCH_BLOCKS]:
                 if residency.blocks.get(block.key) is not block:
                     continue
                 if block.dram is not None and Tier.DRAM in orders:

@@ -20,7 +20,7 @@ from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.slot_map import SlotMap
-from kvstore.tiers.contract import EvictionPolicy, Slot, Volume
+from kvstore.tiers.contract import Evictable, EvictionPolicy, Slot, Volume
 
 PLAN_LIMIT = 65_536
 """Maximum number of blocks that one search visits."""
@@ -68,7 +68,7 @@ class SpaceReclaimer:
         counts: Sequence[int],
         order: Iterator[Block],
         slot_of: Callable[[Block], Slot | None],
-        may_leave: Callable[[BlockKey], bool | None],
+        may_leave: Callable[[BlockKey], Evictable],
     ) -> list[Block]:
         """Return blocks to evict for a number of slots, or for some; children before parents. Empty: no space can be freed.
 
@@ -104,7 +104,7 @@ class SpaceReclaimer:
     def coldest_span(
         self,
         shape: BlockShape,
-        may_leave: Callable[[BlockKey], bool | None],
+        may_leave: Callable[[BlockKey], Evictable],
         cold: Sequence[Slot] = (),
         limits: Sequence[int] = (MOST_LEAVING, PLAN_LIMIT),
     ) -> list[Block]:

@@ -20,7 +20,7 @@ from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.policy_rows import BlockRows
 from kvstore.node.state.slot_map import SlotMap
-from kvstore.tiers.contract import EvictionPolicy, Rows, Slot
+from kvstore.tiers.contract import Evictable, EvictionPolicy, Rows, Slot
 
 
 class VolumeEvictor:
@@ -49,11 +49,12 @@ class VolumeEvictor:
 
     def add_volume(self, node_volume: NodeVolume) -> None:
         """Prepare for blocks of another volume."""
-        self._reclaimers[id(node_volume)] = SpaceReclaimer(node_volume.volume, self._blocks, self._policy)
+        reclaimer = SpaceReclaimer(node_volume.volume, self._blocks, self._policy)
+        self._reclaimers = {**self._reclaimers, id(node_volume): reclaimer}  # replaced: ``held`` reads it without the lock
 
     def remove_volume(self, node_volume: NodeVolume) -> None:
         """Forget a volume that holds no blocks."""
-        del self._reclaimers[id(node_volume)]
+        self._reclaimers = {key: reclaimer for key, reclaimer in self._reclaimers.items() if key != id(node_volume)}
 
     def __len__(self) -> int:
         return len(self._policy) + sum(len(node_volume.aside) for node_volume in self._node_volumes)
@@ -71,12 +72,12 @@ class VolumeEvictor:
         if slot is not None:
             self._reclaimers[id(node_volume)].remove(block, slot)
         if node_volume.aside.pop(block.key, None) is None:
-            self._leave_order(block)
+            self._policy.remove(block.key)
         for order in block.namespace.nvme_orders:
             order.remove(block)
 
-    def _leave_order(self, block: Block) -> None:
-        self._policy.remove(block.key)
+    def on_left_table(self, block: Block) -> None:
+        """Note that a block left the table. Blocks on volumes may still name it as their parent."""
         self._rows.keep(block)
 
     def touch(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
@@ -102,7 +103,7 @@ class VolumeEvictor:
         return self._policy.children(key)
 
     def held(self, namespace: NodeNamespace) -> int:
-        """Number of blocks of a namespace on all volumes."""
+        """Number of blocks of a namespace on all volumes. Without the table's lock: perhaps slightly old."""
         return sum(reclaimer.held.get(namespace, 0) for reclaimer in self._reclaimers.values())
 
     def held_on(self, node_volume: NodeVolume) -> dict[NodeNamespace, int]:
@@ -118,7 +119,7 @@ class VolumeEvictor:
         self._take_back()
         blocks = self._blocks
 
-        def leaves(key: BlockKey) -> bool | None:
+        def leaves(key: BlockKey) -> Evictable:
             block = blocks[key]
             return None if block.namespace.kept else block.nvme_volume is not node_volume or may_leave(block)
 
@@ -144,8 +145,8 @@ class VolumeEvictor:
         def slot_of(block: Block) -> Slot | None:
             return block.nvme if block.nvme_volume is node_volume else None
 
-        def passing(rule: Callable[[Block], bool]) -> Callable[[BlockKey], bool | None]:
-            def leaves(key: BlockKey) -> bool | None:
+        def passing(rule: Callable[[Block], bool]) -> Callable[[BlockKey], Evictable]:
+            def leaves(key: BlockKey) -> Evictable:
                 block = self._blocks[key]
                 if block.namespace.kept or key in block.namespace.hinted:
                     return None
@@ -162,7 +163,7 @@ class VolumeEvictor:
             unfit += (block for block in found if id(block.nvme_volume) not in fit)
             for block in unfit:
                 if block.nvme_volume is not None:
-                    self._leave_order(block)
+                    self._policy.remove(block.key)
                     block.nvme_volume.aside[block.key] = block
             victims = [block for block in found if id(block.nvme_volume) in fit]
             if victims:

@@ -19,11 +19,11 @@ from typing import Final, NamedTuple
 
 from kvstore.core.chain import ChainSlice
 from kvstore.core.clock import Clock
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.limits import MAX_TENANTS_TOLD
 from kvstore.core.types import BlockKey, Tier
 from kvstore.node.ahead.read_ahead import AheadReader
-from kvstore.node.eviction.quotas import held_bytes
+from kvstore.node.eviction.usage import held_bytes
 from kvstore.node.hints.ledger import ChainEnd, HintLedger, Limits, Released, SessionHint, parts_of
 from kvstore.node.loads.runs import BlockRequest
 from kvstore.node.state.model import Block
@@ -32,6 +32,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.process.threads.submission import submit
 from kvstore.tiers.allocator import round_up
 
 _log: Final = LimitedLog(logging.getLogger(__name__))
@@ -237,8 +238,14 @@ class SessionHints:
             self._counters.add(node_metrics.READ_AHEAD_REFUSED)
             return
         chain = ChainSlice(namespace.namespace_id, held)
-        self._counters.add(node_metrics.HINTED_READS_AHEAD)
-        self._reads.add(self._pool.submit(self._bring, BlockRequest(namespace, chain, self._clock.now_s() + READ_S, []), tenant))
+        request = BlockRequest(namespace, chain, self._clock.now_s() + READ_S, [])
+        try:
+            self._reads.add(submit(self._pool, self._bring, request, tenant))
+        except Unavailable as error:
+            self._counters.add(node_metrics.READ_AHEAD_REFUSED)
+            _log.warning("read ahead of an expected turn not begun: %s", error)
+        else:
+            self._counters.add(node_metrics.HINTED_READS_AHEAD)
 
     def _bring(self, request: BlockRequest, tenant: str) -> int:
         try:

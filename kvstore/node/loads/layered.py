@@ -42,6 +42,7 @@ from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.process.threads.submission import submit
 from kvstore.rpc.auth.interceptor import tenant
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import Checksums, LateBytes, ReadControl, ReadRequest
@@ -256,13 +257,14 @@ class LayeredLoader:
                     yield from self._fill(load)
             finally:
                 self._end_fills(load)
+        sources = request.sources_by_block() if others else []
         for index in others:
-            yield self._load_whole(request, index)
+            yield self._load_whole(request, index, sources[index])
 
-    def _load_whole(self, request: BlockRequest, index: int) -> LoadedRun:
+    def _load_whole(self, request: BlockRequest, index: int, sources: Sequence[SourceRange]) -> LoadedRun:
         """Wait for a block that another load brings. If that load gives up, load the block here."""
-        sources = [replace(source, start=0, count=1) for source in request.sources if source.covers(index)]
-        single = replace(request, chain=request.chain.part(index, index + 1), sources=sources)
+        alone = [replace(source, start=0, count=1) for source in sources]
+        single = replace(request, chain=request.chain.part(index, index + 1), sources=alone)
         for attempts_left in reversed(range(MAX_ATTEMPTS)):
             cancelled = LoadedRun(0, [Outcome.UNAVAILABLE], [None], Tier.NVME, self._node_id)
             run = next(self._loader.load(single), cancelled)
@@ -358,7 +360,7 @@ class LayeredLoader:
             yield from self._retried(load, retry, current().result(self._submit(load, retry)))
 
     def _submit(self, load: _LayeredLoad, step: _Step) -> Future[LoadedRun]:
-        return self._pool.submit(copy_context().run, self._read, load, step)
+        return submit(self._pool, copy_context().run, self._read, load, step)
 
     def _read(self, load: _LayeredLoad, step: _Step) -> LoadedRun:
         """Do one read, in a pool thread. The run has one outcome per block of the step; its ``first`` is not set."""

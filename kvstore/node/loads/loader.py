@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import closing, nullcontext
@@ -35,7 +35,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
 from kvstore.node.ahead.reads import UnaskedKeys, WaitedReads
 from kvstore.node.base.volume_guard import VolumeStalled
-from kvstore.node.eviction.execution import quarantine
+from kvstore.node.eviction.volume_commits import quarantine
 from kvstore.node.loads.mount_reader import MountReader
 from kvstore.node.loads.mounts import Mount, Mounts
 from kvstore.node.loads.peer_waits import waiting_for
@@ -48,6 +48,7 @@ from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
+from kvstore.process.threads.submission import submit
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import LateBytes, ReadControl, ReadRequest
 
@@ -69,6 +70,10 @@ MAX_ATTEMPTS = 3
 """How often a load waits for a block that others bring. If they give up, the load claims the block."""
 
 
+_VolumeRead = tuple[int, Block, Slot]
+"""Offset of a block in its run, the block, and the slot of the arena that it is read into."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Window:
     """Consecutive blocks of a load that are fetched together."""
@@ -76,8 +81,6 @@ class _Window:
     first: int
     count: int
     nbytes: int
-    fetch: Callable[[NodeVolume | None], LoadedRun]
-    """Fetches the blocks: in a reader thread of the given volume, or in a thread of the loader (None)."""
     sources: tuple[SourceRange, ...]
     node_volume: NodeVolume | None
     """The volume of the first block, if it has one."""
@@ -152,11 +155,12 @@ class Loader:
 
     def load_local(self, request: BlockRequest) -> Runs:
         """Load blocks that this node holds or mounts. Others that a source holds are UNAVAILABLE: the client reads them there."""
+        sources = request.sources_by_block()
         with closing(self.load(replace(request, sources=()))) as runs:
             for run in runs:
                 for offset, outcome in enumerate(run.outcomes):
                     index = run.first + offset
-                    if outcome is Outcome.MISS and any(source.covers(index) for source in request.sources):
+                    if outcome is Outcome.MISS and sources[index]:
                         run.outcomes[offset] = Outcome.UNAVAILABLE
                         self._counters.add(node_metrics.LOAD_DEFERRED_TO_PEERS_BLOCKS)
                 yield run
@@ -200,7 +204,7 @@ class Loader:
         try:
             while (ready or windows or in_flight or awaited) and not scope.cancelled:
                 while windows and (not in_flight or ahead_bytes + windows[0].nbytes <= most_bytes):
-                    in_flight.append(self._submit(windows.popleft()))
+                    in_flight.append(self._submit(request, windows.popleft()))
                     ahead_bytes += in_flight[-1].window.nbytes
                 if ready:
                     yield ready.popleft()
@@ -260,8 +264,7 @@ class Loader:
                 and (durable[end], sources[end]) == (durable[start], sources[start])
             ):
                 end += 1
-            fetch = partial(self._fetch_window, request, start, end, sources[start])
-            yield _Window(start, end - start, (end - start) * block_bytes, fetch, sources[start], node_volumes[start])
+            yield _Window(start, end - start, (end - start) * block_bytes, sources[start], node_volumes[start])
             start = end
 
     def _blocks_per_window(self, block_bytes: int, *, durable: bool) -> int:
@@ -272,11 +275,12 @@ class Loader:
             blocks = min(2, self._ahead_bytes // (DISK_WINDOWS // 2) // block_bytes)
         return max(1, blocks)
 
-    def _submit(self, window: _Window) -> _InFlight:
+    def _submit(self, request: BlockRequest, window: _Window) -> _InFlight:
         """Begin to fetch a window: in a reader thread of its volume if that answers, else in a thread of the loader."""
         node_volume = None if window.node_volume is None or window.node_volume.guard.stalled else window.node_volume
-        submit = self._pool.submit if node_volume is None else node_volume.guard.submit
-        return _InFlight(window, submit(partial(copy_context().run, window.fetch, node_volume)), node_volume)
+        fetch = partial(copy_context().run, self._fetch_window, request, window, node_volume)
+        future = submit(self._pool, fetch) if node_volume is None else node_volume.guard.submit(fetch)
+        return _InFlight(window, future, node_volume)
 
     def _run_of(self, one: _InFlight) -> LoadedRun:
         """Return the run of a window that has ended, or whose volume is stalled.
@@ -303,17 +307,15 @@ class Loader:
             self._counters.add(node_metrics.LOAD_WINDOW_BUGS)
             log.error("load window failed: unexpected error", exc_info=error)
 
-    def _fetch_window(
-        self, request: BlockRequest, start: int, end: int, sources: tuple[SourceRange, ...], reader_volume: NodeVolume | None
-    ) -> LoadedRun:
+    def _fetch_window(self, request: BlockRequest, window: _Window, reader_volume: NodeVolume | None) -> LoadedRun:
         """Fetch one window, in a reader thread of the volume ``reader_volume``, or in a thread of the loader (None).
 
         Blocks that others bring are awaited too, if enough threads remain for other windows.
         """
-        run = self._claim_and_fetch(request, start, end, sources, reader_volume)
+        run = self._claim_and_fetch(request, window.first, window.first + window.count, window.sources, reader_volume)
         if run.awaited and self._waiters.acquire(blocking=False):
             try:
-                self._await(request, run, sources)
+                self._await(request, run, window.sources)
             except BaseException:
                 self._table.unpin(run.pinned())
                 raise
@@ -395,9 +397,8 @@ class Loader:
 
     def _read_volumes(self, request: BlockRequest, claim: LoadClaim, run: LoadedRun, reader_volume: NodeVolume | None) -> None:
         """Read claimed durable blocks into new slots and verify them; those on the volume ``reader_volume`` in this thread."""
-        table, shape = self._table, request.namespace.shape
         todo = list(claim.durable.items())
-        stalled = [node_volume for node_volume in table.node_volumes if node_volume.guard.stalled]
+        stalled = [node_volume for node_volume in self._table.node_volumes if node_volume.guard.stalled]
         if stalled:  # their blocks get no slots
             self._mark_unavailable(run, [offset for offset, block in todo if block.nvme_volume in stalled])
             todo = [(offset, block) for offset, block in todo if block.nvme_volume not in stalled]
@@ -408,44 +409,53 @@ class Loader:
             for offset, _ in todo:
                 run.outcomes[offset] = Outcome.NO_SPACE
             return
-        by_volume: dict[int, list[int]] = {}
-        for number, (_, block) in enumerate(todo):
-            by_volume.setdefault(id(block.nvme_volume), []).append(number)
-        for numbers in by_volume.values():
-            node_volume = todo[numbers[0]][1].nvme_volume
+        by_volume: dict[int, list[_VolumeRead]] = {}
+        for (offset, block), slot in zip(todo, slots, strict=True):
+            by_volume.setdefault(id(block.nvme_volume), []).append((offset, block, slot))
+        for reads in by_volume.values():
+            node_volume = reads[0][1].nvme_volume
             assert node_volume is not None
-            items = []
-            for number in numbers:
-                block = todo[number][1]
-                assert block.nvme is not None  # pinned: it cannot leave
-                items.append((block.nvme, block.record(), table.dram.view(slots[number], shape.block_bytes)))
-            of_volume = [slots[number] for number in numbers]
-            read = partial(node_volume.volume.read_with_checksums, items)
-            try:
-                with tracing.span(
-                    "volume.read", {"volume": node_volume.volume_id, "blocks": len(items)} if tracing.on() else None
-                ):
-                    if node_volume is reader_volume:
-                        answers = node_volume.guard.timed(read)
-                    else:
-                        answers = node_volume.guard.read(read, partial(self._free_late, of_volume), request.deadline_s)
-            except VolumeStalled:
-                self._mark_unavailable(run, [todo[number][0] for number in numbers])
+            self._read_one_volume(request, run, node_volume, reads, in_this_thread=node_volume is reader_volume)
+
+    def _read_one_volume(
+        self,
+        request: BlockRequest,
+        run: LoadedRun,
+        node_volume: NodeVolume,
+        reads: Sequence[_VolumeRead],
+        *,
+        in_this_thread: bool,
+    ) -> None:
+        """Read blocks of one volume into their slots, and verify them. Slots of blocks that are not read are given back."""
+        table, block_bytes = self._table, request.namespace.shape.block_bytes
+        items = []
+        for _, block, slot in reads:
+            assert block.nvme is not None  # pinned: it cannot leave
+            items.append((block.nvme, block.record(), table.dram.view(slot, block_bytes)))
+        read = partial(node_volume.volume.read_with_checksums, items)
+        try:
+            with tracing.span("volume.read", {"volume": node_volume.volume_id, "blocks": len(items)} if tracing.on() else None):
+                if in_this_thread:
+                    answers = node_volume.guard.timed(read)
+                else:
+                    free = partial(self._free_late, [slot for _, _, slot in reads])
+                    answers = node_volume.guard.read(read, free, request.deadline_s)
+        except VolumeStalled:
+            self._mark_unavailable(run, [offset for offset, _, _ in reads])
+            return
+        for (offset, block, slot), (outcome, checksums), (nvme_slot, _, _) in zip(reads, answers, items, strict=True):
+            run.outcomes[offset] = outcome
+            if outcome is Outcome.HIT:
+                table.finish_promotion(block, slot, checksums)
+                run.blocks[offset] = block
                 continue
-            for number, (outcome, checksums), (slot, _, _) in zip(numbers, answers, items, strict=True):
-                offset, block = todo[number]
-                run.outcomes[offset] = outcome
-                if outcome is Outcome.HIT:
-                    table.finish_promotion(block, slots[number], checksums)
-                    run.blocks[offset] = block
-                    continue
-                self._counters.add(node_metrics.NVME_READ_FAILED_BLOCKS[outcome.name.lower()])
-                log.warning(
-                    "block not read: %s (volume=%s, outcome=%s)", block.key.hex(), node_volume.volume_id, outcome.name.lower()
-                )
-                table.unreserve((slots[number],))
-                if outcome is Outcome.CORRUPT:
-                    quarantine(table, node_volume, block, slot, self._counters)
+            self._counters.add(node_metrics.NVME_READ_FAILED_BLOCKS[outcome.name.lower()])
+            log.warning(
+                "block not read: %s (volume=%s, outcome=%s)", block.key.hex(), node_volume.volume_id, outcome.name.lower()
+            )
+            table.unreserve((slot,))
+            if outcome is Outcome.CORRUPT:
+                quarantine(table, node_volume, block, nvme_slot, self._counters)
 
     def _mark_unavailable(self, run: LoadedRun, offsets: Sequence[int]) -> None:
         """Answer UNAVAILABLE for blocks of a stalled volume: the client reads them from another node, or misses them."""
@@ -486,8 +496,8 @@ class Loader:
         """Read missing blocks from a mounted volume. Returns the blocks that it does not hold."""
         if not missing:
             return missing
-        blocks = [request.new_block(run.first + offset) for offset in missing]
-        loaded = self._mount_reader.read(mount, blocks, request.deadline_s, refresh=refresh)
+        keys = [request.chain.key(run.first + offset) for offset in missing]
+        loaded = self._mount_reader.read(mount, request.namespace, keys, request.deadline_s, refresh=refresh)
         still_missing: list[int] = []
         for offset, block in zip(missing, loaded, strict=True):
             if block is None:

@@ -26,7 +26,7 @@ from kvstore.node.base.volume_guard import STALL_S, VolumeGuard, VolumeStalled, 
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
-from kvstore.tiers.contract import Slot
+from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.mounted import MountedSlab
@@ -42,7 +42,7 @@ BACKOFF_S = 5.0
 
 HostReads = Sequence[tuple[BlockKey, Slot, memoryview]]
 DeviceReads = Sequence[tuple[BlockKey, Slot, DeviceMemory]]
-Answers = list[tuple[Outcome, bytes]]
+Answers = list[tuple[Outcome, BlockRecord]]
 T = TypeVar("T")
 
 

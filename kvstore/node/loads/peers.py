@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from kvstore.core.errors import NotFound
 from kvstore.core.types import NamespaceId, NodeId
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.transport.contract import BlockPeer
+from kvstore.transport.idle_cache import IdleCache
 
 MAX_PEERS = 64
 
@@ -28,7 +29,7 @@ MakePeer = Callable[[PeerAddress, NodeNamespace], BlockPeer]
 
 
 class Peers:
-    """Open peers: one per node and namespace. Beyond ``MAX_PEERS`` the least recently used one is closed. Thread-safe.
+    """Open peers: one per node and namespace. Beyond ``MAX_PEERS``, unused ones are closed. Thread-safe.
 
     Args:
         make: opens a peer.
@@ -39,7 +40,7 @@ class Peers:
         self._make = make
         self._check = check
         self._lock = threading.Lock()
-        self._open: OrderedDict[tuple[PeerAddress, NamespaceId], BlockPeer] = OrderedDict()
+        self._open: IdleCache[tuple[PeerAddress, NamespaceId], BlockPeer] = IdleCache(MAX_PEERS)
 
     def peer(self, address: PeerAddress, namespace: NodeNamespace) -> BlockPeer:
         """Return the peer to move blocks of a namespace with.
@@ -53,20 +54,20 @@ class Peers:
         key = (address, namespace.namespace_id)
         if self._check is not None and key not in self._open:  # may call the metadata server: without the lock
             self._check(address)
+        retired = []
         with self._lock:
-            peer = self._open.get(key)
+            now_s = time.monotonic()
+            peer = self._open.get(key, now_s)
             if peer is None:
-                peer = self._open[key] = self._make(address, namespace)
-            self._open.move_to_end(key)
-            retired = self._open.popitem(last=False)[1] if len(self._open) > MAX_PEERS else None
-        if retired is not None:
-            retired.close()
+                peer = self._make(address, namespace)
+                retired = self._open.put(key, peer, now_s)
+        for one in retired:
+            one.close()
         return peer
 
     def close(self) -> None:
         """Close all peers."""
         with self._lock:
-            peers = list(self._open.values())
-            self._open.clear()
+            peers = self._open.clear()
         for peer in peers:
             peer.close()

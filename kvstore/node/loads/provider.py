@@ -77,18 +77,22 @@ class NodeProvider(BlockProvider):
     def _releaser(self, pinned: Sequence[Block]) -> Callable[[], None]:
         return lambda: self._table.unpin(pinned)
 
-    def write(self, request: WriteRequest) -> WriteGrant:
+    def write(self, request: WriteRequest) -> NodeGrant:
         namespace = self._namespaces.of_shape(request.run.namespace, request.shape)
         if self._gate.closed and not self._gate.awaits(request.run.keys):
             grant = self._gate.reject(namespace, request.run)
         else:
             until_s = min(request.deadline_s, self._clock.now_s() + MAX_WRITE_WAIT_S)
             grant = self._table.prepare(namespace, request.run, until_s)
-        if request.tail:
-            grant.tail = request.run.keys[-1]
-        if request.durable:
-            self._await_durability(namespace, grant, request)
-        return _Grant(self._table, grant, request)
+        try:
+            if request.tail:
+                grant.tail = request.run.keys[-1]
+            if request.durable:
+                self._await_durability(namespace, grant, request)
+            return NodeGrant(self._table, grant, request)
+        except BaseException:  # no writer has the slots yet
+            self._table.abandon(grant)
+            raise
 
     def _await_durability(self, namespace: NodeNamespace, grant: SlotGrant, request: WriteRequest) -> None:
         """Wait until blocks that the node holds are durable. Those that are not in time are SKIPPED, not EXISTS."""
@@ -103,7 +107,9 @@ class NodeProvider(BlockProvider):
                 grant.outcomes[at] = StoreOutcome.SKIPPED
 
 
-class _Grant(WriteGrant):
+class NodeGrant(WriteGrant):
+    """Slots of this node's arena, granted for a write."""
+
     def __init__(self, table: BlockTable, grant: SlotGrant, request: WriteRequest) -> None:
         self._table = table
         self._grant = grant
@@ -128,6 +134,10 @@ class _Grant(WriteGrant):
 
     def abort(self) -> None:
         self._table.abandon(self._grant)
+
+    def revoke(self) -> None:
+        """Free the keys, but not the slots. Call it instead of ``abort`` if bytes may still arrive in them."""
+        self._table.revoke(self._grant)
 
 
 def checksums_of(blocks: Sequence[Block], shape: BlockShape) -> Checksums:

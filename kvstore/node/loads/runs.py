@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from kvstore.core.chain import ChainSlice
+from kvstore.core.limits import MAX_SOURCES_PER_BLOCK
 from kvstore.core.types import NodeId, Outcome, Tier
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.state.model import Block
@@ -24,10 +25,6 @@ class SourceRange:
     volume_id: str = ""
     """The peer's volume; empty: not known."""
 
-    def covers(self, index: int) -> bool:
-        """Whether block ``index`` of the request is in the range."""
-        return self.start <= index < self.start + self.count
-
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
@@ -37,7 +34,8 @@ class BlockRequest:
     chain: ChainSlice
     deadline_s: float
     sources: Sequence[SourceRange] = ()
-    """Peers that hold blocks of the request, best first."""
+    """Peers that hold blocks of the request, best first. Empty if the keys of ``chain`` are not neighbours: blocks from peers get
+    their parent and depth from the chain."""
     layer_group: int = 0
     """Number of layers per group; 0: whole blocks."""
     first_layer: int = 0
@@ -45,16 +43,54 @@ class BlockRequest:
 
     def part(self, start: int, stop: int) -> BlockRequest:
         """Return the request for blocks ``[start, stop)``."""
-        sources = [replace(source, start=source.start - start) for source in self.sources]
+        sources = [
+            replace(source, start=source.start - start)
+            for source in self.sources
+            if source.start < stop and start < source.start + source.count
+        ]
         return replace(self, chain=self.chain.part(start, stop), sources=sources)
 
     def sources_by_block(self) -> list[tuple[SourceRange, ...]]:
-        """Return the sources of each block, best first."""
+        """Return the sources of each block, best first: at most ``MAX_SOURCES_PER_BLOCK``.
+
+        The work is proportional to the result and to the number of sources, not to the blocks that sources cover in common:
+        a caller chooses the sources.
+        """
         found: list[tuple[SourceRange, ...]] = [()] * len(self.chain)
+        following: dict[int, int] = {}  # of a block with all its sources: a later block; those between have all theirs, too
+
+        def next_with_room(index: int) -> int:
+            end = index
+            while end in following:
+                end = following[end]
+            while index != end:
+                following[index], index = end, following[index]
+            return end
+
         for source in self.sources:
-            for index in range(max(0, source.start), min(len(found), source.start + source.count)):
+            index, end = max(0, source.start), min(len(found), source.start + source.count)
+            while index < end:
+                if index in following:
+                    index = next_with_room(index)
+                    continue
                 found[index] = (*found[index], source)
+                if len(found[index]) == MAX_SOURCES_PER_BLOCK:
+                    following[index] = index + 1
+                index += 1
         return found
+
+    def sources_ignored(self) -> int:
+        """Return how many sources blocks have beyond their ``MAX_SOURCES_PER_BLOCK`` best ones, in all."""
+        if len(self.sources) <= MAX_SOURCES_PER_BLOCK:
+            return 0
+        count = len(self.chain)
+        changes = [0] * (count + 1)  # of the number of sources, from block to block
+        for source in self.sources:
+            start, end = max(0, source.start), min(count, source.start + source.count)
+            if start < end:
+                changes[start] += 1
+                changes[end] -= 1
+        return sum(max(0, sources - MAX_SOURCES_PER_BLOCK) for sources in accumulate(changes))
 
     def new_block(self, index: int, checksums: bytes = b"") -> Block:
         """Return a block object for block ``index``, which is in no tier of this node yet."""

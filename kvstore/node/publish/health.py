@@ -11,7 +11,7 @@ from kvstore.core.types import NodeId, VolumeId
 from kvstore.health import codes
 from kvstore.health.findings import HealthFinding, by_severity
 from kvstore.health.host_reports import CertificateWatch
-from kvstore.health.quantities import size
+from kvstore.health.quantities import show_size
 from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.base.slow_sources import SlowSources
 from kvstore.node.publish.contract import PublishedBlocks
@@ -59,7 +59,7 @@ class HealthReporter:
         certificate: CertificateWatch | None = None,
         sources: SlowSources | None = None,
         stalls: ProcessStallDetector | None = None,
-        owners: Callable[[], Iterable[HealthFinding]] = tuple,
+        owners: Callable[[], Iterable[HealthFinding]] = lambda: (),
     ) -> None:
         self._table = table
         self._log = replica_log
@@ -156,14 +156,15 @@ class HealthReporter:
     def _of_volume(self, node_volume: NodeVolume, now_s: float) -> Iterator[HealthFinding]:
         volume_id = node_volume.volume_id
         disk = node_volume.disk
-        free = "" if disk is None else f" {node_volume.folder} has {size(disk.free_bytes)} free."
+        free = "" if disk is None else f" {node_volume.folder} has {show_size(disk.free_bytes)} free."
         if node_volume.volume.read_only is not None:
             facts = f"Volume {volume_id} accepts no blocks: {node_volume.volume.read_only}.{free}"
             yield HealthFinding(codes.VOLUME_READ_ONLY, volume_id, facts)
         elif reason := node_volume.failing.reason(now_s):
             yield HealthFinding(codes.VOLUME_WRITE_FAILS, volume_id, f"Writes to volume {volume_id} fail: {reason}.{free}")
         elif disk is not None and disk.nearly_full:
-            facts = f"{node_volume.folder} of volume {volume_id} has {size(disk.free_bytes)} free of {size(disk.total_bytes)}."
+            where = f"{node_volume.folder} of volume {volume_id}"
+            facts = f"{where} has {show_size(disk.free_bytes)} free of {show_size(disk.total_bytes)}."
             yield HealthFinding(codes.VOLUME_DISK_NEARLY_FULL, volume_id, facts)
         if silent := node_volume.guard.why():
             yield HealthFinding(codes.VOLUME_HUNG, volume_id, f"Volume {volume_id} {silent}.")

@@ -60,6 +60,7 @@ JOIN_S = 10.0
 _ACCESS_ERRORS = (Unauthenticated, PermissionDenied)
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 2.0
+WARNING_GROWTH = 30
 
 
 class IndexPublisher:
@@ -79,7 +80,7 @@ class IndexPublisher:
         listeners: add to heartbeats, and apply the server's orders.
         read_rate: bytes per second that the volumes deliver; None: not measured.
         on_connected: called if the server begins or stops to accept heartbeats.
-        warning_interval_s: least time between two equal warnings.
+        warning_interval_s: least time between two equal warnings; it grows up to ``WARNING_GROWTH`` times while they go on.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class IndexPublisher:
         on_connected: Callable[[bool], None] = lambda _connected: None,
         warning_interval_s: float = INTERVAL_S,
     ) -> None:
-        self._limited = LimitedLog(log, warning_interval_s)
+        self._limited = LimitedLog(log, warning_interval_s, most_interval_s=WARNING_GROWTH * warning_interval_s)
         self._read_rate = read_rate
         self._node = node
         self._health = health or HealthReporter(table, replica_log, MonotonicClock(), FailureTracker())
@@ -245,6 +246,7 @@ class IndexPublisher:
         while not (self._stopping.is_set() or self._leaving.is_set()):
             try:
                 try:
+                    self._again.clear()  # before the changes are read: one that comes later sets it again
                     self._apply_volume_changes()
                     needed = self._register()
                 except Conflict as refused:  # another node has this id or volume: retry until an operator has fixed it
@@ -255,8 +257,6 @@ class IndexPublisher:
                     self._stopping.wait(pause_s)
                     pause_s = min(RETRY_MOST_S, pause_s * 2)
                     continue
-                if not self._volume_changes:
-                    self._again.clear()
                 self.refused = self.denied = None
                 self._registered.set()
                 self._set_connected(connected=True)
@@ -268,7 +268,7 @@ class IndexPublisher:
                 self.denied = error if isinstance(error, _ACCESS_ERRORS) else None
                 self._counters.add(node_metrics.PUBLISH_INTERRUPTED)
                 self._health.publish_failed(error)
-                self._limited.warning("publishing interrupted, trying again: %s", error)
+                self._limited.warning("publishing interrupted, trying again: %s", error, cause=type(error).__name__)
                 # a refused token says nothing about published batches, and may be accepted later
                 if not error.retryable and not isinstance(error, _ACCESS_ERRORS):
                     self._begin_again()  # the sequence numbers no longer match the server's
@@ -337,7 +337,7 @@ class IndexPublisher:
         receiver.start()
 
         def is_over() -> bool:
-            return ended.is_set() or self._again.is_set() or is_silent()
+            return ended.is_set() or self._stopping.is_set() or self._again.is_set() or is_silent()
 
         def is_silent() -> bool:
             with lock:

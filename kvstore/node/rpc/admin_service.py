@@ -14,7 +14,7 @@ from kvstore.core.cancel_scope import run_in_pool
 from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.durability.volume_checks import Check, CheckState
-from kvstore.node.eviction.execution import EvictionResult, evict_down_to, evict_namespace, invalidate
+from kvstore.node.eviction.operator_requests import EvictionResult, evict_down_to, evict_namespace, invalidate
 from kvstore.node.hints.session_hints import SessionHints
 from kvstore.node.rpc.hint_request import apply_to_known
 from kvstore.node.rpc.parts import NodeParts

@@ -106,12 +106,20 @@ class LoadStreams:
 
     def message(self, session: Session, run: LoadedRun, *, want_checksums: bool) -> node_pb2.LoadProgress:
         """Return a run as a message. A lease takes over its pins; if this raises, they are released."""
+        self._drop_condemned(run)
         blocks = run.pinned()
         lease_id = self._sessions.lease(session, blocks) if blocks else 0
         messages = [
             self._run_message(run, start, end, want_checksums=want_checksums) for start, end in equal_stretches(run.outcomes)
         ]
         return node_pb2.LoadProgress(runs=messages, lease_id=lease_id, bytes_received=self._counters.get(_RECEIVED))
+
+    def _drop_condemned(self, run: LoadedRun) -> None:
+        """Answer CORRUPT for whole blocks that proved corrupt since they were pinned."""
+        for offset, block in enumerate(run.blocks):
+            if block is not None and block.condemned and run.checksums is None:
+                run.blocks[offset], run.outcomes[offset] = None, Outcome.CORRUPT
+                self._table.unpin((block,))
 
     @staticmethod
     def _run_message(run: LoadedRun, start: int, end: int, *, want_checksums: bool) -> node_pb2.LoadedRun:

@@ -76,4 +76,4 @@ class NodeParts:
     publisher: IndexPublisher | None = None
     """None: the node runs without a metadata server."""
     copier: Copier | None = None
-    """As ``publisher``."""
+    """None: as for ``publisher``."""

@@ -5,6 +5,7 @@ Work in memory runs on the event loop. Work that may wait (for slots, disks, pee
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -16,9 +17,16 @@ from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.cancel_scope import run_in_pool
 from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
-from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_REASON, MAX_SOURCES, MAX_TRANSFER_ID_BYTES
+from kvstore.core.limits import (
+    MAX_DEPTH,
+    MAX_NAME_BYTES,
+    MAX_REASON,
+    MAX_SOURCES,
+    MAX_SOURCES_PER_BLOCK,
+    MAX_TRANSFER_ID_BYTES,
+)
 from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, SessionId, Tier
-from kvstore.node.eviction.execution import evict_tier
+from kvstore.node.eviction.operator_requests import evict_tier
 from kvstore.node.loads.locate import located_runs, pin_stored
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.loads.runs import BlockRequest, Runs, SourceRange
@@ -28,10 +36,12 @@ from kvstore.node.rpc.load_stream import LoadStreams
 from kvstore.node.rpc.parts import NodeParts
 from kvstore.node.rpc.sessions import Session
 from kvstore.node.rpc.wait_threads import WaitThreads
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.auth.interceptor import require_tenant, tenant
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed, run_from_proto, runs_from_proto, spec_from_proto
 
+_limited = LimitedLog(logging.getLogger(__name__))
 Result = TypeVar("Result")
 Context = Any  # grpc.aio.ServicerContext, generic in request and response
 
@@ -256,6 +266,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     def _begin_load(self, blocks: BlockRequest) -> tuple[Runs, WaitThreads]:
         """Return the runs of a load, and the threads that wait for them."""
+        if ignored := blocks.sources_ignored():
+            self._counters.add(node_metrics.LOAD_SOURCES_IGNORED, ignored)
+            _limited.warning("load sources ignored: too many per block (ignored=%d, most=%d)", ignored, MAX_SOURCES_PER_BLOCK)
         if self._gate.closed:  # the client reads blocks of other nodes there
             return self._loader.load_local(blocks), self._load_threads
         if blocks.layer_group:

@@ -2,8 +2,9 @@
 
 A session of an engine of this host lasts as long as the engine's connection to the arena socket. A session of an engine on
 another host ends after ``REMOTE_IDLE_TTL_S`` without a call and without a lease. Slots that an engine may still write to are
-freed only after a complete or abort, or when its connection ends. An engine that is too slow loses its store (``LOST``), but
-its slots stay reserved until the connection ends, because its copy cannot be stopped. Read leases also expire by time: a reader
+freed only after a complete or abort, or when its connection ends. An engine that is too slow loses its store (``LOST``), and
+others may store its blocks. But its slots stay reserved until it aborts the store or disconnects, because its copy cannot be
+stopped. Read leases also expire by time: a reader
 checks the clock after its copy.
 """
 
@@ -16,9 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.clock import Clock
-from kvstore.core.errors import CapacityExceeded, LeaseLost, PermissionDenied
+from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, LeaseLost, PermissionDenied
 from kvstore.core.limits import MAX_SESSIONS, MAX_SESSIONS_OVER_TCP
 from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
+from kvstore.node.base.cancellation import wait
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.model import Block
@@ -40,7 +42,7 @@ REMOTE_IDLE_TTL_S = 60.0
 class _Store:
     grant: SlotGrant
     expires_s: float
-    answer: tuple[bytes, bytes] | None = None
+    answer: tuple[bytes, bytes]
     """Outcomes and offsets as first answered, for a retry."""
     completed: dict[BlockKey, StoreOutcome] = field(default_factory=dict)
     expired: bool = False
@@ -50,6 +52,15 @@ class _Store:
 class _Lease:
     blocks: Sequence[Block]
     expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a session held when it was removed."""
+
+    stores: Sequence[_Store]
+    leases: Sequence[_Lease]
+    leave_tenant: Callable[[], None] | None
 
 
 class Session:
@@ -68,6 +79,8 @@ class Session:
         """Ends its use of the tenant's limit of sessions over TCP."""
         self.opened_s = self.used_s = now_s
         self.stores: OrderedDict[OperationId, _Store] = OrderedDict()
+        self.granting: set[OperationId] = set()
+        """Stores that wait for slots now."""
         self.leases: dict[int, _Lease] = {}
         self.aborted: OrderedDict[OperationId, None] = OrderedDict()
         """Aborted stores. If the Prepare of one has not ended, its slots are freed when it does."""
@@ -92,6 +105,7 @@ class Sessions:
         self._lease_s = lease_s
         self._prepare_ttl_s = prepare_ttl_s
         self._lock = threading.Lock()
+        self._granted = threading.Condition(self._lock)
         self._sessions: dict[SessionId, Session] = {}
         self._over_tcp = TenantLimit("sessions over TCP", MAX_SESSIONS_OVER_TCP, counters.add)
         self._next_lease = 1
@@ -127,18 +141,25 @@ class Sessions:
     def end(self, session_id: SessionId) -> None:
         """End a session, and release everything that it holds."""
         with self._lock:
-            session = self._sessions.pop(session_id, None)
-            if session is None:
-                return
-            # removed under the lock: a concurrent call of the engine must not release them again
-            stores, leases = list(session.stores.values()), list(session.leases.values())
-            session.stores.clear()
-            session.leases.clear()
-        if session.leave_tenant is not None:
-            session.leave_tenant()
-        for store in stores:
+            session = self._sessions.get(session_id)
+            held = None if session is None else self._remove(session)
+        if held is not None:
+            self._give_back(held)
+
+    def _remove(self, session: Session) -> _Held:
+        """Remove a session, under the lock: from then on, no call of the engine finds it, or releases what it held."""
+        del self._sessions[session.session_id]
+        held = _Held(list(session.stores.values()), list(session.leases.values()), session.leave_tenant)
+        session.stores.clear()
+        session.leases.clear()
+        return held
+
+    def _give_back(self, held: _Held) -> None:
+        if held.leave_tenant is not None:
+            held.leave_tenant()
+        for store in held.stores:
             self._table.abandon(store.grant)
-        for lease in leases:
+        for lease in held.leases:
             self._table.unpin(lease.blocks)
         self._counters.add(node_metrics.SESSIONS_ENDED)
 
@@ -162,41 +183,60 @@ class Sessions:
     def prepare(
         self, session: Session, operation: OperationId, run: BlockRun, deadline_s: float, *, heads: bool = False
     ) -> tuple[bytes, bytes]:
-        """Grant slots for a store: (outcomes, offsets) as they travel. A retry of the operation gets the same answer.
+        """Grant slots for a store: (outcomes, offsets) as they travel. A retry of the operation gets the same slots.
 
+        A retry waits for an earlier attempt that has not ended. An answer without slots is not kept: space may be free by now.
         Only an engine with the arena may store: slots are not cleared, so another one would publish earlier bytes as its blocks.
 
         Raises:
             PermissionDenied: the engine has not connected to the arena socket, or is on another host.
+            CapacityExceeded: the session has too many stores.
+            DeadlineExceeded: an earlier attempt has not ended.
+            LeaseLost: the session has ended, or the store was aborted.
         """
         if not session.connected:
             self._counters.add(node_metrics.STORE_WITHOUT_ARENA)
             raise PermissionDenied("the session has no arena to write to; engines of other hosts store over the data plane")
         with self._lock:
-            earlier = session.stores.get(operation)
-            if earlier is not None and earlier.answer is not None:
+            while operation in session.granting:
+                left_s = deadline_s - self._clock.now_s()
+                if left_s <= 0 or not wait(self._granted, left_s, self._counters):
+                    raise DeadlineExceeded("an earlier attempt of this store still waits for slots")
+            if (earlier := session.stores.get(operation)) is not None:
                 return earlier.answer
             if len(session.stores) >= MAX_STORES_PER_SESSION:
                 self._forget_finished(session)
             if len(session.stores) >= MAX_STORES_PER_SESSION:
                 raise CapacityExceeded("too many stores under way in this session", limit=MAX_STORES_PER_SESSION)
-        if self._gate.closed:
-            grant = self._gate.reject(session.namespace, run)
-        else:
-            grant = self._table.prepare(session.namespace, run, deadline_s, heads=heads)
-        offsets = b"".join(slot.offset.to_bytes(8, "little") for slot in grant.slots.values())
-        answer = (bytes(grant.outcomes), offsets)
-        store = _Store(grant, self._clock.now_s() + self._prepare_ttl_s, answer)
+            session.granting.add(operation)
+        grant = SlotGrant(session.namespace, run, [])
+        try:
+            if self._gate.closed:
+                grant = self._gate.reject(session.namespace, run)
+            else:
+                grant = self._table.prepare(session.namespace, run, deadline_s, heads=heads)
+        finally:
+            answer = self._end_granting(session, operation, grant)
+        if answer is None:
+            self._table.abandon(grant)
+            raise LeaseLost("the session has ended, or the store was aborted")
+        return answer
+
+    def _end_granting(self, session: Session, operation: OperationId, grant: SlotGrant) -> tuple[bytes, bytes] | None:
+        """Keep the slots of an attempt for its retries.
+
+        Returns:
+            Its answer; None: the session has ended, or the store was aborted. Then the slots are the caller's.
+        """
         with self._lock:
-            ended = self._sessions.get(session.session_id) is not session or operation in session.aborted
-            raced = None if ended else session.stores.get(operation)
-            if not ended and raced is None:
-                session.stores[operation] = store
-                return answer
-        self._table.abandon(grant)
-        if raced is not None and raced.answer is not None:
-            return raced.answer
-        raise LeaseLost("the session has ended, or the store was aborted")
+            session.granting.discard(operation)
+            self._granted.notify_all()
+            if self._sessions.get(session.session_id) is not session or operation in session.aborted:
+                return None
+            answer = (bytes(grant.outcomes), b"".join(slot.offset.to_bytes(8, "little") for slot in grant.slots.values()))
+            if grant.slots:
+                session.stores[operation] = _Store(grant, self._clock.now_s() + self._prepare_ttl_s, answer)
+            return answer
 
     def complete(
         self, session: Session, operation: OperationId, keys: Sequence[BlockKey], checksums: Sequence[bytes]
@@ -262,22 +302,23 @@ class Sessions:
         """End expired stores, leases and sessions. The daemon calls this about twice per second."""
         now_s = self._clock.now_s()
         with self._lock:
-            sessions = list(self._sessions.values())
-            stale = [one.session_id for one in sessions if one.is_stale(now_s)]
+            # removed in the same step: an engine that connects now finds no session, or one that is not stale
+            stale = [self._remove(one) for one in list(self._sessions.values()) if one.is_stale(now_s)]
             expired: list[_Lease] = []
-            for session in sessions:
+            for session in self._sessions.values():
                 ended = [lease_id for lease_id, lease in session.leases.items() if lease.expires_s < now_s]
                 expired += [session.leases.pop(lease_id) for lease_id in ended]
                 for operation, store in list(session.stores.items()):
                     if store.expires_s >= now_s:
                         continue
-                    if not store.grant.slots:
-                        del session.stores[operation]  # completed long ago: no retry will follow
-                    elif not store.expired:
-                        store.expired = True  # its slots stay reserved until the session ends
+                    if store.grant.slots:
+                        store.expired = True
+                        self._table.revoke(store.grant)  # its slots stay reserved until it is aborted, or the session ends
                         self._counters.add(node_metrics.STORES_EXPIRED)
+                    elif not store.expired:
+                        del session.stores[operation]  # completed long ago: no retry will follow
         for lease in expired:
             self._counters.add(node_metrics.LEASES_EXPIRED)
             self._table.unpin(lease.blocks)
-        for session_id in stale:
-            self.end(session_id)
+        for held in stale:
+            self._give_back(held)

@@ -23,6 +23,8 @@ class SlotGrant:
     parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
     tail: BlockKey | None = None
     """Key of the partial last block, which is handed over to waiting callers and neither written back nor kept; None: none."""
+    revoked: list[Slot] = field(default_factory=list)
+    """Slots of keys that were taken from the store. They are reserved as long as its writer may write to them."""
     guarded: Block | None = None
     """The parent of the run if it has a replica in one tier only: pinned, so that its eviction does not free space for its
     children."""

@@ -25,7 +25,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 STATE_MASK: Final = 0xF
 """Bits of the state in DRAM. The state of the replica on a volume is ``VOLUME_SHIFT`` bits higher."""
-_PRODUCED, _TRANSIENT = 1 << 8, 1 << 9
+_PRODUCED, _TRANSIENT, _CONDEMNED = 1 << 8, 1 << 9, 1 << 10
 _DEPTH_AT, _DEPTH_MASK = 16, (1 << 32) - 1
 _ROW_AT, _ROW_MASK = 48, (1 << 32) - 1
 _PAGE_AT, _PAGE_MASK = 80, (1 << 48) - 1
@@ -78,12 +78,14 @@ class Block:
     evicting = _Flag(EVICTING)
     in_transfer = _Flag(IN_TRANSFER)
     """Whether the block is being written to a volume, or evicted from it."""
-    lives_by_pins = _Flag(DramState.FILLING | _TRANSIENT)
+    lives_by_pins = _Flag(DramState.FILLING | _TRANSIENT | _CONDEMNED)
     """Leaves DRAM when its last pin ends."""
     produced_here = _SettableFlag(_PRODUCED)
     """Stored here by an engine or a peer, so this node must make it durable. False: a copy of another node's block."""
     transient = _SettableFlag(_TRANSIENT)
     """Kept in DRAM only while it is pinned."""
+    condemned = _SettableFlag(_CONDEMNED)
+    """Proved corrupt in DRAM while it was pinned, and left the table. Its last pin gives the slot back."""
 
     def __init__(self, namespace: NodeNamespace, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
         self.namespace = namespace
@@ -206,6 +208,8 @@ class NodeVolume:
     volume: DurableVolume
     quarantined: int = 0
     """Corrupt replicas. Their slots are out of use until the next start."""
+    uncommitted: list[tuple[BlockKey, Slot]] = field(default_factory=list)
+    """Corrupt replicas that its catalog still names: as many as it has slots, at most."""
     resting_until_s: float = 0.0
     """End of the back-off after a failure: no writes before this time."""
     failing: FailureTracker = field(default_factory=FailureTracker)

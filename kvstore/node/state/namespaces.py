@@ -67,8 +67,8 @@ class NodeNamespace:
         self.hinted: dict[BlockKey, int] = {}
         """Sessions whose hints protect a block, by key (``kvstore.node.hints``)."""
         self.kept = False
-        """Whether an operator's rule keeps it (``kvstore namespaces pin``): its blocks are evicted last, up to a bound
-        (``kvstore.node.eviction.quotas``)."""
+        """Whether an operator's rule keeps it (``kvstore namespaces keep``): its blocks are evicted last, up to a bound
+        (``kvstore.node.eviction.kept``)."""
         self.kept_orders: dict[Tier, EvictionOrder] = {}
         """Its own orders while it is kept."""
         self.uses: TtlOrder | None = None

@@ -1,7 +1,7 @@
 """Rows of the volumes' eviction policy, kept in the blocks: a second dict of keys would double the memory of the table.
 
-A policy also knows keys that are on no volume (evicted parents of blocks that are here): a dict here has their rows. Guarded by
-the table's lock.
+A policy also knows keys that are not in the table (parents of blocks on volumes): a dict here has their rows. Guarded by the
+table's lock.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class BlockRows:
         block = self._blocks.get(key)
         if block is not None and block.row:
             return block.row
-        # also the row of a block that was added after its children: it stays here, because a block that is not in the policy may
-        # leave the table at any time, and would take the row with it
         return self._of_absent.get(key, default)
 
     def __setitem__(self, key: BlockKey, row: int, /) -> None:
@@ -46,6 +44,6 @@ class BlockRows:
             self._blocks[key].row = 0
 
     def keep(self, block: Block) -> None:
-        """Keep the row of a block, if it has one, because the block may leave the table from now on."""
+        """Keep the row of a block that leaves the table, if it has one."""
         if block.row:
             self._of_absent[block.key], block.row = block.row, 0

@@ -7,6 +7,7 @@ in order.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
@@ -15,7 +16,15 @@ from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey
 from kvstore.node.eviction.arena import ArenaEvictor
 from kvstore.node.eviction.volumes import VolumeEvictor
-from kvstore.node.state.block_states import LEGAL_IN_DRAM, LEGAL_ON_VOLUME, VOLUME_SHIFT, DramState, Story, VolumeReplica
+from kvstore.node.state.block_states import (
+    LEGAL_IN_DRAM,
+    LEGAL_ON_VOLUME,
+    VOLUME_SHIFT,
+    DramState,
+    InvalidTransition,
+    Story,
+    VolumeReplica,
+)
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.grants import KeyWaiter, SlotGrant
 from kvstore.node.state.model import IN_TRANSFER, STATE_MASK, Block, NodeVolume, Recent
@@ -25,6 +34,8 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Rows, Slot
 from kvstore.tiers.eviction.policy import LruPolicy
+
+log = logging.getLogger(__name__)
 
 _ABSENT: Final = DramState.ABSENT
 PENDING_SHARE: Final = 0.75
@@ -101,6 +112,13 @@ class Residency:
         """Whether a block may leave its volume without leaving children in DRAM that no lookup finds."""
         return self.is_idle(block) and (block.dram is not None or not self.dram_policy.children(block.key))
 
+    # ---- bugs
+    def set_apart(self, block: Block, bug: Exception) -> None:
+        """Pin a block for good, after an unexpected error in its eviction. Its state is unknown: no search may meet it again."""
+        block.pins += 1
+        self.counters.add(node_metrics.EVICTION_BUGS)
+        log.error("block not evicted: unexpected error, not tried again (key=%s)", block.key.hex(), exc_info=bug)
+
     # ---- DRAM
     def set_dram_state(self, block: Block, new: DramState) -> None:
         """Change a block's state in DRAM.
@@ -157,29 +175,52 @@ class Residency:
         else:
             block.checksums = b""  # its slot's header has them
 
+    def condemn(self, block: Block) -> None:
+        """Take a block that is corrupt in DRAM out of the table, so that no new read finds it. Readers keep the slot."""
+        if not block.pins:
+            self.remove_from_dram(block)
+            return
+        slot = block.dram
+        assert slot is not None
+        assert block.nvme_volume is None  # it was about to be written there
+        self._log.removed(self.dram.volume_id, block.key)
+        self.arena_evictor.remove(block, slot)
+        self._leave_table(block)
+        block.condemned = True
+
     def evict_from_dram(self, blocks: Sequence[Block]) -> None:
         """Evict blocks from DRAM, and count them."""
         for block in blocks:
-            self.remove_from_dram(block)
+            self._leave_dram(block)
         self.counters.add(node_metrics.EVICTED_DRAM_BLOCKS, len(blocks))
+
+    def _leave_dram(self, block: Block) -> None:
+        try:
+            self.remove_from_dram(block)
+        except Exception as bug:  # noqa: BLE001  # the others must leave
+            self.set_apart(block, bug)
 
     def release(self, block: Block) -> None:
         """Let a block that lives by its pins leave DRAM, after its last pin."""
-        if block.filling:
+        if block.filling or block.condemned:
             slot = block.dram
             assert slot is not None
             self.dram.free((slot,))
             self.set_dram_state(block, DramState.ABSENT)
             block.dram = None
         elif block.clean and self.is_idle(block) and (block.durable or not block.produced_here):
-            self.remove_from_dram(block)
+            self._leave_dram(block)
 
     def drop_if_nowhere(self, block: Block) -> None:
         """Remove a block from the table if it has no replica here."""
         if block.dram is None and block.nvme_volume is None and self.blocks.get(block.key) is block:
-            del self.blocks[block.key]
+            self._leave_table(block)
             if block.durable_remotely:
                 self.gone.add(block.key)
+
+    def _leave_table(self, block: Block) -> None:
+        del self.blocks[block.key]
+        self.volume_evictor.on_left_table(block)
 
     # ---- write-back
     def with_parents(self, leaves: Iterable[Block], limit: int) -> list[Block]:
@@ -252,10 +293,21 @@ class Residency:
         self._log.stored(node_volume.volume_id, block)
 
     def mark_evicting(self, blocks: Iterable[Block], reason: VolumeReplica = VolumeReplica.EVICTING) -> None:
-        """Note that blocks are about to leave their volumes."""
+        """Note that blocks are about to leave their volumes.
+
+        Raises:
+            InvalidTransition: one cannot, because of a bug. None is marked, and that one is set apart: callers may try again.
+        """
+        marked: list[Block] = []
         for block in blocks:
-            self.set_replica(block, reason)
+            try:
+                self.set_replica(block, reason)
+            except InvalidTransition as bug:
+                self.cancel_eviction(marked)
+                self.set_apart(block, bug)
+                raise
             block.namespace.evicting_blocks += 1
+            marked.append(block)
 
     def cancel_eviction(self, blocks: Iterable[Block]) -> None:
         """Note that blocks stay on their volumes after all."""
@@ -265,8 +317,8 @@ class Residency:
 
     def remove_from_volume(self, block: Block, node_volume: NodeVolume) -> None:
         """Note that an evicting block has left its volume. Its slot is the caller's."""
+        self.volume_evictor.remove(block, node_volume)  # first: if it fails, no read may begin
         self.set_replica(block, VolumeReplica.ABSENT)
         block.namespace.evicting_blocks -= 1
-        self.volume_evictor.remove(block, node_volume)
         self._log.removed(node_volume.volume_id, block.key)
         block.take_off()

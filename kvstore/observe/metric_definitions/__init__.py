@@ -56,12 +56,12 @@ SHOWN_AT_ZERO: Final = {
     "node": (
         "adopt", "anti_", "arena_", "cascaded_", "copies_", "copy_", "device_", "drain", "evicted_", "failover_", "fenc",
         "gds_", "heartbeat", "index_ranges_", "inventories_", "lease_expiry_", "leases_", "load_", "located_", "lost_range_",
-        "mount_", "node_", "nvme_", "peer_", "prefill_", "decode_", "prompt", "publish_", "quarantined_",
+        "mount_", "node_", "nvme_", "peer_", "prefill_", "decode_", "eviction_", "prompt", "publish_", "quarantined_",
         "read_ahead_", "recovery_",
-        "register", "registrations_", "retention_", "roster_", "rpc_", "sessions_", "staged_", "store", "tenant_",
+        "register", "registrations_", "retention_", "rpc_", "sessions_", "slot_manifest_", "staged_", "store", "tenant_",
         "transport_", "unregister_", "volume_check", "volume_stall", "write_back_",
     ),
-    "router": ("router_", "failover_"),
+    "router": ("router_", "client_cancellations_", "failover_"),
     "events": ("events_", "client_events_", "failover_"),
 }  # fmt: skip
 """Process -> prefixes of its events. Their totals are exposed from the start, so that a rate covers the first event."""

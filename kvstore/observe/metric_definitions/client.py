@@ -21,6 +21,9 @@ EVENTS_IGNORED_BLOCKS: Final = group.counter(
 group = MetricGroup("Client")
 ASKED_TOKENS: Final = group.counter("client_asked_tokens_total", "tokens requested; always the sum of hit and missed tokens")
 ASKED_BLOCKS: Final = group.counter("client_asked_blocks_total", "blocks requested; always the sum of hit and missed blocks")
+CANCELLATIONS_FAILED: Final = group.counter(
+    "client_cancellations_failed_total", "requests without engines in time that could not be cancelled at the scheduler either"
+)
 HIT_TOKENS: Final = group.counter_family(
     "client_hit_tokens_total",
     "tokens whose KV was loaded, by path and source tier",
@@ -141,8 +144,15 @@ LEASE_EXPIRED_BLOCKS: Final = group.counter(
 LOCAL_LOAD_FAILED: Final = group.counter("client_local_load_failed_total", "loads that the local node rejected")
 ORACLE_LOADS: Final = group.counter("client_oracle_loads_total", "loads for which the oracle policy of simulations read nothing")
 PARTS_FAILED: Final = group.counter("client_parts_failed_total", "parts of planned loads that failed and needed another path")
+PARTS_LATE: Final = group.counter(
+    "client_parts_late_total", "planned loads that waited for parts long after their deadline: each is a bug"
+)
 PARTS_STALLED: Final = group.counter("client_parts_stalled_total", "parts of planned loads that stalled")
 PEER_FAILED: Final = group.counter("client_peer_failed_total", "failed reads from other nodes")
+PIECES_AHEAD: Final = group.counter(
+    "client_pieces_ahead_total",
+    "pieces of loads and stores of a device's pages whose copies began while an earlier piece was still copied",
+)
 PLANS_FAILED: Final = group.counter(
     "client_plans_failed_total", "load plans that could not be obtained; the local host reads the blocks that are still missing"
 )
@@ -164,7 +174,10 @@ REPORTS_FAILED: Final = group.counter(
 RETURNS_DROPPED: Final = group.counter(
     "client_returns_dropped_total", "leases not released because too many releases were queued; they expire"
 )
-RETURNS_FAILED: Final = group.counter("client_returns_failed_total", "leases whose release failed; they expire")
+RETURNS_FAILED: Final = group.counter("client_returns_failed_total", "calls to return leases and slots that failed; repeated")
+RETURNS_REFUSED: Final = group.counter(
+    "client_returns_refused_total", "calls to return leases and slots that the node refused; they end with the session"
+)
 STALE_ADDRESSES: Final = group.counter(
     "client_stale_addresses_total", "decode nodes reached at their last known address because the metadata server did not answer"
 )

@@ -108,6 +108,15 @@ DEVICE_POPULATE_REFUSED: Final = group.counter(
     "device_populate_refused_total", "arenas that the kernel did not populate; the driver finds their pages while it pins them"
 )
 DEVICE_STORED_BYTES: Final = group.counter("device_stored_bytes_total", "bytes of started copies from a device's pages")
+DEVICE_TRIALS_FAILED: Final = group.counter(
+    "device_trials_failed_total", "copy strategies that failed in the trial copies at start, per direction"
+)
+DEVICE_TRIALS_LATE: Final = group.counter(
+    "device_trials_late_total", "calibrations whose trial copies did not end; their memory stays reserved"
+)
+DEVICE_UNCALIBRATED: Final = group.counter(
+    "device_uncalibrated_total", "directions whose copy strategy was chosen by a rule, because it could not be measured"
+)
 DEVICE_UNPIN_FAILED: Final = group.counter(
     "device_unpin_failed_total", "arenas that stay mapped because they could not be unpinned"
 )

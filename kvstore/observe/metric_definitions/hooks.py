@@ -9,6 +9,9 @@ from kvstore.observe.metrics import MetricGroup
 group = MetricGroup("Engine hooks")
 HOOK_BYPASSED: Final = group.counter("hook_bypassed_total", "prompts that the hook did not process")
 HOOK_LOADED_TOKENS: Final = group.counter("hook_loaded_tokens_total", "tokens loaded by the transformers hook")
+HOOK_LOOKUPS_LATE: Final = group.counter(
+    "hook_lookups_late_total", "rows of batches that the hook did not look up before its deadline"
+)
 HOOK_PREFIX_UNUSED: Final = group.counter("hook_prefix_unused_total", "loaded prefixes that the model did not use")
 HOOK_PROMPT_TOKENS: Final = group.counter("hook_prompt_tokens_total", "tokens of the prompts that the hook processed")
 HOOK_PROMPTS: Final = group.counter("hook_prompts_total", "prompts that the hook processed")
@@ -17,6 +20,7 @@ HOOK_STORE_REFUSED: Final = group.counter("hook_store_refused_total", "stores of
 HOOK_STORE_SKIPPED_BLOCKS: Final = group.counter("hook_store_skipped_blocks_total", "blocks that the hook could not store")
 HOOK_STORE_STOPPED: Final = group.counter("hook_store_stopped_total", "sequences that the hook stopped storing")
 HOOK_STORED_BLOCKS: Final = group.counter("hook_stored_blocks_total", "blocks stored by the hook")
+HOOK_STORES_LATE: Final = group.counter("hook_stores_late_total", "waits of the hook for its stores that ended at their deadline")
 SGLANG_CALLS: Final = group.counter_family(
     "sglang_calls_total", "calls of SGLang's storage backend", {"call": ("get", "set")}, "sglang_{call}_calls_total"
 )
@@ -46,6 +50,9 @@ SGLANG_PREFIXES_AS_REPORTED: Final = group.counter(
 )
 SGLANG_WEIGHTS_UNKNOWN: Final = group.counter(
     "sglang_weights_unknown_total", "pools without a name for the weights, from SGLang or from the configuration"
+)
+SGLANG_WEIGHT_UPDATES_UNSEEN: Final = group.counter(
+    "sglang_weight_updates_unseen_total", "backends that SGLang does not tell when weights of its engine change"
 )
 SGLANG_SET_WITHOUT_PREFIX_PAGES: Final = group.counter(
     "sglang_set_without_prefix_pages_total", "pages not stored because their prefix is unknown"

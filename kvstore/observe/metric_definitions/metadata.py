@@ -83,6 +83,9 @@ LOOKUP_HIT_BLOCKS: Final = group.counter("metadata_lookup_hit_blocks_total", "bl
 LOOKUPS_UNCOUNTED: Final = group.counter(
     "metadata_lookups_uncounted_total", "lookups not counted per namespace because there are too many namespaces"
 )
+LOOKUPS_OVERTAKEN: Final = group.counter(
+    "metadata_lookups_overtaken_total", "lookups answered with a miss because nodes registered again and again meanwhile"
+)
 BLOCKS_PUBLISHED: Final = group.counter("metadata_blocks_published_total", "replicas added to the index")
 BLOCKS_UNPUBLISHED: Final = group.counter("metadata_blocks_unpublished_total", "replicas removed from the index")
 PUBLISH_BATCHES: Final = group.counter("metadata_publish_batches_total", "batches published by nodes")
@@ -108,7 +111,9 @@ REPLICAS_REPAIRED: Final = group.counter("metadata_replicas_repaired_total", "re
 INDEX_RESTARTS: Final = group.counter(
     "metadata_index_restarts_total", "times that the index was replaced while the server ran, after damage or on request"
 )
-PAUSES: Final = group.counter("metadata_pauses_total", "pauses of the process or its host, after which silence counts anew")
+PAUSES: Final = group.counter(
+    "metadata_pauses_total", "pauses of the process or its host, after which silence is counted from zero"
+)
 MAINTENANCE_FAILURES: Final = group.counter("metadata_maintenance_failures_total", "failed rounds of maintenance")
 SWEEPS: Final = group.counter("metadata_sweeps_total", "sweeps of records of ended volume epochs")
 PLANS: Final = group.counter("metadata_plans_total", "load plans that the server made")
@@ -154,7 +159,7 @@ REQUESTS_FORGOTTEN: Final = group.counter(
 )
 SCHEDULER_VOID_REPORTS: Final = group.counter("metadata_scheduler_void_reports_total", "reports on unknown requests")
 SETTINGS_CHANGED: Final = group.counter(
-    "metadata_settings_changed_total", "changes of quotas, times to live, pins and the path policy"
+    "metadata_settings_changed_total", "changes of quotas, times to live, kept namespaces and the path policy"
 )
 SETTINGS_RESTORED: Final = group.counter(
     "metadata_settings_restored_total", "times that this server's copy of the settings replaced missing or older shared ones"

@@ -190,7 +190,7 @@ STORE_SKIPPED_NO_SPACE_BLOCKS: Final = group.counter(
     "store_skipped_no_space_blocks_total", "blocks not stored because DRAM was full"
 )
 STORE_SKIPPED_QUOTA_BLOCKS: Final = group.counter(
-    "store_skipped_quota_blocks_total", "blocks not stored because their tenant's quota is full of pinned or leased blocks"
+    "store_skipped_quota_blocks_total", "blocks not stored because their tenant's quota is full of blocks that are kept or in use"
 )
 LOAD_BEYOND_QUOTA_BLOCKS: Final = group.counter(
     "load_beyond_quota_blocks_total", "blocks loaded in excess of their tenant's DRAM quota; they are evicted soon after"
@@ -202,8 +202,8 @@ EVICTED_HINTED_BLOCKS: Final = group.counter(
     "evicted_hinted_blocks_total",
     "blocks evicted although a hint protected them: every span had such blocks, and another block size had no slot",
 )
-EVICTED_PINNED_BLOCKS: Final = group.counter(
-    "evicted_pinned_blocks_total",
+EVICTED_KEPT_BLOCKS: Final = group.counter(
+    "evicted_kept_blocks_total",
     "blocks of kept namespaces evicted: more than half of a tier was kept, or no other block was evictable; see how-to/operate",
 )
 EVICTED_QUOTA_BLOCKS: Final = group.counter(
@@ -268,6 +268,15 @@ CASCADED_BLOCKS: Final = group.counter(
 EVICTED_DRAM_BLOCKS: Final = group.counter("evicted_dram_blocks_total", "blocks evicted from DRAM")
 EVICTED_NVME_BLOCKS: Final = group.counter("evicted_nvme_blocks_total", "blocks evicted from volumes")
 WRITE_BACK_BLOCKS: Final = group.counter("write_back_blocks_total", "blocks made durable by write-back")
+EVICTION_BUGS: Final = group.counter(
+    "eviction_bugs_total", "blocks that could not be evicted because of an unexpected exception, and stay until a restart: a bug"
+)
+QUARANTINES_UNCOMMITTED: Final = group.counter(
+    "quarantined_uncommitted_blocks_total", "corrupt replicas that the catalog of their volume did not give up at once; repeated"
+)
+LOAD_SOURCES_IGNORED: Final = group.counter(
+    "load_sources_ignored_total", "sources of blocks that loads did not use, since others were named before them"
+)
 LOAD_WINDOW_BUGS: Final = group.counter(
     "load_window_bugs_total", "windows of loads that failed with an unexpected exception: a bug"
 )
@@ -296,8 +305,8 @@ NVME_WATCH_BUGS: Final = group.counter(
 LEASE_EXPIRY_BUGS: Final = group.counter(
     "lease_expiry_bugs_total", "rounds of the expiry of leases and hints that failed with an unexpected exception: a bug"
 )
-RECOVERY_DOUBLES_KEPT: Final = group.counter(
-    "recovery_doubles_kept_total", "blocks found on two volumes at start and kept on both"
+RECOVERY_DUPLICATES_KEPT: Final = group.counter(
+    "recovery_duplicates_kept_total", "blocks found on two volumes at start and kept on both"
 )
 
 group = MetricGroup("Node: its entries in the index")

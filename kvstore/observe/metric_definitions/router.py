@@ -76,6 +76,9 @@ PREFILLS_FAILED: Final = group.counter("router_prefills_failed_total", "failed c
 REFUSED_FULL: Final = group.counter("router_refused_full_total", "requests rejected because too many were in flight")
 REFUSED_LONG: Final = group.counter("router_refused_long_total", "requests rejected because of their size")
 REPORTS_FAILED: Final = group.counter("router_reports_failed_total", "failed reports to the scheduler")
+REPORTS_RESUMED: Final = group.counter(
+    "router_reports_resumed_total", "times that this router reports again because the router that took over is gone"
+)
 REPORTS_TAKEN_OVER: Final = group.counter("router_reports_taken_over_total", "times that another router took over reporting")
 REPORTS: Final = group.counter("router_reports_total", "reports to the scheduler")
 RETRIES: Final = group.counter("router_retries_total", "further attempts of requests")
@@ -84,4 +87,5 @@ UNSCHEDULED: Final = group.counter("router_unscheduled_total", "requests placed 
 WAITS_ABANDONED: Final = group.counter(
     "router_waits_abandoned_total", "waits for an assignment abandoned because engines were ejected"
 )
+BACKGROUND_BUGS: Final = group.counter("router_background_bugs_total", "unexpected errors of tasks in the background; a bug")
 WITHOUT_PREFILL: Final = group.counter("router_without_prefill_total", "requests placed without a prefill engine")

@@ -84,4 +84,4 @@ MOUNT_STALE_BLOCKS: Final = group.counter(
     "mount_stale_blocks_total", "blocks of mounted volumes that were overwritten before they were read"
 )
 MOUNT_STALLED: Final = group.counter("mount_stalled_total", "mounted volumes no longer used because their I/O stalls")
-ROSTER_ERRORS: Final = group.counter("roster_errors_total", "slot manifests that could not be written or read")
+SLOT_MANIFEST_ERRORS: Final = group.counter("slot_manifest_errors_total", "slot manifests that could not be written or read")

@@ -19,15 +19,13 @@ T = TypeVar("T")
 def submit(pool: Executor, work: Callable[..., T], *arguments: object) -> Future[T]:
     """Run work in a thread of a pool. A call that raises has not begun the work, and the pool never runs it.
 
-    The pool must not be shut down with ``cancel_futures``, because the returned future would never be done.
-
     Args:
         pool: the pool.
         work: called with ``arguments``.
         arguments: of the call.
 
     Returns:
-        The result of the work. The future can be cancelled until the work begins.
+        The result of the work. The future can be cancelled until the work begins, also by the pool's shutdown.
 
     Raises:
         Unavailable: the pool is shut down, or the process may start no further thread.
@@ -45,11 +43,13 @@ def submit(pool: Executor, work: Callable[..., T], *arguments: object) -> Future
             future.set_result(result)
 
     try:
-        pool.submit(run)
+        queued = pool.submit(run)
     except RuntimeError as error:
         if future.cancel():
             raise Unavailable("no thread for the work", error=error) from error
         # another thread of the pool has begun the work
+    else:
+        queued.add_done_callback(lambda done: done.cancelled() and future.cancel())  # by ``cancel_futures`` at a shutdown
     return future
 
 

@@ -48,7 +48,11 @@ class HealthChecks:
     async def _run(self, name: str) -> None:
         while True:
             await asyncio.sleep(self._context.config.check_interval_ms / 1000)
-            await self._check(name)
+            try:
+                await self._check(name)
+            except Exception:  # noqa: BLE001  # task edge: without checks, an ejected engine would never return
+                self._context.counters.add(router_metrics.BACKGROUND_BUGS)
+                _log.exception("check of an engine failed: %s", name)
 
     async def _check(self, name: str) -> None:
         context, timeout_s = self._context, self._context.config.check_timeout_ms / 1000
@@ -57,6 +61,9 @@ class HealthChecks:
         except KVStoreError as error:
             context.counters.add(router_metrics.CHECKS_FAILED)
             context.record_ejection(name, context.health.check_failed(name, context.now_s(), str(error)), str(error))
+            engine = context.health.engines[name]
+            if engine.failed_checks == 1 and not engine.healthy:  # an ejection by checks has a line, and no first failure
+                _log.warning("engine not usable: %s (reason=%s); it is checked until it responds", name, error)
             return
         models = await self._models(name, timeout_s)
         await self._read_metrics(name, timeout_s)

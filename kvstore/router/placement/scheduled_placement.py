@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+from functools import partial
 
 from kvclient import Assignment, AsyncSchedulerClient, DeadlineExceeded, EngineRequest, KVStoreError
 from kvstore.core.errors import CapacityExceeded
@@ -140,13 +141,17 @@ class ScheduledPlacement:
             self._context.counters.add(router_metrics.ASSIGNMENTS_FAILED)
             _log.warning("assignment failed: %s", error)
             return None
-        finally:
+        finally:  # without await: a cancellation here would lose the assignment
             for task in (assign, down, futile):
                 task.cancel()
-            await asyncio.wait((assign, down, futile))
-            if not taken and not assign.cancelled() and assign.exception() is None:  # it arrived after the wait was abandoned
-                self.reporter.request_placed(engine_request.request_id, assign.result().generation)
-                self.reporter.request_finished(engine_request)
+            if not taken:
+                assign.add_done_callback(partial(self._return_late, engine_request))
+
+    def _return_late(self, engine_request: EngineRequest, assign: asyncio.Future[Assignment]) -> None:
+        """Return an assignment that arrived after its wait was abandoned."""
+        if not assign.cancelled() and assign.exception() is None:
+            self.reporter.request_placed(engine_request.request_id, assign.result().generation)
+            self.reporter.request_finished(engine_request)
 
     async def _until_not_schedulable(self, request: PlacementRequest) -> None:
         """Wait until the scheduler can no longer decide."""

@@ -2,7 +2,8 @@
 
 vLLM does not know the scheduler, so the router leads the engines' groups. It sees each request start, compute and end; load from
 other sources shows in the engines' own metrics. If several routers share a pool, one of them reports, and the scheduler sends it
-the assignments of the others.
+the assignments of the others. A router that another one replaced stands by: the scheduler rejects its reports as long as the
+other one lives, and accepts them afterwards. The prefill group alone decides which router reports for both groups.
 
 To the scheduler, plain engines are prefill engines: the scarce resource is prompt computation, and the cached prefix decides
 between them. One virtual decode engine with unlimited capacity completes every pair.
@@ -42,8 +43,8 @@ MIN_INTERVAL_S: Final = 0.003
 """Time between reports while a request waits; doubled after each report without an assignment, up to ``MAX_INTERVAL_S``."""
 DOWN_AFTER_S: Final = 1.0
 """A scheduler that has not answered for this long counts as down."""
-ENGINES_INTERVAL_S: Final = 0.5
-"""How often a router that does not report checks that the scheduler knows engines."""
+STAND_BY_INTERVAL_S: Final = 0.5
+"""How often a router that was replaced tries to report again."""
 _REPORT_TIMEOUT_S: Final = 1.0
 _MAX_TOKENS: Final = 1 << 39
 """Largest load that is reported."""
@@ -89,14 +90,16 @@ class SchedulerReporter:
         """Set while the scheduler does not answer."""
         self._was_answered = False
         self._answered_s = context.now_s()
-        self._engines_seen_s = -ENGINES_INTERVAL_S
         self._wake = asyncio.Event()
         self._prefilled: list[int] = []
-        self._finished: list[int] = []
+        self._finished: list[tuple[int, EngineRequest | None]] = []
+        """Generations that ended and whose report was not answered yet, with their requests; None: not this router's request."""
         self._known: dict[str, _KnownRequest] = {}
         self._served: Counter[str] = Counter()
         self._active: dict[str, int] = {}  # generation, by id of this router's assigned requests
-        self._leaders: tuple[AsyncGroupLeader, AsyncGroupLeader] | None = None
+        self._leaders: tuple[AsyncGroupLeader, AsyncGroupLeader] | None = None  # kept while this router stands by
+        self._reports = False
+        self._rejected_s = 0.0
         self._task: asyncio.Task[None] | None = None
         self._interval_s = MIN_INTERVAL_S
 
@@ -109,15 +112,14 @@ class SchedulerReporter:
 
     def lead(self) -> None:
         """Become the leader of both groups; ``report`` works from now on."""
-        name = self._context.config.name
-        self._leaders = (self._client.leader(f"{name}:prefill", "prefill"), self._client.leader(f"{name}:decode", "decode"))
+        self._lead_with(self._client.leader(f"{self._context.config.name}:prefill", "prefill"))
 
     async def stop(self) -> None:
         """Stop reporting and remove the engines from the scheduler."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
-        if self._leaders is not None and not self.scheduler_down.is_set():
+        if self._reports and self._leaders is not None and not self.scheduler_down.is_set():
             await asyncio.gather(*(leader.leave() for leader in self._leaders), return_exceptions=True)
 
     def engine_of(self, name: str) -> str | None:
@@ -157,19 +159,26 @@ class SchedulerReporter:
     def request_prefilled(self, request_id: str) -> None:
         """Record that a request's prompt is computed."""
         generation = self._active.get(request_id)
-        if self._leaders is not None and generation is not None:
+        if self._reports and generation is not None:
             self._prefilled.append(generation)
 
     def request_finished(self, request: EngineRequest) -> None:
         """Record that an assigned request ended, with or without a response."""
         self._interval_s = MIN_INTERVAL_S
         generation = self._active.pop(request.request_id, 0)
-        if self._leaders is not None:
-            self._finished.append(generation)
+        if self._reports:
+            self._finished.append((generation, request))
         else:
             self._context.run_in_background(asyncio.ensure_future(self._cancel(request)))
         if self.waiting:
             self._wake.set()
+
+    def _cancel_finished(self) -> None:
+        """End the requests whose end was not reported. The router that reports now does not know them."""
+        for _, request in self._finished:
+            if request is not None:
+                self._context.run_in_background(asyncio.ensure_future(self._cancel(request)))
+        self._finished.clear()
 
     async def _cancel(self, request: EngineRequest) -> None:
         try:
@@ -183,14 +192,19 @@ class SchedulerReporter:
         while True:
             started_s = self._context.now_s()
             try:
-                await (self._check_scheduler() if self._leaders is None else self.report())
+                await (self.report() if self._reports else self._stand_by())
                 self._scheduler_answered()
             except Conflict as error:
-                self._leaders = None
+                self._reports, self._rejected_s = False, self._context.now_s()
+                self._cancel_finished()
                 self._context.counters.add(router_metrics.REPORTS_TAKEN_OVER)
-                _logger.error("reporting stopped: another router reports for these engines (reason=%s)", error)  # noqa: TRY400
+                _logger.error("reporting paused: another router reports for these engines (reason=%s)", error)  # noqa: TRY400
             except KVStoreError as error:
                 self._scheduler_failed(error)
+            except Exception as error:  # task edge: without reports, every request would wait until its deadline
+                self._context.counters.add(router_metrics.BACKGROUND_BUGS)
+                _logger.exception("report failed: unexpected error, trying again")
+                self._scheduler_failed(Unavailable("unexpected error", reason=error))
             self._expire()
             await self._pause(started_s)
 
@@ -221,6 +235,34 @@ class SchedulerReporter:
             self.scheduler_down.set()
             self._was_answered = False
 
+    def _lead_with(self, prefill_leader: AsyncGroupLeader) -> None:
+        """Report from now on. The decode group gets a new boot, which replaces that of any other router."""
+        self._leaders = (prefill_leader, self._client.leader(f"{self._context.config.name}:decode", "decode"))
+        self._reports = True
+
+    async def _stand_by(self) -> None:
+        """Check the scheduler, and report again if the router that replaced this one is gone.
+
+        Raises:
+            Unavailable: the scheduler knows no engines, because no router reports.
+            KVStoreError: the scheduler does not answer.
+        """
+        now_s = self._context.now_s()
+        if self._leaders is None or now_s - self._rejected_s < STAND_BY_INTERVAL_S:
+            await self._check_scheduler()
+            return
+        prefill_leader, _ = self._leaders
+        try:
+            news = await prefill_leader.report(list(self._prefill_figures()), deadline_s=_REPORT_TIMEOUT_S)
+        except Conflict:
+            self._rejected_s = now_s
+            await self._check_scheduler()
+            return
+        self._lead_with(prefill_leader)
+        self._apply(news)
+        self._context.counters.add(router_metrics.REPORTS_RESUMED)
+        _logger.warning("reporting resumed: no other router reports for these engines")
+
     async def _check_scheduler(self) -> None:
         """Verify that the scheduler answers and knows engines. For routers that do not report.
 
@@ -228,35 +270,36 @@ class SchedulerReporter:
             Unavailable: the scheduler knows no engines, because no router reports.
             KVStoreError: the scheduler does not answer.
         """
-        now_s = self._context.now_s()
-        if now_s - self._engines_seen_s >= ENGINES_INTERVAL_S or self.scheduler_down.is_set():
-            if not await self._client.engines(_REPORT_TIMEOUT_S):
-                raise Unavailable("the scheduler knows no engines; start the router that reports for them")
-            self._engines_seen_s = now_s
-        else:
-            await self._client.cancel(EngineRequest(f"{self._router_id}-0", 1), _REPORT_TIMEOUT_S)
+        if not await self._client.engines(_REPORT_TIMEOUT_S):
+            raise Unavailable("the scheduler knows no engines; start the router that reports for them")
 
     async def report(self) -> None:
         """Send one report. Requires ``lead``.
 
         Raises:
             Conflict: another router reports for these engines.
+            Unavailable: another router has replaced the decode group only. The next report replaces it again.
             KVStoreError: the scheduler does not answer. The next report repeats this one's content.
         """
         assert self._leaders is not None
         prefilled, self._prefilled = self._prefilled, []
-        finished, self._finished = self._finished, []
+        finished = [generation for generation, _ in self._finished]
         prefill_leader, decode_leader = self._leaders
         answers = await asyncio.gather(
             prefill_leader.report(list(self._prefill_figures()), prefilled=prefilled, deadline_s=_REPORT_TIMEOUT_S),
             decode_leader.report(list(self._decode_figures()), finished=finished, deadline_s=_REPORT_TIMEOUT_S),
             return_exceptions=True,
         )
+        if not isinstance(answers[1], BaseException):
+            del self._finished[: len(finished)]
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         for answer in answers:
             if isinstance(answer, GroupUpdates):
                 self._apply(answer)
         self._context.counters.add(router_metrics.REPORTS)
+        if isinstance(answers[1], Conflict) and isinstance(answers[0], GroupUpdates):
+            self._lead_with(prefill_leader)
+            raise Unavailable("another router reports for the decode engines alone", why=answers[1])
         if failures:
             raise failures[0]
 
@@ -347,7 +390,7 @@ class SchedulerReporter:
         if event.request_id in self._active:
             self._active[event.request_id] = event.generation
         elif event.decode is not None:
-            self._finished.append(event.generation)
+            self._finished.append((event.generation, None))
 
     def _forget(self, request_id: str) -> None:
         known = self._known.pop(request_id, None)

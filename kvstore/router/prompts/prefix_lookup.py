@@ -181,6 +181,9 @@ class StorePrefixLookup:
             except KVStoreError as error:
                 self._context.counters.add(router_metrics.NAMESPACES_UNKNOWN)
                 _log.warning("namespaces not refreshed: %s", error)
+            except Exception:  # task edge: without it, new namespaces would never be looked up
+                self._context.counters.add(router_metrics.BACKGROUND_BUGS)
+                _logger.exception("namespaces not refreshed: unexpected error, trying again")
             await asyncio.sleep(_REFRESH_INTERVAL_S)
 
     async def _refresh(self) -> None:

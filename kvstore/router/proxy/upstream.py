@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Final
 
 import httpx
@@ -177,6 +178,7 @@ class Upstream:
         self._http = httpx.AsyncClient(
             base_url=engine.url,
             verify=verify,
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # keeps none: they belong to one of many clients
             trust_env=False,  # engines are reached directly, even if the environment names a proxy
             timeout=httpx.Timeout(None, connect=config.connect_timeout_ms / 1000, write=config.idle_timeout_ms / 1000),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_IDLE_S),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.rpc.address import check_address, is_unix
+from kvstore.rpc.address import is_address, is_unix
 
 MAX_SERVERS: Final = 16
 """Maximum number of metadata servers of one setting, and of addresses used of one DNS name."""
@@ -47,7 +47,13 @@ class MetadataAddresses:
         entries = []
         names = set()
         for part in parts:
-            entry = check_address(part.removeprefix(_DNS))
+            entry = part.removeprefix(_DNS)
+            if not is_address(entry):
+                raise InvalidArgument(
+                    'a metadata server must be "host:port", with its port (default: 7400), or "unix:/path"; separate several by'
+                    " commas",
+                    address=part,
+                )
             if part.startswith(_DNS) and _is_literal(entry):
                 raise InvalidArgument("dns: requires a host name; write the address without the prefix", address=part)
             if entry in entries:

@@ -11,7 +11,7 @@ import grpc.aio
 
 from kvstore.core.errors import Unavailable
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.failover.attempts import UnaryAttempts
+from kvstore.rpc.failover.attempts import UnaryAttempts, deadline_of
 from kvstore.rpc.failover.rpc_rules import rule_of
 from kvstore.rpc.failover.servers import MetadataServers
 
@@ -105,9 +105,10 @@ class _AioUnary:
         **more: Given,
     ) -> Given:
         loop = asyncio.get_running_loop()
+        deadline_s = deadline_of(timeout)
         if not self._servers.is_ready(self._rule.placement):
             await asyncio.to_thread(self._servers.wait_ready, self._rule.placement, timeout)
-        attempts = UnaryAttempts(self._servers, self._rule, timeout, wait=False)
+        attempts = UnaryAttempts(self._servers, self._rule, deadline_s, wait=False)
         while True:
             method = self._on(attempts.address)
             server = self._servers.watched(attempts.address)

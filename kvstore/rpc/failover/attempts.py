@@ -44,13 +44,19 @@ def failure_of(error: grpc.RpcError) -> Failure | None:
     return Failure.REFUSED if (failed.details() or "").startswith(_NOT_SENT) else Failure.UNAVAILABLE
 
 
+def deadline_of(timeout_s: float | None) -> float | None:
+    """Return the deadline of a call that begins now, in monotonic seconds; None: none."""
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
 class UnaryAttempts:
     """Plan of the attempts of one call. ``address`` and ``timeout_s`` are those of the next attempt.
 
     Args:
-        servers: the servers.
+        servers: the servers. If they are not ready, call ``wait_ready`` before: nothing waits here without ``wait``, because an
+            event loop may call this.
         rule: rule of the RPC.
-        timeout_s: time limit of all attempts together; None: none.
+        deadline_s: deadline of all attempts together, in monotonic seconds; None: none.
         wait: wait until a server answers, instead of failing at once.
 
     Raises:
@@ -59,14 +65,12 @@ class UnaryAttempts:
 
     __slots__ = ("_deadline_s", "_repeatable", "_rule", "_servers", "_tried", "address", "timeout_s")
 
-    def __init__(self, servers: MetadataServers, rule: RpcRule, timeout_s: float | None, *, wait: bool) -> None:
+    def __init__(self, servers: MetadataServers, rule: RpcRule, deadline_s: float | None, *, wait: bool) -> None:
         self._servers = servers
         self._rule = rule
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._deadline_s = deadline_s
         self._repeatable = rule.repetition is Repetition.REPEAT
         self._tried: tuple[str, ...] = ()
-        if not servers.is_ready(rule.placement):
-            servers.wait_ready(rule.placement, timeout_s)
         route = servers.pick(rule.placement)
         if route is None and wait:
             route = servers.wait_usable(rule.placement, self._left_s())

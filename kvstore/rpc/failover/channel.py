@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, Final, Self
 
 import grpc
 
 from kvstore.core.errors import Unavailable
-from kvstore.rpc.failover.attempts import UnaryAttempts, failure_of, unavailable
+from kvstore.rpc.failover.attempts import UnaryAttempts, deadline_of, failure_of, unavailable
 from kvstore.rpc.failover.rpc_rules import RpcRule, rule_of
 from kvstore.rpc.failover.selection import Failure
 from kvstore.rpc.failover.servers import MetadataServers, Open
@@ -70,8 +71,12 @@ class FailoverChannel(grpc.Channel):
             for address in [address for address in self._channels if address not in known]:
                 self._retired.append(self._channels.pop(address))  # closed at the next change: calls may be under way
             streams = list(self._streams)
-        for channel in retired:
-            channel.close()
+        if retired:  # this may run in the thread of gRPC in which calls of one of them end, and closing waits for these calls
+            try:
+                threading.Thread(target=_close_all, args=(retired,), name="kvstore-close-channels", daemon=True).start()
+            except RuntimeError:  # no more threads: the next change tries again
+                with self._lock:
+                    self._retired += retired
         for stream in streams:
             stream.leave_unless_current()
 
@@ -101,14 +106,18 @@ class FailoverChannel(grpc.Channel):
             self._channels.clear()
             self._retired.clear()
         self.servers.close()
-        for channel in channels:
-            channel.close()
+        _close_all(channels)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close_all(channels: Sequence[grpc.Channel]) -> None:
+    for channel in channels:
+        channel.close()
 
 
 class _Method:
@@ -140,7 +149,10 @@ class _Unary(_Method):
         super().__init__(channel, "unary_unary", method, more, named)
 
     def __call__(self, request: Given, timeout: float | None = None, metadata: Given = None, **more: Given) -> Given:
-        attempts = UnaryAttempts(self._servers, self._rule, timeout, wait=bool(more.get("wait_for_ready")))
+        deadline_s = deadline_of(timeout)
+        if not self._servers.is_ready(self._rule.placement):
+            self._servers.wait_ready(self._rule.placement, timeout)
+        attempts = UnaryAttempts(self._servers, self._rule, deadline_s, wait=bool(more.get("wait_for_ready")))
         while True:
             method, server = self._on(attempts.address)
             sent = False

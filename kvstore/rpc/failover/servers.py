@@ -359,9 +359,13 @@ class MetadataServers:
         with self._lock:
             if self._closed or self._resolving or time.monotonic() < self._resolve_due_s:
                 return
+            try:
+                threading.Thread(target=self._resolve, name="kvstore-resolve", daemon=True).start()
+            except RuntimeError as error:  # no more threads: the next call tries again
+                limited.warning("host names of metadata servers not resolved (reason=%s)", error)
+                return
             self._resolving = True
             self._resolve_due_s = float("inf")
-        threading.Thread(target=self._resolve, name="kvstore-resolve", daemon=True).start()
 
     def _resolve(self) -> None:
         for name in self.setting.entries:
@@ -369,7 +373,7 @@ class MetadataServers:
                 continue
             try:
                 found = resolve(name, self._resolver)
-            except (OSError, UnicodeError) as error:
+            except Exception as error:  # noqa: BLE001  # the caller's call must not fail
                 limited.warning("host name of metadata servers not resolved: %s (reason=%s)", name, error)
                 continue
             if found:

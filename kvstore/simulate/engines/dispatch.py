@@ -21,13 +21,13 @@ class Dispatch(Protocol):
     """Gives each submitted job a pair of engines, sooner or later."""
 
     def submit(self, job: Job, hbm_bytes: float) -> None:
-        """A job wants engines."""
+        """Queue a job that needs a prefill engine and a decode engine."""
 
     def prefilled(self, job: Job) -> None:
-        """Its prefill engine is done with it."""
+        """The job's prefill has ended."""
 
     def finished(self, job: Job, hbm_bytes: float) -> None:
-        """It is done."""
+        """The job has ended."""
 
 
 class TakeTurns:

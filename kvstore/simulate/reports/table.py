@@ -17,7 +17,7 @@ from kvstore.simulate.result import SimResult
 
 
 def bound_sentence(config: SimConfig) -> str:
-    """Describe the bound of equation 9 for a cluster of equal nodes, and the limit of its storage."""
+    """Describe the bound of equation 9 of the DualPath paper for a cluster of equal nodes, and the limit of its storage."""
     verdict = judge(bed_of(config))
     hosts = config.of(EngineKind.PREFILL)
     prefill, every = (sum(host.snic for host in some) for some in (hosts, config.hosts))
@@ -26,15 +26,14 @@ def bound_sentence(config: SimConfig) -> str:
     name = f"{len(hosts)}P{len(config.hosts) - len(hosts)}D"
     limit = config.storage / min(config.storage, prefill)
     short = (
-        f"{name}: all storage together sends {config.storage / 1e9:g} GB/s, less than the {every / 1e9:g} GB/s that the storage "
-        f"links take: they cannot all be full, loads up to {limit:.2f} times as fast as over "
-        "the prefill nodes alone."
+        f"{name}: the storage servers send at most {config.storage / 1e9:g} GB/s, less than the {every / 1e9:g} GB/s of all "
+        f"storage links, so loads can be at most {limit:.2f} times as fast as over the prefill nodes alone."
     )
     return short if verdict.free else f"{short} {verdict.sentence}"
 
 
 def bed_of(config: SimConfig) -> Bed:
-    """The cluster in terms of equation 9: its first prefill host represents all."""
+    """The cluster in terms of equation 9 of the DualPath paper: its first prefill host represents all."""
     host = config.of(EngineKind.PREFILL)[0]
     links = host.cnics if host.cnics > 1 else host.engines
     return Bed(
@@ -48,7 +47,10 @@ def bed_of(config: SimConfig) -> Bed:
 
 
 def print_results(results: Sequence[SimResult], every: int, title: str, console: Console) -> None:
-    """A row a variant; gains are against the first, by the time until 95 % is done: the rest is the longest sessions."""
+    """Print one row per variant.
+
+    Gains are relative to the first variant, by the time until 95 % is done: the rest is the longest sessions.
+    """
     times = _table(title, ("variant", "95 % done s", "all s", "gain", "TTFT s", "p99", "TTST s", "TPOT ms"))
     links = _table("storage and load", ("variant", "load s", "storage GB/s", "SNIC max/avg", "SNIC", "CNIC", "prefill", "decode"))
     for result in results:
@@ -109,24 +111,19 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 def print_sweep(clusters: Mapping[str, Sequence[SimResult]], nodes: Mapping[str, int], every: int, console: Console) -> None:
     """Print one row per P:D; ``nodes`` is its cost."""
     first = next(iter(clusters.values()))
-    table = Table(title="prefill:decode nodes (95 % done s; gain and requests/s for each node: of the best but the oracle)")
+    table = Table(title="prefill:decode nodes (95 % done s); gain and requests/s per node: best policy without the oracle")
     table.add_column("cluster")
     for result in first:
         table.add_column(result.variant, justify="right")
     table.add_column("gain", justify="right")
     table.add_column("per node", justify="right")
-    each = {name: max(map(_rate, _real(results))) / nodes[name] for name, results in clusters.items()}
+    each = {name: max(result.requests_per_s for result in _real(results)) / nodes[name] for name, results in clusters.items()}
     best = max(each, key=each.__getitem__)
     for name, results in clusters.items():
         cells = [f"{result.most_done_s * every:,.0f}" for result in results]
-        gain = max(map(_rate, _real(results))) / _rate(results[0])
-        table.add_row(name, *cells, f"{gain:.2f}x", f"{each[name]:.2f}{'  <- most for each node' if name == best else ''}")
+        gain = max(result.requests_per_s for result in _real(results)) / results[0].requests_per_s
+        table.add_row(name, *cells, f"{gain:.2f}x", f"{each[name]:.2f}{'  <- best' if name == best else ''}")
     console.print(table)
-
-
-def _rate(result: SimResult) -> float:
-    """Requests a second, without the tail."""
-    return 0.95 * result.finished / result.most_done_s
 
 
 def _real(results: Sequence[SimResult]) -> list[SimResult]:
@@ -135,7 +132,7 @@ def _real(results: Sequence[SimResult]) -> list[SimResult]:
 
 
 def print_capacity(found: Sequence[Capacity], console: Console) -> None:
-    """A row a variant."""
+    """Print one row per variant."""
     table = Table(title=f"agents/s within mean TTFT {TTFT_S:g} s and mean TPOT {TPOT_S * 1000:g} ms")
     for name in ("variant", "agents/s", "gain", "TTFT s", "TTST s", "TPOT ms"):
         table.add_column(name, justify="left" if name == "variant" else "right")

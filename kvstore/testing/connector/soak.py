@@ -64,11 +64,11 @@ def soak(driver: HookDriver, seeds: Sequence[int], options: dict[str, object], f
                 loaded += report.loaded_tokens
                 asked += report.asked
                 aborted += report.aborted
-            told = {name: value for name, value in sorted(engine.counters().items()) if value and _tells(name)}
-            counters.update(told)
+            failures = {name: value for name, value in sorted(engine.counters().items()) if value and _counts_failures(name)}
+            counters.update(failures)
         seconds = time.monotonic() - began_s
-        done = f"{first + _FRESH_EVERY} runs, {seconds:.0f} s, {asked} prompts, {aborted} aborted"
-        print(f"{done}, {loaded} tokens loaded; {told}", flush=True)
+        done = f"{min(first + _FRESH_EVERY, len(seeds))} runs, {seconds:.0f} s, {asked} prompts, {aborted} aborted"
+        print(f"{done}, {loaded} tokens loaded; {failures}", flush=True)
     for name, count in sorted(faults.items()):
         print(f"{count:5} {name}")
     return {
@@ -96,7 +96,7 @@ def _origin() -> dict[str, object]:
     }
 
 
-def _tells(counter: str) -> bool:
+def _counts_failures(counter: str) -> bool:
     return any(word in counter for word in ("fail", "missing", "corrupt", "lost", "expired", "timeout", "bug"))
 
 

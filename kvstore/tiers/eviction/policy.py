@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
-from kvstore.tiers.contract import EvictionPolicy, Rows
+from kvstore.tiers.contract import Evictable, EvictionPolicy, Rows
 from kvstore.tiers.eviction.ghost_list import GhostList
 from kvstore.tiers.eviction.queue import EvictionQueue
 
@@ -209,7 +209,7 @@ class _TreePolicy(ABC):
                 if not self._children[row]:
                     self._queue(row)
 
-    def coldest(self, evictable: Callable[[BlockKey], bool | None]) -> Iterator[BlockKey]:
+    def coldest(self, evictable: Callable[[BlockKey], Evictable]) -> Iterator[BlockKey]:
         numbers, children = self._entry_numbers, self._children
         for row in self._taken:
             numbers[row] = 0

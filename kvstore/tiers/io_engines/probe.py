@@ -64,7 +64,7 @@ class GdsProbe:
     path: GdsPath
     why: str
     """The reason, in one line."""
-    mend: str | None = None
+    fix: str | None = None
     """A shell command or a setting that would make it ``GDS``; None: it is, or the mode is off."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts from the steps of the probe, for reports."""
@@ -136,8 +136,8 @@ def _no_driver() -> GdsProbe | None:
     try:
         ctypes.CDLL(CUDA_DRIVER)
     except OSError:
-        mend = _DRIVER if nvidia_cards() else _NO_CARD
-        return GdsProbe(GdsPath.NONE, f"no CUDA driver on this host: {CUDA_DRIVER} cannot be loaded", mend)
+        fix = _DRIVER if nvidia_cards() else _NO_CARD
+        return GdsProbe(GdsPath.NONE, f"no CUDA driver on this host: {CUDA_DRIVER} cannot be loaded", fix)
     return None
 
 
@@ -161,10 +161,10 @@ def judge(ran: CommandResult, timeout_s: float, *, measured: bool = True) -> Gds
         if isinstance(said, dict):
             facts.update(said)
     if not measured and ran.code == 0 and facts.get("begun") == "read" and "read_error" not in facts:
-        path, why, mend = _allowed(facts)
+        path, why, fix = _allowed(facts)
     else:
-        path, why, mend = _judge(facts, ran, timeout_s)
-    return GdsProbe(path, why, mend, facts, measured)
+        path, why, fix = _judge(facts, ran, timeout_s)
+    return GdsProbe(path, why, fix, facts, measured)
 
 
 def _allowed(facts: Mapping[str, Any]) -> tuple[GdsPath, str, str | None]:
@@ -247,7 +247,7 @@ def choose_gds(
             return kvikio, found
     if mode == "required":
         raise Unsupported(
-            f"{setting} = required, but GPUDirect Storage does not work here: {found.why}. To repair it: {found.mend}."
+            f"{setting} = required, but GPUDirect Storage does not work here: {found.why}. To repair it: {found.fix}."
             f" Or set {setting} = auto to run without it",
             volume=folder, path=found.path.value,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """Device memory of a torch tensor: a pool, or an engine's paged cache. Imports torch.
 
-Reads are complete when ``read_device`` returns, and are not ordered with a stream: kernels that used the memory before must have
-ended. Copies use a separate stream of the calling thread: on the default stream, they and an engine's kernels would wait for
-each other.
+Reads are complete when ``IoEngine.read_device`` returns, and are not ordered with a stream: kernels that used the memory before
+must have ended. Copies use a separate stream of the calling thread: on the default stream, they and an engine's kernels would
+wait for each other.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class TensorMemory:
 
     def fill(self, source: memoryview) -> None:
         """See ``DeviceMemory``."""
-        with self._apart():
+        with self._on_own_stream():
             self._bytes.copy_(torch.frombuffer(source, dtype=torch.uint8))
 
     def fetch(self, target: memoryview) -> None:
         """See ``DeviceMemory``."""
-        with self._apart():
+        with self._on_own_stream():
             torch.frombuffer(target, dtype=torch.uint8).copy_(self._bytes)
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Copies in this context are complete when it ends, and do not wait for other kernels."""
+    def _on_own_stream(self) -> Iterator[None]:
+        """Run the copies of this context on a stream of the calling thread. They are complete when the context ends."""
         if not self._bytes.is_cuda:
             yield
             return

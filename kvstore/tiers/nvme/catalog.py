@@ -155,8 +155,22 @@ class Catalog:
         except lmdb.Error as error:
             raise self._translated(error) from error
 
+    def header(self, key: BlockKey) -> bytes | None:
+        """The header of a key; None: there is none."""
+        try:
+            with self._env.begin(self._blocks) as txn:
+                found = txn.get(key)
+                return None if found is None else bytes(found)
+        except lmdb.Error as error:
+            raise self._translated(error) from error
+
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """All (key, header), in order of keys. Read in pages: no transaction stays open between them."""
+        """All (key, header), in order of keys."""
+        for page in self.pages():
+            yield from page
+
+    def pages(self) -> Iterator[list[tuple[bytes, bytes]]]:
+        """As ``entries``, in pages. Each is read when it is asked for: no transaction stays open between them."""
         after: bytes | None = None
         while True:
             page: list[tuple[bytes, bytes]] = []
@@ -172,7 +186,8 @@ class Catalog:
                                 break
             except lmdb.Error as error:
                 raise self._translated(error) from error
-            yield from page
+            if page:
+                yield page
             if len(page) < _PAGE_ENTRIES:
                 return
             after = page[-1][0]

@@ -42,6 +42,7 @@ from kvstore.tiers.nvme.ownership import (
     copy_catalog,
     name_at,
     newest_catalog,
+    sync_folder,
 )
 from kvstore.tiers.nvme.slab_io import SlabFile, SlotIO
 from kvstore.tiers.nvme.slot_header import MAGIC, SlotHeader, header_bytes, pack_header, parse_header
@@ -401,6 +402,8 @@ class _Check:
             catalog.put_superblock(self._superblock_in_force)
         finally:
             catalog.close()
+        sync_folder(folder)
+        sync_folder(self._path)
         self._rewrite_superblock()
 
 

@@ -158,12 +158,12 @@ class MountedSlab:
 
     def read(
         self, namespace: NamespaceId, shape: BlockShape, items: Sequence[tuple[BlockKey, Slot, memoryview]]
-    ) -> list[tuple[Outcome, bytes]]:
+    ) -> list[tuple[Outcome, BlockRecord]]:
         """Read full blocks into writable views.
 
         Returns:
-            One entry per item: HIT and the verified checksums; MISS if the slot does not have the block (the block is forgotten);
-            UNAVAILABLE if the slot cannot be read.
+            One entry per item: HIT and the verified record, with the block's parent, depth and checksums; MISS if the slot does
+            not have the block (the block is forgotten); UNAVAILABLE if the slot cannot be read.
 
         Raises:
             InvalidArgument: a view does not have the size of a full block.
@@ -183,7 +183,7 @@ class MountedSlab:
         items: Sequence[tuple[BlockKey, Slot, DeviceMemory]],
         *,
         verify: bool = True,
-    ) -> list[tuple[Outcome, bytes]]:
+    ) -> list[tuple[Outcome, BlockRecord]]:
         """As ``read``, into device memory. Memory of a block that is not a HIT is undefined.
 
         Data read directly is copied back to be verified, because the owner may have rewritten the slot. Without ``verify``, only
@@ -203,10 +203,12 @@ class MountedSlab:
             raise InvalidArgument("a payload must be one full block and fit its slot", bytes=nbytes)
         return BlockRecord(namespace, key, None, 0, shape, b"")
 
-    def _answers(self, places: Sequence[tuple[BlockKey, Slot]], slots: Sequence[_WantedSlot]) -> list[tuple[Outcome, bytes]]:
-        answers: list[tuple[Outcome, bytes]] = []
+    def _answers(
+        self, places: Sequence[tuple[BlockKey, Slot]], slots: Sequence[_WantedSlot]
+    ) -> list[tuple[Outcome, BlockRecord]]:
+        answers: list[tuple[Outcome, BlockRecord]] = []
         for (key, slot), io in zip(places, slots, strict=True):
-            answers.append((io.outcome, io.record.checksums))
+            answers.append((io.outcome, io.record))
             if io.outcome is Outcome.MISS:
                 self._forget(key, slot)
         return answers

@@ -41,7 +41,7 @@ from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, Superblock, newest_s
 SLAB_FILE: Final = "slab.kv"
 CATALOG_FOLDER: Final = "catalog"
 LOCK_FILE: Final = "lock"
-ROSTER_FILE: Final = "roster"
+MANIFEST_FILE: Final = "roster"  # the name on disk from before it was called a manifest; the magic "KVROST" has it, too
 CLAIM_FILE: Final = "claim"
 _CLAIM = re.compile(rf"{CLAIM_FILE}\.(\d{{1,18}})")
 _CATALOG = re.compile(rf"{CATALOG_FOLDER}\.(\d{{1,18}})")
@@ -353,7 +353,7 @@ def remove_old_files(path: Path, token: int) -> None:
     """Remove catalogs, locks and slot manifests of earlier tokens. Failures leave them: they are only space."""
     for name in os.listdir(path):
         base, _, number = name.removesuffix(".new").partition(".")
-        if base not in (CATALOG_FOLDER, LOCK_FILE, ROSTER_FILE) or not (number or "0").isdigit() or int(number or 0) >= token:
+        if base not in (CATALOG_FOLDER, LOCK_FILE, MANIFEST_FILE) or not (number or "0").isdigit() or int(number or 0) >= token:
             continue
         if base == CATALOG_FOLDER:
             shutil.rmtree(path / name, ignore_errors=True)

@@ -9,7 +9,7 @@ A volume is a folder::
     rules      last retention rules of the node (``kvstore.node.control.rules_file``); not used by the volume
     roster     slot manifest for nodes that mount the folder (``kvstore.tiers.nvme.slot_manifest``); derived, a hint
 
-The names of catalog, lock and roster end in ``.N`` if their owner's token N is not 0.
+The names of catalog, lock and slot manifest end in ``.N`` if their owner's token N is not 0.
 
 Crash safety follows from the order of writes. First slots are written; then ``commit`` syncs the slab; then one synced
 transaction changes the catalog; only then may slots of removed blocks be allocated again. After a crash at any point, exactly
@@ -441,23 +441,37 @@ class NvmeSlab(PooledVolume, DurableVolume):
                 raise Internal("the slot of a committed block is not allocated", slot=slot)
             entries.append((record.key, self._header(slot, record)))
         with self._commit_lock:
-            if self._catalog is None or self._read_only is not None:
-                raise self._refusal(self._read_only or "closed")
-            if entries:
-                self._sync()
-            if not all(_is_at(path, file) for path, file in self._places):
-                self._check_owned()  # a new owner removes the catalog of the old one
-                self._lose()
-                raise self._refusal(self._read_only or "its files are gone")
-            self._catalog.commit(entries, removed)
-            self._check_owned_after_commit()
-            self._manifest.append([(record.key, slot) for slot, record in stored], removed)
+            self._commit(entries, [(record.key, slot) for slot, record in stored], removed)
 
-    def _listed(self) -> Iterator[tuple[BlockKey, Slot]]:
-        """Entries of the catalog for the slot manifest. The caller holds the commit lock."""
+    def remove_replicas(self, replicas: Sequence[tuple[BlockKey, Slot]]) -> None:
+        with self._commit_lock:
+            header_of = self._open_catalog().header
+            self._commit([], [], [key for key, slot in replicas if (found := header_of(key)) and place_in(found) == slot])
+
+    def _open_catalog(self) -> Catalog:
+        if self._catalog is None or self._read_only is not None:
+            raise self._refusal(self._read_only or "closed")
+        return self._catalog
+
+    def _commit(
+        self, entries: Sequence[tuple[BlockKey, bytes]], stored: Sequence[tuple[BlockKey, Slot]], removed: Sequence[BlockKey]
+    ) -> None:
+        catalog = self._open_catalog()
+        if entries:
+            self._sync()
+        if not all(_is_at(path, file) for path, file in self._places):
+            self._check_owned()  # a new owner removes the catalog of the old one
+            self._lose()
+            raise self._refusal(self._read_only or "its files are gone")
+        catalog.commit(entries, removed)
+        self._check_owned_after_commit()
+        self._manifest.append(stored, removed)
+
+    def _listed(self) -> Iterator[list[tuple[BlockKey, Slot]]]:
+        """Entries of the catalog for the slot manifest, in pages. The caller holds the commit lock whenever it takes one."""
         if self._catalog is not None:
-            for key, header in self._catalog.entries():
-                yield BlockKey(key), place_in(header)
+            for page in self._catalog.pages():
+                yield [(BlockKey(key), place_in(header)) for key, header in page]
 
     def _why_not_written(self) -> str | None:
         """Why this node may not write because of the volume's owner; None: it may."""

@@ -1,13 +1,17 @@
 """Slot manifest: which block is in which slot of a slab, for nodes that mount the volume's folder.
 
 A shared volume has one owner, which alone writes, evicts and publishes. Other nodes read its slots directly. They cannot open
-the catalog, because LMDB works within one host, and asking the owner would make the volume unavailable without it. So the owner
-writes a second, derived list next to the slab: an append-only file in the order of the catalog's commits. It is replaced by a
-new edition at each opening, and when most of it is history. Each owner's file has its token in its name, so that readers never
-follow an owner that was fenced.
+the catalog, because LMDB works within one host, and asking the owner would make the volume unavailable without it. So the
+owner writes a second list next to the slab, derived from the catalog: an append-only file with one frame per commit.
+
+A new edition replaces the file when the volume is opened, and when most entries of the file are obsolete. In the second case
+the new edition is written beside the old one while commits go on: each commit also copies one page of the catalog, so that no
+commit waits for a copy of the whole catalog. Each owner's file has its token in its name, so that readers never follow an
+owner that was fenced.
 
 The manifest is a *hint*, like the index: a reader verifies each block against the slot's header and checksums, so a late or lost
-entry costs a miss. So it is not synced, a failed write never fails a commit, and a reader stops at the first incomplete frame.
+entry costs a miss. Therefore it is not synced, a failed write never fails a commit, and a reader stops at the first incomplete
+frame.
 
 Little-endian::
 
@@ -27,7 +31,7 @@ import os
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +43,12 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import Slot
-from kvstore.tiers.nvme.ownership import ROSTER_FILE, name_at
+from kvstore.tiers.nvme.ownership import MANIFEST_FILE, name_at
 from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, Superblock, pack_superblock, parse_superblock
 
 _log = logging.getLogger(__name__)
 
-Entries = Callable[[], Iterable[tuple[BlockKey, Slot]]]
+Pages = Callable[[], Iterable[Sequence[tuple[BlockKey, Slot]]]]
 
 _MAGIC = b"KVROST\r\n"
 _HEAD = struct.Struct("<8sQ16s")
@@ -54,7 +58,8 @@ _ENTRY = struct.Struct("<16sQQQ")
 _ENTRIES = np.dtype([("key", "V16"), ("offset", "<u8"), ("size", "<u8"), ("generation", "<u8")])
 MAX_FRAME_ENTRIES = 65_536
 """Maximum number of entries, and of removals, per frame."""
-_FRAME_ENTRIES = 4_096
+STEP_ENTRIES = 4_096
+"""Entries of the catalog that one commit copies to a new edition, rounded up to whole pages."""
 _LARGEST_FRAME_BYTES = _FRAME.size + MAX_FRAME_ENTRIES * (KEY_BYTES + _ENTRY.size)
 _READ_BYTES = 2 * _LARGEST_FRAME_BYTES
 _HISTORY_BYTES = 4 << 20
@@ -69,24 +74,51 @@ def pack_frame(stored: Sequence[tuple[BlockKey, Slot]], removed: Sequence[BlockK
     return struct.pack("<Q", xxhash.xxh3_64_intdigest(counts + body)) + counts + body
 
 
+@dataclass(slots=True)
+class _Edition:
+    """An edition that is written."""
+
+    fd: int
+    pages: Iterator[Sequence[tuple[BlockKey, Slot]]]
+    """Entries of the catalog that are to be copied to it."""
+    live: int = 0
+    """Number of entries, about."""
+    nbytes: int = 0
+
+    @property
+    def is_mostly_history(self) -> bool:
+        """Whether a new edition would be much smaller."""
+        return self.nbytes > 2 * (HEAD_BYTES + self.live * _ENTRY.size) + _HISTORY_BYTES
+
+    def write(self, data: bytes) -> None:
+        """Append bytes. After a short write, readers ignore the incomplete frame.
+
+        Raises:
+            OSError: they were not written, or not all.
+        """
+        if os.write(self.fd, data) != len(data):
+            raise OSError(f"a frame of {len(data)} bytes was written incompletely")
+        self.nbytes += len(data)
+
+
 class SlotManifestWriter:
     """Writer at the owner. Not thread-safe. No method raises errors of the file system.
 
     Args:
         folder: folder of the volume.
         superblock: superblock of the current epoch.
-        everything: iterates over all entries of the catalog.
+        pages: iterates over all entries of the catalog, and reads each page when it is asked for.
         counters: counts failures.
     """
 
-    def __init__(self, folder: Path, superblock: Superblock, everything: Entries, counters: Counters) -> None:
-        self._path = folder / name_at(ROSTER_FILE, superblock.token)
+    def __init__(self, folder: Path, superblock: Superblock, pages: Pages, counters: Counters) -> None:
+        self._path = folder / name_at(MANIFEST_FILE, superblock.token)
+        self._temporary = self._path.with_name(f"{self._path.name}.new")
         self._superblock = superblock
-        self._everything = everything
+        self._pages = pages
         self._counters = counters
-        self._fd = -1
-        self._live = 0
-        self._bytes = 0
+        self._current: _Edition | None = None
+        self._next: _Edition | None = None
         self._to_skip = 0
         self._skips = 0
 
@@ -94,66 +126,70 @@ class SlotManifestWriter:
         """Write a new edition with all entries of the catalog, and replace the old one."""
         self._superblock = superblock or self._superblock
         self.close()
-        temporary = self._path.with_name(f"{self._path.name}.new")
-        fd = -1
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            head = secrets.token_bytes(16) + pack_superblock(self._superblock)
-            self._bytes = _write(fd, struct.pack("<8sQ", _MAGIC, xxhash.xxh3_64_intdigest(head)) + head)
-            self._live = 0
-            entries = iter(self._everything())
-            while batch := list(islice(entries, _FRAME_ENTRIES)):
-                self._bytes += _write(fd, pack_frame(batch, ()))
-                self._live += len(batch)
-            temporary.rename(self._path)
+            self._start_next()
+            while self._next is not None:
+                self._copy_entries(self._next)
         except (OSError, KVStoreError) as error:
-            if fd >= 0:
-                os.close(fd)
             self._failed(error)
-            return
-        self._fd = fd
-        self._skips = 0
 
     def append(self, stored: Sequence[tuple[BlockKey, Slot]], removed: Sequence[BlockKey]) -> None:
-        """Append one commit of the catalog."""
+        """Append one commit of the catalog. Continue or begin to write a new edition, if one is needed."""
         if self._to_skip:
             self._to_skip -= 1
             return
-        live_bytes = HEAD_BYTES + self._live * _ENTRY.size
-        if self._fd < 0 or self._bytes > 2 * live_bytes + _HISTORY_BYTES:
-            self.begin()
-            return
         try:
+            if self._next is None and (self._current is None or self._current.is_mostly_history):
+                self._start_next()
             for at in range(0, max(len(stored), len(removed)), MAX_FRAME_ENTRIES):
                 upto = at + MAX_FRAME_ENTRIES
-                self._bytes += _write(self._fd, pack_frame(stored[at:upto], removed[at:upto]))
-        except OSError as error:
+                frame = pack_frame(stored[at:upto], removed[at:upto])
+                for edition in filter(None, (self._current, self._next)):
+                    edition.write(frame)
+            if self._current is not None:
+                self._current.live = max(0, self._current.live + len(stored) - len(removed))
+            if self._next is not None:
+                self._copy_entries(self._next)
+        except (OSError, KVStoreError) as error:
             self._failed(error)
-            return
-        self._live = max(0, self._live + len(stored) - len(removed))
 
     def close(self) -> None:
         """Close the file. Readers may still use it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        for edition in filter(None, (self._current, self._next)):
+            os.close(edition.fd)
+        self._current = self._next = None
+
+    def _start_next(self) -> None:
+        fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._next = _Edition(fd, iter(self._pages()))
+        head = secrets.token_bytes(16) + pack_superblock(self._superblock)
+        self._next.write(struct.pack("<8sQ", _MAGIC, xxhash.xxh3_64_intdigest(head)) + head)
+
+    def _copy_entries(self, edition: _Edition) -> None:
+        """Copy ``STEP_ENTRIES`` of the catalog to the next edition. If these were the last ones, it replaces the current one."""
+        copied = 0
+        while copied < STEP_ENTRIES:
+            page = next(edition.pages, None)
+            if page is None:
+                self._temporary.rename(self._path)
+                if self._current is not None:
+                    os.close(self._current.fd)
+                self._current, self._next = edition, None
+                self._skips = 0
+                return
+            edition.write(pack_frame(page, ()))
+            edition.live += len(page)
+            copied += len(page)
 
     def _failed(self, error: Exception) -> None:
         """Stop writing for a growing time; then begin a new edition."""
         self.close()
         self._skips = min(2 * self._skips + 1, _MOST_SKIPPED)
         self._to_skip = self._skips
-        self._counters.add(volumes_metrics.ROSTER_ERRORS)
+        self._counters.add(volumes_metrics.SLOT_MANIFEST_ERRORS)
         _log.warning(
             "slot manifest not written: %s (error=%s); nodes that mount this volume miss new blocks meanwhile", self._path, error
         )
-
-
-def _write(fd: int, data: bytes) -> int:
-    """Append all bytes. After a short write, readers ignore the incomplete frame."""
-    if os.write(fd, data) != len(data):
-        raise OSError(f"a frame of {len(data)} bytes was written incompletely")
-    return len(data)
 
 
 class SlotManifestReader:
@@ -167,7 +203,7 @@ class SlotManifestReader:
 
     def __init__(self, folder: Path, token: int = 0, *, entries: bool = True) -> None:
         self.token = token
-        self._path = folder / name_at(ROSTER_FILE, token)
+        self._path = folder / name_at(MANIFEST_FILE, token)
         self._entries = entries
         self._head = b""
         self._position = 0
@@ -200,7 +236,7 @@ class SlotManifestReader:
             os.close(fd)
 
     def _take(self, data: bytes) -> int:
-        """Apply the complete frames at the front of ``raw``. Returns their length in bytes."""
+        """Apply the complete frames at the front of ``data``. Returns their length in bytes."""
         assert self.superblock is not None
         capacity = self.superblock.capacity_bytes
         at = 0

@@ -352,6 +352,8 @@ def make_volume(path: Path, volume_id: VolumeId, capacity_bytes: int) -> None:
         reserve(fd, superblock.file_bytes)
         os.pwrite(fd, pack_superblock(superblock), 0)
         os.fsync(fd)
+        sync_folder(catalog_path)
+        sync_folder(path)  # the catalog's name reaches the disk before the slab's
         temporary.rename(path / SLAB_FILE)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -173,7 +173,7 @@ class ConnectionPool:
                 wait = server.waiting(connection.wire.shut)
                 server.begin_wait(wait)
                 connection.waits.append((server, wait))
-        except Unavailable:
+        except BaseException:  # the server is hung, or no thread for its probes can be started
             self.drop(connection)
             raise
 

@@ -259,14 +259,14 @@ class DescribeNamespacesResponse(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceDescription, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
 
 class NamespaceDescription(_message.Message):
-    __slots__ = ("namespace_id", "spec", "lookups", "asked_blocks", "hit_blocks", "ttl_ms", "pinned", "copies")
+    __slots__ = ("namespace_id", "spec", "lookups", "asked_blocks", "hit_blocks", "ttl_ms", "kept", "copies")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     ASKED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
-    PINNED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     spec: _common_pb2.CacheSpec
@@ -274,9 +274,9 @@ class NamespaceDescription(_message.Message):
     asked_blocks: int
     hit_blocks: int
     ttl_ms: int
-    pinned: bool
+    kept: bool
     copies: int
-    def __init__(self, namespace_id: _Optional[bytes] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., lookups: _Optional[int] = ..., asked_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ..., copies: _Optional[int] = ...) -> None: ...
+    def __init__(self, namespace_id: _Optional[bytes] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., lookups: _Optional[int] = ..., asked_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., kept: _Optional[bool] = ..., copies: _Optional[int] = ...) -> None: ...
 
 class DescribeBlocksRequest(_message.Message):
     __slots__ = ("namespace_id", "keys")

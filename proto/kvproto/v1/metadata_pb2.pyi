@@ -156,16 +156,16 @@ class Retention(_message.Message):
     def __init__(self, shares: _Optional[_Iterable[_Union[TenantShare, _Mapping]]] = ..., rules: _Optional[_Iterable[_Union[NamespaceRule, _Mapping]]] = ..., report: _Optional[int] = ...) -> None: ...
 
 class NamespaceRule(_message.Message):
-    __slots__ = ("namespace_id", "ttl_ms", "pinned", "copies")
+    __slots__ = ("namespace_id", "ttl_ms", "kept", "copies")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
-    PINNED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     ttl_ms: int
-    pinned: bool
+    kept: bool
     copies: int
-    def __init__(self, namespace_id: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ..., copies: _Optional[int] = ...) -> None: ...
+    def __init__(self, namespace_id: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., kept: _Optional[bool] = ..., copies: _Optional[int] = ...) -> None: ...
 
 class TenantShare(_message.Message):
     __slots__ = ("tenant", "dram_bytes", "nvme_bytes")
@@ -394,7 +394,7 @@ class ListNodesResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("node", "alive", "heartbeat_age_ms", "usages", "state", "stopped", "order", "drain", "findings", "refused", "clock_offset_ms")
+    __slots__ = ("node", "alive", "heartbeat_age_ms", "usages", "state", "stopped", "order", "drain", "findings", "refused", "clock_offset_ms", "arriving")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -406,6 +406,7 @@ class NodeStatus(_message.Message):
     FINDINGS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     CLOCK_OFFSET_MS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVING_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
     alive: bool
     heartbeat_age_ms: int
@@ -417,7 +418,8 @@ class NodeStatus(_message.Message):
     findings: _containers.RepeatedCompositeFieldContainer[_common_pb2.Finding]
     refused: str
     clock_offset_ms: int
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., alive: _Optional[bool] = ..., heartbeat_age_ms: _Optional[int] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., state: _Optional[_Union[_common_pb2.NodeState, str]] = ..., stopped: _Optional[bool] = ..., order: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., refused: _Optional[str] = ..., clock_offset_ms: _Optional[int] = ...) -> None: ...
+    arriving: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., alive: _Optional[bool] = ..., heartbeat_age_ms: _Optional[int] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., state: _Optional[_Union[_common_pb2.NodeState, str]] = ..., stopped: _Optional[bool] = ..., order: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., refused: _Optional[str] = ..., clock_offset_ms: _Optional[int] = ..., arriving: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace_id", "keys", "ends")
@@ -730,10 +732,12 @@ class CancelRequestRequest(_message.Message):
     def __init__(self, operation_id: _Optional[bytes] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class CancelRequestResponse(_message.Message):
-    __slots__ = ("known",)
+    __slots__ = ("known", "engines")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     known: bool
-    def __init__(self, known: _Optional[bool] = ...) -> None: ...
+    engines: int
+    def __init__(self, known: _Optional[bool] = ..., engines: _Optional[int] = ...) -> None: ...
 
 class WatchBlocksRequest(_message.Message):
     __slots__ = ("feed_id", "sequence", "namespace_ids", "node_ids", "tiers", "position")

@@ -41,6 +41,15 @@ def no_server() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_clears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test as in a process of its own in which nothing was cleared."""
+    from kvclient.engines.sglang import backend
+    from kvclient.engines.sglang.generations import Generations
+
+    monkeypatch.setattr(backend, "OF_THIS_PROCESS", Generations())
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """A store shared by all tests; each uses another model name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -218,6 +219,36 @@ def test_clear_hides_what_was_stored(open_backend: OpenBackend) -> None:
     wait_until(lambda: backend.batch_exists(names) == 2, "pages stored afterwards are found")
     assert all(backend.batch_get_v1(names, positions([4, 5]), prefixed([])))
     assert torch.equal(contents(pool, [4, 5]), want)
+
+
+def test_clear_then_attach_again_hides_stored_pages(open_backend: OpenBackend) -> None:
+    """SGLang attaches storage with a new backend in the same engine."""
+    pool, names = pool_of(), hashes("a", 2)
+    backend = open_backend(pool)
+    assert all(backend.batch_set_v1(names, positions([0, 1]), prefixed([])))
+    wait_until(lambda: backend.batch_exists(names) == 2, "the pages can be looked up")
+    backend.clear()
+    backend.close()
+    again = open_backend(pool)
+    assert again.batch_exists(names) == 0
+    assert again.batch_get_v1(names, positions([4, 5]), prefixed([])) == [False, False]
+    again.close()
+
+
+def test_clear_without_rank_id_misses_until_it_is_read(open_backend: OpenBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share pages derive their new namespace from their parent process. If that fails, nothing old is found."""
+    pool, names = pool_of(), hashes("a", 2)
+    backend = open_backend(pool, {"is_mla_model": True, "tp_size": 2})
+    assert all(backend.batch_set_v1(names, positions([0, 1]), prefixed([])))
+    wait_until(lambda: backend.batch_exists(names) == 2, "the pages can be looked up")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getppid", lambda: 1 << 30)
+        backend.clear()
+        assert backend.batch_exists(names) == 0
+        assert backend.batch_get_v1(names, positions([4, 5]), prefixed([])) == [False, False]
+        assert backend.batch_set_v1(names, positions([0, 1]), prefixed([])) == [False, False]
+    assert backend.batch_exists(names) == 0
+    assert all(backend.batch_set_v1(names, positions([0, 1]), prefixed([])))
 
 
 def test_nonsense_is_a_miss(open_backend: OpenBackend) -> None:

@@ -86,5 +86,5 @@ class SharedPins:
 
 
 process_pins = SharedPins()
-"""Those of this process."""
+"""The pins of this process."""
 os.register_at_fork(after_in_child=process_pins.forget)

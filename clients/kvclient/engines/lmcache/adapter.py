@@ -222,7 +222,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
             if held is None:
                 return
             with self._known_lock:
-                gone = self._ledger.lost(key for (key, _), one in zip(keyed, held, strict=True) if not one)
+                gone = self._ledger.forget_missing(key for (key, _), one in zip(keyed, held, strict=True) if not one)
                 self._tell(self._notify_keys_deleted, gone)
             self.counters.add("keys_gone", len(gone))
         except REFUSALS as refusal:

@@ -43,7 +43,7 @@ class KeyLedger:
         self._next = 0
         self._known: dict[Any, _Entry] = {}
         self._checks: OrderedDict[Any, None] = OrderedDict()
-        """Known keys, that which was not checked for the longest time first."""
+        """Known keys, least recently checked first."""
         self._deleted: OrderedDict[Any, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -94,14 +94,14 @@ class KeyLedger:
             return [key in self._deleted for key in keys]
 
     def to_check(self, count: int) -> list[tuple[Any, int]]:
-        """Return known keys with their sizes, those that were not checked for the longest time first."""
+        """Return known keys with their sizes, least recently checked first."""
         with self._lock:
             chosen = [key for key, _ in zip(self._checks, range(count), strict=False)]
             for key in chosen:
                 self._checks.move_to_end(key)
             return [(key, self._known[key].size) for key in chosen]
 
-    def lost(self, keys: Iterable[Any]) -> list[tuple[Any, int]]:
+    def forget_missing(self, keys: Iterable[Any]) -> list[tuple[Any, int]]:
         """Forget keys that a lookup did not find, unless they were stored a moment ago, and return them with their sizes."""
         before_s = self._now_s() - _SETTLED_S
         with self._lock:

@@ -25,6 +25,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvclient import KVStoreError
+from kvclient.engines.sglang.engine_patches import follow_weight_updates, tell_whole_prefixes
+from kvclient.engines.sglang.generations import OF_THIS_PROCESS
 from kvclient.engines.sglang.model_facts import server_arguments
 from kvclient.engines.sglang.namespaces import KV
 from kvclient.engines.sglang.options import BackendOptions
@@ -32,7 +34,6 @@ from kvclient.engines.sglang.page_keys import Prefix
 from kvclient.engines.sglang.page_store import SinglePages
 from kvclient.engines.sglang.pool_hits import LeadingPages, TrailingPages, restorable
 from kvclient.engines.sglang.pools import Pools
-from kvclient.engines.sglang.prefix_patch import tell_whole_prefixes
 from kvclient.engines.sglang.stats import BackendStats
 from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
@@ -55,9 +56,14 @@ class KVStoreHiCache(HiCacheStorage):
         options = BackendOptions.from_mapping(storage_config.extra_config or {})
         self._chained, self._loads = options.chained, options.hook.load
         self._activity = BackendStats()
-        self._pools = Pools(options, storage_config, _cache_dtype(), self._activity)
+        self._pools = Pools(options, storage_config, _cache_dtype(), self._activity, OF_THIS_PROCESS)
         if self._chained and options.mend_prefixes and not tell_whole_prefixes():
             self._activity.incidents.counters.add(hooks_metrics.SGLANG_PREFIXES_AS_REPORTED)
+        if not follow_weight_updates(OF_THIS_PROCESS):
+            self._activity.incidents.report(
+                hooks_metrics.SGLANG_WEIGHT_UPDATES_UNSEEN,
+                "this SGLang does not tell when its weights change: call /clear_hicache_storage_backend after each update",
+            )
         self._trailing: set[str] = set()
         self._has_kv = False
 
@@ -179,7 +185,7 @@ class KVStoreHiCache(HiCacheStorage):
 
     # ---- lifecycle ----
     def clear(self) -> None:
-        """Stop this engine from finding anything stored before. The stored pages remain until they are evicted."""
+        """Stop this engine from finding anything stored before, also after storage is attached again. Stored pages remain."""
         self._guarded("clear", self._pools.clear, None)
 
     def get_stats(self) -> StorageMetrics:

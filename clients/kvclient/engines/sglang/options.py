@@ -23,7 +23,7 @@ class BackendOptions:
         chained: pages are stored as chains, which is fast and requires ``hicache_storage_pass_prefix_keys``; otherwise each
             page is stored separately. Default: as ``zero_copy``, because SGLang passes prefixes only through its
             ``interface_v1``.
-        mend_prefixes: with ``chained``: patch SGLang to report all pages before a batch; see ``prefix_patch``.
+        mend_prefixes: with ``chained``: patch SGLang to report all pages before a batch; see ``engine_patches``.
         kv_cache_dtype: dtype of the cache, if it differs from SGLang's ``--kv-cache-dtype``.
     """
 

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvclient import BlockBuffer, InvalidArgument, KVClient
+from kvclient import BlockBuffer, InvalidArgument, KVClient, Unavailable
+from kvclient.engines.options import HookOptions
+from kvclient.engines.sglang.generations import Generations
 from kvclient.engines.sglang.host_pages import HostPages
 from kvclient.engines.sglang.model_facts import model_text, server_arguments
 from kvclient.engines.sglang.namespaces import KV, page_spec
@@ -22,6 +24,7 @@ from kvclient.engines.sglang.stats import BackendStats
 from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
 _log = logging.getLogger(__name__)
+_PROCESS_ID = secrets.token_hex(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +80,27 @@ class Pools:
         config: SGLang's ``HiCacheStorageConfig``.
         cache_dtype: dtype of the cache, if SGLang reports it.
         activity: counts the operations.
+        generations: those of this process, which outlive the backend.
     """
 
-    def __init__(self, options: BackendOptions, config: Any, cache_dtype: str, activity: BackendStats) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        options: BackendOptions,
+        config: Any,  # noqa: ANN401
+        cache_dtype: str,
+        activity: BackendStats,
+        generations: Generations,
+    ) -> None:
         self._options = options
         self._config = config
         self._cache_dtype = cache_dtype
         self._activity = activity
+        self._generations = generations
         self._lock = threading.Lock()
         self._registered: dict[str, Any] = {}
         self._open: dict[tuple[str, bool], OpenPool] = {}
         self._key_tokens = 0
-        self._clears = 0
+        self._generation = generations.of(options.hook.weights_epoch)
         self._closed = False
 
     def register(self, name: str, pool: Any) -> None:  # noqa: ANN401  # SGLang's pools have no common type to import
@@ -104,6 +116,7 @@ class Pools:
         Raises:
             KVStoreError: unknown pool, its pages fit no namespace, or the store does not answer and is required.
         """
+        self._renew()
         with self._lock:
             found = self._open.get((name, chained))
             if found is None:
@@ -114,13 +127,18 @@ class Pools:
         pool = self._registered.get(name)
         if pool is None or self._closed:
             raise InvalidArgument("no such host pool", pool=name, registered=", ".join(self._registered))
-        options, hook = self._options, self._options.hook
+        if self._generation is None:
+            raise Unavailable(
+                "the weights were changed or released, and SGLang's caches were not flushed since: call /flush_cache, then "
+                "/clear_hicache_storage_backend"
+            )
+        options, hook = self._options, self._hook()
         pages = HostPages(pool, zero_copy=options.zero_copy)
         if options.zero_copy and not pages.in_place:
             self._activity.incidents.counters.add(hooks_metrics.SGLANG_COPIED_POOLS)
             _log.info("pages copied: host pool %s does not report their addresses in this layout", name)
         sample = not hook.weights_epoch
-        model = model_text(server_arguments(), draft=name != KV, sample=sample, make_unique=self._generation)
+        model = model_text(server_arguments(), draft=name != KV, sample=sample, make_unique=self._unique)
         if sample and not model:
             self._activity.incidents.report(
                 hooks_metrics.SGLANG_WEIGHTS_UNKNOWN,
@@ -149,20 +167,37 @@ class Pools:
         return OpenPool(pages, client, store, self._activity, hook.load, hook.store)
 
     def clear(self) -> None:
-        """Switch to new namespaces. This engine finds nothing that was stored before, until it is restarted."""
+        """Switch to new namespaces: no backend of this process finds pages stored under a ``weights_epoch`` that it has used."""
+        self._generations.clear()
+        self._renew()
+
+    def _renew(self) -> None:
+        """Close the pools of an earlier generation, and all pools while there is none."""
         with self._lock:
-            self._clears += 1
-            hook = self._options.hook
-            salt = hashlib.sha256(f"{hook.salt}/{self._clears}/{self._generation()}".encode()).hexdigest()
-            self._options = replace(self._options, hook=replace(hook, salt=salt))
+            generation = self._generations.of(self._options.hook.weights_epoch)
+            if generation == self._generation:
+                return
+            self._generation = generation
             before, self._open = list(self._open.values()), {}
         for pool in before:
             pool.client.close()
 
-    def _generation(self) -> str:
-        """Return an id of this engine's clearing, equal on all ranks that share their pages."""
+    def _hook(self) -> HookOptions:
+        """Return the hook's options with the salt of the current generation."""
+        hook = self._options.hook
+        if not self._generation:
+            return hook
+        salt = f"{hook.salt}/{self._generation}/{self._shared_id() or f'{_PROCESS_ID}/{os.getpid()}'}"
+        return replace(hook, salt=hashlib.sha256(salt.encode()).hexdigest())
+
+    def _unique(self) -> str:
+        """Return an id that no other engine has, equal on all ranks that share their pages."""
+        return self._shared_id() or secrets.token_hex(16)
+
+    def _shared_id(self) -> str:
+        """Return an id of the engine that all ranks which share their pages compute; empty: ranks share no pages."""
         if not self._config.is_mla_model or self._config.tp_size == 1:
-            return secrets.token_hex(16)
+            return ""
         # Ranks that share pages have one parent process, so they derive equal ids without communication.
         with open(f"/proc/{os.getppid()}/stat", "rb") as stat:
             began = stat.read().rsplit(b")", 1)[1].split()[19].decode()

@@ -186,12 +186,11 @@ class StoredCache(DynamicCache):
             recorder.drop_before(done)
 
     def commit(self, *, wait: bool = True) -> None:
-        """Offer the remaining blocks. With ``wait``, return once all offered blocks are stored or past their deadline."""
+        """Offer the remaining blocks. With ``wait``, return once all offered blocks are stored, skipped or late."""
         self.offer()
-        if wait:
-            for future in self._waiting:
-                future.result()  # bounded by the deadline of each store; store failures are counted, not raised
-            self._waiting = []
+        if wait and self._waiting:
+            self._store.writer.settle(self._waiting)
+            self._waiting = [future for future in self._waiting if not future.done()]
 
     def _new_blocks(self, columns: int | np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:
         """Count the full blocks per row that were not offered yet, given the number of columns (or one number per row)."""
@@ -261,7 +260,7 @@ class StoredCache(DynamicCache):
             super().batch_repeat_interleave(times)
             self._prompts = self._prompts.repeated(times)
             self._fed.widen(self._prompts)
-            self._chains = [StoredChain(list(chain.keys), chain.stored) for chain in self._chains for _ in range(times)]
+            self._chains = [chain.copied() for chain in self._chains for _ in range(times)]
             self._offered = [offered for offered in self._offered for _ in range(times)]
             self.hit_tokens = [tokens for tokens in self.hit_tokens for _ in range(times)]
 
@@ -309,7 +308,7 @@ class StoredCache(DynamicCache):
         other.layers = copy.deepcopy(self.layers, memo)
         other._fed = copy.deepcopy(self._fed, memo)
         other._recorders = copy.deepcopy(self._recorders, memo)
-        other._chains = [StoredChain(list(chain.keys), chain.stored) for chain in self._chains]
+        other._chains = [chain.copied() for chain in self._chains]
         other._offered = list(self._offered)
         other._off = self._off
         other.loaded_tokens, other.hit_tokens = self.loaded_tokens, list(self.hit_tokens)

@@ -53,7 +53,7 @@ class InputTracker:
         self.fresh = True
         """Whether nothing was fed yet."""
         self.contradicts = False
-        """Whether the first pass showed that the loaded prefix belongs to another prompt."""
+        """Whether the first pass did not prove that the loaded prefix belongs to this prompt."""
 
     @property
     def rows(self) -> int:
@@ -104,10 +104,15 @@ class InputTracker:
         Returns:
             Why its KV cannot be stored; None: storable, as far as can be determined without reading tensor values.
         """
+        continues_loaded = self.fresh and self.columns > 0
+        reason = self._recorded(ids, given)
+        self.contradicts = continues_loaded and reason is not None
+        return reason
+
+    def _recorded(self, ids: torch.Tensor | None, given: Mapping[str, Any]) -> str | None:
         if ids is None or ids.ndim != 2 or ids.shape[0] != self.rows:
             return "no token ids, or another number of rows"
-        foreign = sorted(name for name, value in given.items() if name not in _UNDERSTOOD and _has_tensor(value))
-        if foreign:
+        if foreign := foreign_tensors(given):
             return f"the model was fed more than tokens: {', '.join(foreign)}"
         end = self.columns + ids.shape[1]
         positions, mask = given.get("position_ids"), given.get("attention_mask")
@@ -127,7 +132,6 @@ class InputTracker:
         reason = self.settle()
         if reason is None and not self._as_announced(begins):
             reason = "other tokens than the store was asked for"
-        self.contradicts = reason is not None
         return reason
 
     def _as_announced(self, begins: int) -> bool:
@@ -188,6 +192,11 @@ class InputTracker:
         self._ids = self._ids[:, :columns]
         self._mask = None if self._mask is None else self._mask[:, :columns]
         self.columns = columns
+
+
+def foreign_tensors(given: Mapping[str, Any]) -> list[str]:
+    """Return the names of arguments with tensors that may make KV depend on more than tokens and their positions."""
+    return sorted(name for name, value in given.items() if name not in _UNDERSTOOD and _has_tensor(value))
 
 
 def _has_tensor(value: object) -> bool:

@@ -17,9 +17,10 @@ from kvclient.engines.options import HookOptions
 from kvclient.engines.torch_blocks import KV, import_blocks
 from kvclient.engines.transformers.cache import StoredCache
 from kvclient.engines.transformers.forward_hooks import ForwardHooks, ForwardObserverHook
-from kvclient.engines.transformers.input_tracker import tokens_here
+from kvclient.engines.transformers.input_tracker import foreign_tensors, tokens_here
 from kvclient.engines.transformers.model_facts import ModelFacts, has_adapters, study
 from kvclient.engines.transformers.prompts import Ids, Prompts, common_columns, read_prompts, usable_blocks
+from kvclient.engines.transformers.row_lookups import look_up_rows
 from kvclient.engines.transformers.weights import fingerprint, weights_digest
 from kvclient.engines.transformers.writer import StoredChain, Writer, extras_of
 from kvstore.core.clock import MonotonicClock
@@ -63,7 +64,8 @@ class PrefixStore:
         self.incidents = LimitedLog(logging.getLogger("kvclient"), options.client_options().log_interval_s, self._clock.now_s)
         # a concurrent lookup must find this entry instead of raising KeyError
         self.incidents.counters.add(hooks_metrics.HOOK_LOADED_TOKENS, 0)
-        self.writer = Writer(self.client, facts.layout, self.incidents, options.store_deadline_s, max_pending_bytes)
+        deadline_s = options.store_deadline_s
+        self.writer = Writer(self.client, facts.layout, self.incidents, deadline_s, max_pending_bytes, self._clock.now_s)
         self.hooks = ForwardHooks(model)
         self._watch = model.register_forward_pre_hook(ForwardObserverHook(self.before_forward), with_kwargs=True)
 
@@ -94,7 +96,7 @@ class PrefixStore:
             KVStoreError: the store does not answer, and ``require_store`` is set.
         """
         if options is not None and given:
-            raise InvalidArgument("options are given as HookOptions or by name", also=sorted(given)[0])
+            raise InvalidArgument("pass a HookOptions or options by name, not both", also=sorted(given)[0])
         options = HookOptions.from_mapping(given, _OWN_OPTIONS) if options is None else options
         facts = study(model, block_tokens)
         return cls(
@@ -121,10 +123,10 @@ class PrefixStore:
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if why := _no_place_for_a_cache(self.model, kwargs):
-            self.incidents.report(hooks_metrics.HOOK_BYPASSED, f"the store is left alone: {why}")
+            self.incidents.report(hooks_metrics.HOOK_BYPASSED, f"store bypassed: {why}")
             return self.model.generate(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         with self.cache(input_ids, attention_mask) as cache:
-            if chunk := _chunk_size(self.model, kwargs):
+            if chunk := _take_chunk_size(self.model, kwargs):
                 self._prefill(cache, input_ids, attention_mask, chunk)
             return self.model.generate(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **kwargs)
 
@@ -163,7 +165,7 @@ class PrefixStore:
         extras = extras_of(extra)
         cache = StoredCache(self, prompts, extras)
         if why := self.unfit():
-            self.incidents.report(hooks_metrics.HOOK_BYPASSED, f"the store is left alone: {why}")
+            self.incidents.report(hooks_metrics.HOOK_BYPASSED, f"store bypassed: {why}")
             cache.leave(why)
         elif self.options.load:
             self._load(cache, prompts, extras)
@@ -176,7 +178,7 @@ class PrefixStore:
         if has_adapters(self.model):
             return "adapters were attached to the model"
         if any(torch.is_autocast_enabled(kind) for kind in {device.type for device in self.facts.devices}):
-            return "under autocast KV has other bits"
+            return "autocast is on, which changes the KV"
         return self.changed()
 
     def changed(self) -> str:
@@ -196,7 +198,7 @@ class PrefixStore:
             StoredChain(self.client.keys(prompts.tokens(row)[: blocks * tokens].astype(np.uint32), extras))
             for row, blocks in enumerate(wanted)
         ]
-        lookups = [self._look_up(chain) for chain in chains]
+        lookups = self._look_up(chains)
         columns = common_columns(prompts, [lookup.hit_blocks for lookup in lookups], tokens)
         if not columns:
             return
@@ -208,12 +210,24 @@ class PrefixStore:
         cache.fill(self._join(memories, prompts, columns), columns, chains)
         count(hooks_metrics.HOOK_LOADED_TOKENS, sum(cache.hit_tokens))
 
-    def _look_up(self, chain: StoredChain) -> Lookup:
-        """Return the hit of one row. Without an index, treat every block as a possible hit on this host's node."""
-        found = self.client.lookup(chain.keys, deadline_s=self.options.lookup_deadline_s)
-        if self.options.metadata and found.error is None:
-            return found
-        return Lookup(chain.keys, hit_blocks=len(chain.keys))
+    def _look_up(self, chains: Sequence[StoredChain]) -> list[Lookup]:
+        """Return the hit of each row. Without an answer of an index, treat every block as a possible hit on this host's node."""
+        found = look_up_rows(
+            [chain.keys for chain in chains],
+            lambda keys, deadline_s: self.client.lookup(keys, deadline_s=deadline_s),
+            self.options.lookup_deadline_s,
+            self._clock.now_s,
+        )
+        if late := found.count(None):
+            self.incidents.report(
+                hooks_metrics.HOOK_LOOKUPS_LATE, "rows of a batch were not looked up within lookup_deadline_s", amount=late
+            )
+        return [
+            lookup
+            if lookup is not None and lookup.error is None and self.options.metadata
+            else Lookup(chain.keys, hit_blocks=len(chain.keys))
+            for chain, lookup in zip(chains, found, strict=True)
+        ]
 
     def _load_rows(self, lookups: Sequence[Lookup], chains: Sequence[StoredChain], needed: Sequence[int]) -> list[torch.Tensor]:
         """Load the first blocks of each row, several rows concurrently; ``StoredChain.stored`` says how many were loaded."""
@@ -254,9 +268,7 @@ class PrefixStore:
         if not isinstance(cache, StoredCache) or cache.store is not self:
             return None
         if kwargs.get("use_cache") is False and cache.is_fed_anew(kwargs.get("position_ids")):
-            self.incidents.report(
-                hooks_metrics.HOOK_BYPASSED, "use_cache=False: all is computed anew, and the cache is left as it is"
-            )
+            self.incidents.report(hooks_metrics.HOOK_BYPASSED, "use_cache=False: everything is computed, the cache is unchanged")
             return args, {**kwargs, "past_key_values": None}
         ids = kwargs.get("input_ids", args[0] if args else None)
         unnamed = {f"argument {number}": value for number, value in enumerate(args) if number}
@@ -299,11 +311,14 @@ def _no_place_for_a_cache(model: Any, given: dict[str, Any]) -> str:  # noqa: AN
     kind = given.get("cache_implementation") or _configured(model, given, "cache_implementation", None)
     if kind not in {None, "hybrid"}:  # some checkpoints contain the latter, and transformers ignores it
         return f"a cache of another kind is asked for: {kind}"
+    inputs = {name: value for name, value in given.items() if not hasattr(model.generation_config, name)}
+    if foreign := foreign_tensors(inputs):
+        return f"the model is fed more than tokens: {', '.join(foreign)}"
     return ""
 
 
 def _configured(model: Any, given: dict[str, Any], name: str, default: object) -> object:  # noqa: ANN401
-    """Return the values of an option in the configurations of a ``generate`` call, the call's own first."""
+    """Return the first value set for an option: in the call's ``generation_config``, else in the model's."""
     for config in (given.get("generation_config"), model.generation_config):
         value = getattr(config, name, None)
         if value is not None:
@@ -311,8 +326,8 @@ def _configured(model: Any, given: dict[str, Any], name: str, default: object) -
     return default
 
 
-def _chunk_size(model: Any, given: dict[str, Any]) -> int | None:  # noqa: ANN401
-    """Remove the prefill chunk size from the arguments of ``generate``, if present."""
+def _take_chunk_size(model: Any, given: dict[str, Any]) -> int | None:  # noqa: ANN401
+    """Remove the prefill chunk size from the arguments of ``generate`` and return it; None: no chunks."""
     config = given.get("generation_config") or model.generation_config
     size: int | None = given.pop("prefill_chunk_size", config.prefill_chunk_size)
     if config.prefill_chunk_size:
@@ -339,5 +354,5 @@ def _spec(model: Any, facts: ModelFacts, options: HookOptions) -> CacheSpec:  # 
         return facts.layout.spec(type(model).__name__, options.with_epoch(f"xxh3:{weights_digest(model)}"), layout)
     name = options.model or getattr(model.config, "_name_or_path", "")
     if not name:
-        raise InvalidArgument("a weights epoch alone does not say which model it is: give model as well")
+        raise InvalidArgument("weights_epoch does not identify a model: set `model` too")
     return facts.layout.spec(name, options, layout)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -33,6 +34,11 @@ class StoredChain:
     stored: int = 0
     broken: bool = False
 
+    def copied(self) -> StoredChain:
+        """Return a copy. Safe while the writer's thread adds blocks: that thread adds keys before it raises ``stored``."""
+        stored = self.stored
+        return StoredChain(list(self.keys), stored)
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -54,14 +60,33 @@ class Offer:
 
 
 class Writer:
-    """A bounded queue of offers and the thread that stores them. Thread-safe; store failures are counted, never raised."""
+    """A bounded queue of offers and the thread that stores them. Thread-safe; store failures are counted, never raised.
 
-    def __init__(self, client: KVClient, layout: KVLayout, incidents: LimitedLog, deadline_s: float, pending_bytes: int) -> None:
+    Args:
+        client: the client of the namespace.
+        layout: the layout of its blocks.
+        incidents: counts and logs failures.
+        deadline_s: bound of a store of 64 MiB. Waits for the queue are bounded by its bytes at this speed.
+        pending_bytes: limit of the queue.
+        now_s: the clock.
+    """
+
+    def __init__(
+        self,
+        client: KVClient,
+        layout: KVLayout,
+        incidents: LimitedLog,
+        deadline_s: float,
+        pending_bytes: int,
+        now_s: Callable[[], float],
+    ) -> None:
         self._client = client
         self._layout = layout
         self._incidents = incidents
         self._deadline_s = deadline_s
         self._limit = pending_bytes
+        self._now_s = now_s
+        self._end_s = math.inf
         self._lock = threading.Lock()
         self._pending: set[Future[None]] = set()
         self._bytes = 0
@@ -94,11 +119,25 @@ class Writer:
             pending = list(self._pending)
         return not wait(pending, timeout_s).not_done
 
+    def settle(self, futures: Collection[Future[None]]) -> bool:
+        """Wait until some offers are stored or skipped, no longer than the whole queue may take. False: they stay queued."""
+        with self._lock:
+            bound_s = self._bound_s()
+        if not wait(futures, bound_s).not_done:
+            return True
+        self._incidents.report(hooks_metrics.HOOK_STORES_LATE, f"blocks are still being stored after {bound_s:.0f} s")
+        return False
+
     def close(self) -> None:
-        """Store the queued blocks, each within its deadline, and stop the thread."""
+        """Store the queued blocks, no longer than the whole queue may take, and stop the thread. The rest is skipped."""
         with self._lock:
             self._closed = True
+            self._end_s = self._now_s() + self._bound_s()
         self._threads.shutdown()
+
+    def _bound_s(self) -> float:
+        """Return how long the queue may take: the deadline of a store for each 64 MiB."""
+        return self._deadline_s * max(1, -(-self._bytes // _STAGING_BYTES))
 
     def _done(self, future: Future[None], size: int) -> None:
         with self._lock:
@@ -127,7 +166,12 @@ class Writer:
         step = max(1, _STAGING_BYTES // layout.block_bytes)
         while start < blocks:
             stop = min(blocks, start + step)
-            stored = self._store_piece(offer, keys, start, stop, keys[start - 1] if start else parent)
+            deadline_s = min(self._deadline_s, self._end_s - self._now_s())
+            if deadline_s <= 0:
+                self._incidents.counters.add(hooks_metrics.HOOK_STORE_SKIPPED_BLOCKS, blocks - start)
+                chain.broken = True
+                break
+            stored = self._store_piece(offer, keys, start, stop, keys[start - 1] if start else parent, deadline_s)
             held.update(keys[start : start + stored])
             start += stored
             if start < stop:
@@ -135,13 +179,13 @@ class Writer:
                 break
         chain.stored = offer.first + start
 
-    def _store_piece(self, offer: Offer, keys: Sequence[BlockKey], start: int, stop: int, parent: BlockKey | None) -> int:
+    def _store_piece(
+        self, offer: Offer, keys: Sequence[BlockKey], start: int, stop: int, parent: BlockKey | None, deadline_s: float
+    ) -> int:
         """Pack and store blocks ``[start, stop)`` of an offer. Return how many leading blocks the store now holds."""
         tokens = self._layout.block_tokens
         packed = export_blocks(offer.layers, self._layout, first_token=start * tokens, blocks=stop - start)
-        result = self._client.store(
-            keys[start:stop], packed, parent=parent, depth=offer.first + start, deadline_s=self._deadline_s
-        )
+        result = self._client.store(keys[start:stop], packed, parent=parent, depth=offer.first + start, deadline_s=deadline_s)
         self._incidents.counters.add(hooks_metrics.HOOK_STORED_BLOCKS, result.held_blocks)
         if result.held_blocks < stop - start:
             self._incidents.report(hooks_metrics.HOOK_STORE_FAILED, "blocks could not be stored", result.error)

@@ -20,16 +20,21 @@ from kvclient.engines.vllm.announcements.messages import engine_hash_name, group
 from kvclient.engines.vllm.announcements.observer import RequestObserver
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.engine_facts import (
+    check_launcher,
     check_steps,
     group_facts,
     has_replica_of_lower_rank,
+    kernel_of,
     whole_prompts_only,
 )
-from kvclient.engines.vllm.identity.kv_groups import GroupBlocks, group_blocks, read_groups
-from kvclient.engines.vllm.identity.model_weights import ModelWeights, combined_digest, gather_digests
+from kvclient.engines.vllm.identity.epoch_machine import EpochDecision
+from kvclient.engines.vllm.identity.kv_groups import GroupBlocks, check_stages, group_blocks, read_groups
+from kvclient.engines.vllm.identity.model_weights import ModelWeights, gather_digests, later_digest
 from kvclient.engines.vllm.identity.namespaces import group_spec
-from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
+from kvclient.engines.vllm.identity.weights_check import combined_digest
+from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch, given_name, is_named
 from kvclient.engines.vllm.memory.device_pages import make_pages
+from kvclient.engines.vllm.memory.int8_groups import int8_groups
 from kvclient.engines.vllm.memory.pages import GroupPages, Pages
 from kvclient.engines.vllm.options import RECONNECT_S, RESET_GRACE_S, ConnectorOptions
 from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
@@ -59,7 +64,7 @@ with vllm_imports():
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from kvclient.engines.vllm.metrics import CACHE_INFO, StorePromMetrics, StoreStats
+    from kvclient.engines.vllm.metrics import CACHE_INFO, COPY_RATES, StorePromMetrics, StoreStats
 
 _log = logging.getLogger(__name__)
 _MAX_PENDING = 1_024
@@ -94,10 +99,14 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 class Handshake(KVConnectorHandshakeMetadata):
     """Sent by a worker to the scheduler at the start: the namespaces of its pages, one per part of a group.
 
-    ``whole_prompts_only``: the backend or model that cannot continue after a prefix, if any.
+    ``tables``: the block table of each part. ``rank`` and ``digest`` are of the worker and its weights. ``whole_prompts_only``:
+    the backend or model that cannot continue after a prefix, if any.
     """
 
     specs: list[CacheSpec]
+    tables: list[int]
+    rank: int
+    digest: str
     whole_prompts_only: str = ""
 
 
@@ -124,11 +133,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._tables = len({group.table for group in self._groups})
         """Number of vLLM's KV cache groups, each of which has one block table and one or more parts."""
         self._options.check_groups(self._tables, len(self._groups))
+        check_launcher(vllm_config.parallel_config)
         if self._options.load_mode == "layerwise":
             check_steps(vllm_config)
-        self._epochs = WeightsEpoch(self._options)
-        self._begun_by_reset = False
-        """An epoch has begun since the last check of the weights."""
+        self._first_name = given_name(self._options)
+        """Of the first weights epoch, by the user; empty: none."""
+        self._digest = ""
+        """Of a worker's weights at the start."""
         self._pages: Sequence[Pages] = ()
         self._specs: list[CacheSpec] = []
         self._shards: list[list[CacheSpec]] = []
@@ -139,6 +150,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._shown_cache: tuple[str, int] | None = None
         """Name and state of the prefix cache, as routers know it."""
         self._worker: WorkerConnector | None = None
+        self._shown_rates: Mapping[str, Any] = {}
+        """Copy strategies and their rates, as the metrics show them."""
         self._restore_allocator: Callable[[], None] | None = None
         self._completions = LoadCompletions()
         self._raised_before: BaseException | None = None
@@ -152,6 +165,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 workers=vllm_config.parallel_config.world_size,
                 observer=self._observer,
                 counters=counters,
+                weights=WeightsEpoch(self._options, vllm_config.parallel_config.world_size, counters.add),
             )
             if getattr(vllm_config, "lora_config", None) is not None:
                 self._scheduler.adapters.watch()
@@ -186,9 +200,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._kv_cache_config
         pages = self._pages = self._make_pages([[kv_caches[name] for name in group.layers] for group in self._groups])
         weights = ModelWeights.of_caller(self._vllm_config.model_config.dtype)
-        digest = weights.digest()
-        epoch = self._epochs.name or combined_digest(gather_digests(digest, self._vllm_config.parallel_config))
-        facts = group_facts(self._vllm_config, config, self._groups, pages, kv_caches, named=self._epochs.named)
+        parallel = self._vllm_config.parallel_config
+        digest = self._digest = weights.digest()
+        epoch = self._first_name or combined_digest(gather_digests(digest, parallel))
+        facts = group_facts(self._vllm_config, config, self._groups, pages, kv_caches, named=is_named(self._options))
         self._specs = [group_spec(self._options.hook.with_epoch(epoch), one) for one in facts]
         for spec in self._specs:
             _log.info("namespace %s: model %s, %s", spec.namespace.hex(), spec.model, spec.layout)
@@ -203,9 +218,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 pages,
                 layers,
                 stores=stores,
-                weights=weights.digest,
+                weights=later_digest(weights, parallel),
                 digest=digest,
-                rank=self._vllm_config.parallel_config.rank,
+                rank=parallel.rank,
             )
             self._guard_sleep()
             self._worker.wait_pinned()  # vLLM captures graphs next; the driver may refuse to pin during that
@@ -227,6 +242,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         options = self._options
         strategy: Any = options.device_copies
         gds: Any = options.device_gds
+        int8 = None
+        if options.stored_dtype == "int8":
+            int8 = [
+                int8_groups(layers[0], group.kind, *kernel_of(self._vllm_config, group))
+                for group, layers in zip(self._groups, groups, strict=True)
+            ]
         return make_pages(
             groups,
             self._kv_cache_config.num_blocks,
@@ -235,6 +256,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             checksums=options.device_checksums,
             gds=gds,
             ring_bytes=options.device_gds_bytes,
+            int8=int8,
         )
 
     def _connect_worker(self, weights_epoch: str) -> Sequence[KVClient]:
@@ -243,30 +265,46 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:  # between two steps of a running engine
             options = replace(options, require_store=False, connect_deadline_s=RECONNECT_S)
         specs = [replace(spec, weights_epoch=weights_epoch) for spec in self._specs]
-        with unbound():
-            return [
-                connect(spec, options, device=pages.watcher(spec), gds=pages.disk_reader())
-                for spec, pages in zip(specs, self._pages, strict=True)
-            ]
+        with unbound(), ExitStack() as failed:
+            clients = []
+            for spec, pages in zip(specs, self._pages, strict=True):
+                clients.append(connect(spec, options, device=pages.watcher(spec), gds=pages.disk_reader()))
+                failed.callback(clients[-1].close)
+            failed.pop_all()
+            return clients
 
     def _worker_options(self) -> ClientOptions:
         return replace(self._options.hook.client_options(), client_name="vllm-worker", max_pending=_MAX_PENDING)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return the namespaces of a worker's pages. vLLM sends them to the scheduler at start."""
-        return Handshake(self._specs, self._whole_prompts_only)
+        tables = [group.table for group in self._groups]
+        return Handshake(self._specs, tables, self._vllm_config.parallel_config.rank, self._digest, self._whole_prompts_only)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        """Receive the namespaces of all workers, in the scheduler. Ranks with equal pages have equal namespaces."""
-        shards: list[list[CacheSpec]] = [[] for _ in self._groups]
+        """Receive the namespaces of all workers, in the scheduler. Ranks with equal pages have equal namespaces.
+
+        Raises:
+            InvalidArgument: a worker has no layer of some part of a KV cache group.
+        """
+        handshakes: list[Handshake] = []
         for _, handshake in sorted(metadata.items()):
             assert isinstance(handshake, Handshake)
+            handshakes.append(handshake)
+        tables = check_stages([handshake.tables for handshake in handshakes])
+        shards: list[list[CacheSpec]] = [[] for _ in tables]
+        digests: dict[int, str] = {}
+        for handshake in handshakes:
             self._whole_prompts_only = handshake.whole_prompts_only or self._whole_prompts_only
+            digests[handshake.rank] = handshake.digest
             for known, spec in zip(shards, handshake.specs, strict=True):
                 if spec not in known:
                     known.append(spec)
         self._shards = shards
-        self._epochs.name = shards[0][0].weights_epoch
+        # vLLM shows the scheduler one layer of a group, and so not all parts
+        self.scheduler_side.use_blocks(GroupBlocks([specs[0].block_tokens for specs in shards], tables))
+        digest = combined_digest(digest for _, digest in sorted(digests.items()))
+        self.scheduler_side.weights.start(shards[0][0].weights_epoch, digest)
         self._connect_scheduler()
 
     def _connect_scheduler(self) -> None:
@@ -275,11 +313,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side.counters.add("whole_prompts_only")
             _log.warning("%s computes prompts only as a whole: nothing is loaded or stored", self._whole_prompts_only)
             return
-        name = self._epochs.name
+        weights = self.scheduler_side.weights
+        name = weights.name
         shards = [[replace(spec, weights_epoch=name) for spec in group] for group in self._shards]
         running = self.scheduler_side.prefix_lookup is not None
         finder = BackgroundLookup(self._options.hook, shards, self.scheduler_side.counters, running=running)
-        self.scheduler_side.connect(finder, self._epochs.number, name)
+        self.scheduler_side.connect(finder, weights.number, name)
         if self._options.load_choice != "always" and len(shards) == 1 and not running:
             if self._kv_transfer_config.kv_load_failure_policy == "recompute":
                 self.scheduler_side.use_verdicts(self._make_verdicts(shards[0][0], finder.blocks.block_tokens))
@@ -333,7 +372,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             least_tokens=options.min_load_tokens,
             deadline_s=options.hook.load_deadline_s,
         )
-        return Verdicts(decisions, self.scheduler_side.counters, asks_planner=options.load_choice == "auto")
+        workers = self._vllm_config.parallel_config.world_size
+        return Verdicts(decisions, self.scheduler_side.counters, workers, asks_planner=options.load_choice == "auto")
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
         """Receive vLLM's block pool, in which pages are pinned while they are stored. vLLM calls this in the scheduler."""
@@ -349,9 +389,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             if done:
                 if self._cache_watch is not None:
                     self._cache_watch.clear()
-                self.scheduler_side.check_weights()  # a reset often follows a change of the weights
                 if self._observer is not None:
                     self._observer.events.announce_again()  # vLLM publishes that all blocks were cleared
+            self._apply(self.scheduler_side.weights.reset_ended(cleared=done))  # a reset often belongs to a change of the weights
             return done
 
         gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM lacks a hook before a reset, and pinned pages make it fail
@@ -392,6 +432,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
         """Return the plan of a step, which vLLM sends to the workers."""
+        self._apply(self.scheduler_side.weights.end_checks())  # late ones; during a check, no step has planned a load
         state = scheduler_output.kv_connector_block_state
         plan = self.scheduler_side.build_step_plan(
             scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens, state.resolve_block_ids
@@ -409,7 +450,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side.on_loads_finished(connector_output.finished_recving)
         if meta is not None:
             self.scheduler_side.on_worker_output(meta.answer)
-            self._end_weights_check()
+        self._apply(self.scheduler_side.weights.end_checks())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ANN401
         """Forget a request that has ended. vLLM may free its pages at once, except pinned ones (single KV cache group)."""
@@ -426,33 +467,30 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether pinned pages will be free soon. vLLM then waits for them instead of preempting a request."""
-        return self.scheduler_side.has_pins
+        return self.scheduler_side.frees_pages_soon
 
     def has_pending_push_work(self) -> bool:
         """Whether pages are pinned or hints wait. vLLM then runs steps even without requests, so that the workers act on them."""
         return self.scheduler_side.has_pins or self.scheduler_side.has_hints
 
     def reset_cache(self) -> bool | None:
-        """Begin a weights epoch, so that earlier KV is not found. vLLM calls this when its cache is reset."""
-        self.scheduler_side.counters.add("resets")
-        self._begin_epoch()
-        self._begun_by_reset = True
-        return True
+        """Have KV of earlier weights not found. vLLM calls this when its cache is reset; False: it kept its cache."""
+        self._apply(self.scheduler_side.weights.renew())
+        return not self.scheduler_side.weights.is_closed
 
-    def _begin_epoch(self, changed: str = "") -> None:
-        """Begin an epoch in which earlier KV is not found; see ``WeightsEpoch.begin``."""
-        self._epochs.begin(changed)
-        self._connect_scheduler()
-        _log.info("weights epoch began: %r", self._epochs.name)
+    def _apply(self, decision: EpochDecision) -> None:
+        """Do what follows from an event of the weights."""
+        if decision in {EpochDecision.BEGIN, EpochDecision.CLOSE}:
+            self._forget_weights()
+        if decision is EpochDecision.BEGIN:
+            try:
+                self._connect_scheduler()
+            except Exception:  # noqa: BLE001  # the edge to the engine; for example, no more threads
+                _log.exception("weights epoch not begun")
+                self._apply(self.scheduler_side.weights.begin_failed())
 
-    def _end_weights_check(self) -> None:
-        """If the workers have found that the weights changed, begin the epoch of the new ones."""
-        if (result := self.scheduler_side.take_weights_check()) is None:
-            return
-        changed, digests = result
-        begun, self._begun_by_reset = self._begun_by_reset, False
-        if changed and not (begun and self._epochs.named):
-            self._begin_epoch(combined_digest(digests))
+    def _forget_weights(self) -> None:
+        """Give up what belongs to earlier weights, apart from what ``SchedulerConnector`` does itself."""
 
     @property
     def scheduler_side(self) -> SchedulerConnector:
@@ -523,6 +561,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.count_device_copies()
         counts: dict[str, Any] = side.counters.take() if side is not None else {}
+        if self._worker is not None and (rates := self._worker.copy_rates()) != self._shown_rates:
+            counts[COPY_RATES] = self._shown_rates = rates
         if self._cache_watch is not None:
             cache = self._cache_watch.name, int(self._cache_watch.is_published)
             if counts or cache != self._shown_cache:

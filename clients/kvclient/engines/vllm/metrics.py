@@ -12,6 +12,9 @@ from kvclient.engines.vllm.counters import COUNTERS
 
 CACHE_INFO = "cache"
 """Key among the counts: the name of the published prefix cache, and 1 while it is published, else 0."""
+COPY_RATES = "copy_rates"
+"""Key among the counts: copy strategies by rank of the worker; see ``WorkerConnector.copy_rates``. Sent when they change."""
+_FACTS = frozenset({CACHE_INFO, COPY_RATES})
 _LOGGED_MB = 1e6
 
 
@@ -26,12 +29,15 @@ class StoreStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> StoreStats:
         """Add the counts of another worker or interval."""
         for name, value in other.data.items():
-            self.data[name] = value if name == CACHE_INFO else self.data.get(name, 0) + value
+            if name == COPY_RATES:
+                self.data[name] = {**self.data.get(name, {}), **value}
+            else:
+                self.data[name] = value if name in _FACTS else self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """Return the counts and the mean speeds in MB/s for vLLM's log line."""
-        shown: dict[str, int | float] = {name: value for name, value in self.data.items() if name != CACHE_INFO}
+        shown: dict[str, int | float] = {name: value for name, value in self.data.items() if name not in _FACTS}
         shown = {name: value for name, value in shown.items() if not name.endswith("_seconds")}
         for direction in ("load", "store"):
             volume, seconds = self.data.get(f"{direction}_bytes", 0), self.data.get(f"{direction}_seconds", 0)
@@ -66,6 +72,19 @@ class StorePromMetrics(KVConnectorPromMetrics):
             multiprocess_mode="mostrecent",
             labelnames=[*labelnames, "cache"],
         )
+        by_copy = [*labelnames, "worker", "group", "direction", "strategy"]
+        self._copy_strategy = self._gauge_cls(
+            name="vllm:kvstore_copy_strategy",
+            documentation="Strategies of copies between host memory and the KV cache on a device; 1 for those in use, else 0.",
+            multiprocess_mode="mostrecent",
+            labelnames=by_copy,
+        )
+        self._copy_rate = self._gauge_cls(
+            name="vllm:kvstore_copy_bytes_per_second",
+            documentation="Speed of each copy strategy, as measured by trial copies at start.",
+            multiprocess_mode="mostrecent",
+            labelnames=by_copy,
+        )
         self._labels = per_engine_labelvalues
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
@@ -73,7 +92,16 @@ class StorePromMetrics(KVConnectorPromMetrics):
         if CACHE_INFO in transfer_stats_data:
             name, is_published = transfer_stats_data[CACHE_INFO]
             self._cache_info.labels(*self._labels[engine_idx], name).set(is_published)
+        self._show_copies(transfer_stats_data.get(COPY_RATES, {}), engine_idx)
         for name, value in transfer_stats_data.items():
             counter = self._counters.get((name, engine_idx))
             if counter is not None:
                 counter.inc(value)
+
+    def _show_copies(self, rates: Mapping[str, Any], engine_idx: int) -> None:
+        for worker in rates:
+            for group, direction, strategy, in_use, rate in rates[worker]:
+                labels = (*self._labels[engine_idx], worker, str(group), direction, strategy)
+                self._copy_strategy.labels(*labels).set(int(in_use))
+                if rate:
+                    self._copy_rate.labels(*labels).set(rate)

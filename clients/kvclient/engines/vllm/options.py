@@ -18,6 +18,7 @@ LOAD_CHOICES = ("auto", "measured", "always")
 DEVICE_GDS = ("auto", "required", "off", "forced")
 DEVICE_COPIES = ("auto", "staged", "batched", "direct")
 LOCALITIES = ("", "LOCAL", "REMOTE")
+STORED_DTYPES = ("engine", "int8")
 _MS = 1_000
 
 
@@ -38,8 +39,8 @@ class ConnectorOptions:
         read_ahead_requests: requests in the engine's queue whose prefix is read into the DRAM of this host, at the same time; 0:
             none. The node bounds the bytes (``node.read_ahead``).
         pinned_share: the part of the engine's blocks that may wait to be stored; more are not stored.
-        weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
-            the engine's cache. Without it, a reset begins an epoch that no other engine shares.
+        weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start, and after a reset of
+            the engine's cache in the first step that computes.
         idle_wait_ms: how long a step without tokens waits for a load or store to end, so that an idle engine does not spin.
         block_labels: whether tokens and hashes of stored blocks are stored beside them, so that ``kvstore events --model`` can
             publish these blocks to routers.
@@ -48,8 +49,11 @@ class ConnectorOptions:
         events_blocks: stored blocks that this engine announces as KV events, if vLLM publishes them; older ones are retracted.
         published_blocks: blocks of the engine's own prefix cache that are published to the index at most, so that routers prefer
             this engine for prompts that it holds; 0: none.
+        stored_dtype: numbers in stored blocks. ``engine``: those of the engine's pages; ``int8``: 8-bit integers with scales,
+            which take 56 % of the bytes and change the output (see ``kvclient.device.int8``). Engines with different
+            settings share no blocks.
         device_copies: how pages on a GPU are copied: ``batched``, ``staged`` or ``direct`` (see
-            ``kvclient.device.copy_strategies``). ``auto`` is ``batched`` if the driver supports it, else ``staged``.
+            ``kvclient.device.copy_strategies``). ``auto``: the fastest of them, as measured by trial copies at start.
         device_staging_bytes: device memory of each of four staging buffers of a group, taken when first needed.
         device_checksums: whether a GPU computes the checksums of the blocks that it stores or verifies. False: the host does.
         device_gds: whether blocks on the NVMe volumes of this host's node are read directly into device memory, by GPUDirect
@@ -74,6 +78,7 @@ class ConnectorOptions:
     events_locality: str = ""
     events_blocks: int = 262_144
     published_blocks: int = 131_072
+    stored_dtype: str = "engine"
     device_copies: str = "auto"
     device_staging_bytes: int = 64 << 20
     device_checksums: bool = True
@@ -89,6 +94,10 @@ class ConnectorOptions:
             raise InvalidArgument("unknown choice", option="load_choice", value=self.load_choice, choices=LOAD_CHOICES)
         if self.device_copies not in DEVICE_COPIES:
             raise InvalidArgument("unknown choice", option="device_copies", value=self.device_copies, choices=DEVICE_COPIES)
+        if self.stored_dtype not in STORED_DTYPES:
+            raise InvalidArgument("unknown choice", option="stored_dtype", value=self.stored_dtype, choices=STORED_DTYPES)
+        if self.stored_dtype == "int8" and self.device_copies not in {"auto", "staged"}:
+            raise InvalidArgument("stored_dtype int8 requires device_copies auto or staged", device_copies=self.device_copies)
         if self.device_gds not in DEVICE_GDS:
             raise InvalidArgument("unknown choice", option="device_gds", value=self.device_gds, choices=DEVICE_GDS)
         if self.events_locality not in LOCALITIES:

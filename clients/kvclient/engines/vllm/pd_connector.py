@@ -79,6 +79,8 @@ class KVStorePDConnector(KVStoreConnector):
                 self._options.pinned_share,
                 self.scheduler_side.counters,
                 workers=vllm_config.parallel_config.world_size,
+                pinned=self.scheduler_side.pinned,
+                adapters=self.scheduler_side.adapters,
             )
 
     @property
@@ -109,7 +111,7 @@ class KVStorePDConnector(KVStoreConnector):
         """Start a request that vLLM received. If another engine sends its prompt, it is looked up only if the prompt fails."""
         transfer = self._transfer_of(request)
         finder = self.scheduler_side.prefix_lookup
-        if transfer is None or finder is None:
+        if transfer is None or finder is None or self.scheduler_side.weights.is_closed:
             super().on_new_request(request)
             return
         adapter = self.scheduler_side.adapters.weights(request.lora_request) if request.lora_request is not None else None
@@ -132,7 +134,8 @@ class KVStorePDConnector(KVStoreConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """Return how many more tokens can be loaded, and whether asynchronously; vLLM asks before it schedules a request."""
         state = self._pd_side.state(request.request_id)
-        if state is TransferState.AWAITED or self.scheduler_side.is_checking_weights:
+        weights = self.scheduler_side.weights
+        if state is TransferState.AWAITED or weights.hold_back():
             return None, False
         arrived = state is TransferState.ARRIVED
         if arrived and (tokens := self._pd_side.get_num_new_matched_tokens(request, num_computed_tokens)):
@@ -145,15 +148,17 @@ class KVStorePDConnector(KVStoreConnector):
         """Record the pages that vLLM allocated for a request."""
         if self._pd_side.state(request.request_id) is TransferState.ARRIVED and num_external_tokens:
             self._pd_side.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
-        else:
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
+            return
+        if self._pd_side.pop_unread(request.request_id):  # vLLM's own cache holds as much
+            super().on_new_request(request)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
         """Return the plan of a step, which vLLM sends to the workers."""
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, StepMetadata)
         pd = self._pd_side.build_step_plan(
-            scheduler_output.num_scheduled_tokens,
+            scheduler_output.num_scheduled_tokens if self.scheduler_side.weights.is_open else {},
             scheduler_output.scheduled_spec_decode_tokens,
             scheduler_output.kv_connector_block_state.resolve_block_ids,
             hold=self.scheduler_side.defers_stores(metadata.plan),
@@ -184,18 +189,13 @@ class KVStorePDConnector(KVStoreConnector):
         for_decode = self._pd_side.request_finished(request.request_id)
         return delayed, for_decode if for_decode is not None else params
 
-    def has_pending_block_frees(self) -> bool:
-        """Whether pinned pages will be free soon. vLLM then waits for them instead of preempting a request."""
-        return super().has_pending_block_frees() or self._pd_side.has_pins
-
     def has_pending_push_work(self) -> bool:
         """Whether pins or abandoned transfers remain. vLLM then runs steps even without requests."""
         return super().has_pending_push_work() or self._pd_side.has_pins or self._pd_side.has_abandons
 
-    def _begin_epoch(self, changed: str = "") -> None:
+    def _forget_weights(self) -> None:
         """Abandon transfers, since they belong to the old weights."""
         self._pd_side.forget()
-        super()._begin_epoch(changed)
 
     @property
     def _pd_side(self) -> PdScheduler:
@@ -208,10 +208,11 @@ class KVStorePDConnector(KVStoreConnector):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, PdStepMetadata)
         plan, pd, moves = connector_metadata.plan, connector_metadata.pd, self.worker_side
-        if not pd:
-            return
         assert self._sender is not None
         assert self._receiver is not None
+        self._sender.end_unfinished()
+        if not pd:
+            return
         with unbound():
             self._receiver.drop(pd.drops)
             self._receiver.begin(pd.awaits, plan.chain, moves.clients)

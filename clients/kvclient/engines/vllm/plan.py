@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvclient import BlockKey, Lookup, Paths
 from kvclient.call.request_hint import RequestHint
@@ -134,19 +134,28 @@ class StepPlan:
 
 @dataclass(slots=True)
 class LoadSample:
-    """How long a worker's load took, from which the next ones are predicted.
+    """How long the load of a request took in its slowest worker, from which the next ones are predicted.
 
     Attributes:
         sources: bytes that it brought, by source; empty: none.
         seconds: its duration.
         layerwise: whether a step waited for its layers.
         own_node: the node of the worker's host; empty: none.
+        workers: number of workers that have ended the load.
     """
 
     sources: dict[Hashable, int]
     seconds: float
     layerwise: bool
     own_node: str = ""
+    workers: int = 1
+
+    def merged(self, other: LoadSample | None) -> LoadSample:
+        """Return the sample of both workers, or groups of workers."""
+        if other is None:
+            return self
+        slowest = self if self.seconds >= other.seconds else other
+        return replace(slowest, workers=self.workers + other.workers)
 
 
 @dataclass(slots=True)
@@ -157,7 +166,6 @@ class WorkerOutput:
         stores_done: number of workers that finished each job.
         stores_failed: jobs of which at least one worker could not store everything.
         weights: digest of the weights, by check number and rank.
-        weights_changed: a check found other weights than the previous check.
         loads: by request: its load, of models with one KV cache group.
         step: number of the last timed step; 0: none.
     """
@@ -165,7 +173,6 @@ class WorkerOutput:
     stores_done: dict[int, int] = field(default_factory=dict)
     stores_failed: set[int] = field(default_factory=set)
     weights: dict[tuple[int, int], str] = field(default_factory=dict)
-    weights_changed: bool = False
     loads: dict[str, LoadSample] = field(default_factory=dict)
     step: int = 0
 
@@ -178,8 +185,6 @@ class WorkerOutput:
             self.stores_done[job_id] = self.stores_done.get(job_id, 0) + count
         self.stores_failed |= other.stores_failed
         self.weights |= other.weights
-        self.weights_changed |= other.weights_changed
-        for request_id, sample in other.loads.items():  # a request waits for its slowest worker
-            if request_id not in self.loads or self.loads[request_id].seconds < sample.seconds:
-                self.loads[request_id] = sample
+        for request_id, sample in other.loads.items():
+            self.loads[request_id] = sample.merged(self.loads.get(request_id))
         self.step = max(self.step, other.step)

@@ -82,6 +82,10 @@ class PageLayout:
             raise InvalidArgument("the page format of this attention kernel is not supported", layout=spec.layout)
         if fields.get("kind") != "full" or spec.shard_count != 1 or "order" in fields:
             raise InvalidArgument("only full attention on a single rank can be read", layout=spec.layout)
+        if "stored" in fields:
+            raise InvalidArgument(
+                "only blocks in the engine's own numbers can be read: use an engine with stored_dtype engine", layout=spec.layout
+            )
         dtype = getattr(torch, spec.dtype, None)
         shape = fields.get("page", "").split("x")
         if not isinstance(dtype, torch.dtype) or len(shape) != 3 or not all(part.isdecimal() for part in shape):

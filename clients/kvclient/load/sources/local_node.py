@@ -2,27 +2,36 @@
 
 The node brings blocks from its own tiers and from the nodes that the lookup named, and leases them (see ``node_stream``). Blocks
 that were copied after their lease had ended do not count and are requested once more.
+
+A large load is a series of calls. While a device copies the blocks of one call, the next ones are requested, if the node has them
+in DRAM: its answer then needs no space that the leases of the copied blocks hold.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvclient.load.sink import BlockSink, LoadRequest, Mask, Positions, spans
 from kvclient.load.sources.node_stream import NodeLoadStream, NodeMessage, NodeRun, copy_leased_blocks
-from kvclient.memory.device_buffer import DeviceBuffer
+from kvclient.memory.device_buffer import CopyEvent, DeviceBuffer
 from kvclient.nodes.local_session import LocalNode, Session, is_session_lost
 from kvclient.results import PATH_LOCAL, PATH_PREFILL, Outcomes, outcome_table
 from kvstore.core.errors import DeadlineExceeded, KVStoreError
 from kvstore.core.types import Outcome, Tier
 from kvstore.observe.metric_definitions import client as client_metrics
 
-_LAYERWISE_ARENA_SHARE = 4
+_ARENA_SHARE = 4
 """A layer-wise load holds all its blocks until it ends. A load of more than 1/4 of the arena is done block by block instead, as
-is the rest of a load that has to wait: it, or another such load, may be waiting for the space that it holds."""
+is the rest of a load that has to wait: it, or another such load, may be waiting for the space that it holds. Two calls whose
+blocks are copied at once hold at most this share, too."""
+_LEASE_SHARE = 4
+"""A layer-wise load of more than ``load_chunk_bytes`` should take at most this fraction (1/n) of the lease, judged by earlier
+loads. One that outlasts its leases brings nothing."""
 COPY_THREADS = 2
 """For blocks that are in DRAM already: one thread reaches about half of the memory bandwidth."""
 RETRIED_ELSEWHERE = outcome_table(Outcome.UNAVAILABLE, Outcome.NO_SPACE)
@@ -53,22 +62,41 @@ class LocalNodeSource:
             self.asked_node = session.node_id
             others = [run.node for run in request.runs if run.node_id != session.node_id]
             with context.peers.watching(others) if others else nullcontext():
-                _SessionLoad(request, self._local, session, sink, len(missing)).run(missing)
+                _SessionLoad(request, self._local, session, sink, missing).run()
             sink.settle(missing)
             failed = sink.missing(missing)
             sink.give_up(failed[~RETRIED_ELSEWHERE[sink.outcomes[failed]]])
 
 
+@dataclass(frozen=True, slots=True)
+class _CopiesUnderWay:
+    """Copies of one message to a device.
+
+    Attributes:
+        runs: its blocks, and which of them are good.
+        begun: the copies, for ``DeviceBuffer.drain``.
+        lease_ids: their leases.
+        lease_bytes: bytes that these hold.
+    """
+
+    runs: Sequence[tuple[NodeRun, Mask]]
+    begun: Sequence[CopyEvent]
+    lease_ids: list[int]
+    lease_bytes: int
+
+
 class _SessionLoad:
     """One load through one session. ``run`` once."""
 
-    def __init__(self, request: LoadRequest, local: LocalNode, session: Session, sink: BlockSink, blocks: int) -> None:
+    def __init__(self, request: LoadRequest, local: LocalNode, session: Session, sink: BlockSink, missing: Positions) -> None:
+        options, block_bytes = request.context.options, request.context.shape.block_bytes
         self._request = request
         self._context = request.context
         self._scope = request.scope
         self._local = local
         self._session = session
         self._sink = sink
+        self._missing = missing
         self._runs = [run for run in request.runs if run.node_id != session.node_id]
         self._resident = np.zeros(len(request.chain), bool)
         """Blocks that the lookup saw in the arena of this node."""
@@ -77,47 +105,98 @@ class _SessionLoad:
                 self._resident[run.start : run.end] = True
         self._device = request.buffer if isinstance(request.buffer, DeviceBuffer) else None
         self._verifies = session.verifies_copies(request.verify)
-        self._step = max(1, self._context.options.copy_chunk_bytes // self._context.shape.block_bytes)
-        """Blocks copied between two checks of the scope. A device is drained at each check, so it gets all blocks at once."""
-        self._layerwise = request.layerwise and self._fits_layerwise(blocks)
+        self._step = max(1, options.copy_chunk_bytes // block_bytes)
+        """Whole blocks copied between two checks of the scope. A device gets all blocks of a message at once."""
+        self._call_blocks = max(1, options.load_chunk_bytes // block_bytes)
+        self._layerwise = request.layerwise and self._fits_layerwise()
         self._held: list[NodeRun] = []  # layer-wise: copied layer by layer after the stream
         self._good: list[Mask] = []  # per run held
         self._lease_ids: list[int] = []
         self._lease_bytes = 0
+        self._most_ahead = int(self._device is not None and options.pieces_in_flight > 1)
+        """Messages whose copies to a device may be under way when the blocks of another call are requested."""
+        self._under_way: deque[_CopiesUnderWay] = deque()
         self._expired: list[tuple[int, int]] = []
         self._over = False
 
-    def _fits_layerwise(self, blocks: int) -> bool:
-        size = blocks * self._context.shape.block_bytes
-        if size <= min(self._session.arena.size // _LAYERWISE_ARENA_SHARE, self._context.options.load_chunk_bytes):
+    def _fits_layerwise(self) -> bool:
+        """Whether all blocks can be held at once, until all layers are copied."""
+        blocks, size = len(self._missing), len(self._missing) * self._context.shape.block_bytes
+        if size <= self._session.arena.size // _ARENA_SHARE and (blocks <= self._call_blocks or self._is_quick(size)):
             return True
         self._context.incidents.counters.add(client_metrics.LAYERWISE_TOO_LARGE)
         return False
 
-    def run(self, missing: Positions) -> None:
-        """Load the missing blocks, a bounded number of bytes per call."""
-        step = max(1, self._context.options.load_chunk_bytes // self._context.shape.block_bytes)
-        pieces = [(at, min(stop, at + step)) for start, stop in spans(missing) for at in range(start, stop, step)]
+    def _is_quick(self, size: int) -> bool:
+        """Whether the node has all blocks in DRAM, and they will be copied long before a lease ends, as earlier loads were."""
+        if self._verifies or not self._resident[self._missing].all():
+            return False
+        predicted_s = self._context.accounting.predictor.seconds_from(self._session.node_id, Tier.DRAM, size)
+        return predicted_s is not None and predicted_s <= self._session.lease_s / _LEASE_SHARE
+
+    def run(self) -> None:
+        """Load the missing blocks, a bounded number of bytes per call; all in one call if the load is layer-wise."""
+        pieces = self._pieces(spans(self._missing))
         try:
             with self._session.used():
-                for start, stop in pieces:
-                    self._load(start, stop)
-                    expired, self._expired = self._expired, []
-                    if expired and self._sink.restart(_positions(expired)):
-                        for first, last in spans(np.sort(_positions(expired))):
-                            self._load(first, last)
-                    if self._over:
-                        break
+                try:
+                    for number, (start, stop) in enumerate(pieces):
+                        self._load(start, stop, ahead=self._may_be_ahead(pieces[number : number + 2]))
+                        self._load_expired()
+                        if self._over:
+                            break
+                finally:
+                    self._abandon()
         except KVStoreError as error:
             self._fail(error)
 
+    def _pieces(self, stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Divide (start, stop) stretches into those of one call each."""
+        step = len(self._missing) if self._layerwise else self._call_blocks
+        return [(at, min(stop, at + step)) for start, stop in stretches for at in range(start, stop, step)]
+
+    def _may_be_ahead(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        """Whether the second of these pieces may be requested before the first is copied."""
+        if len(pieces) < 2 or not self._most_ahead:
+            return False
+        size = sum(stop - start for start, stop in pieces) * self._context.shape.block_bytes
+        return size <= self._session.arena.size // _ARENA_SHARE and bool(self._resident[slice(*pieces[1])].all())
+
+    def _load_expired(self) -> None:
+        """Load blocks once more that were copied after their lease."""
+        expired, self._expired = self._expired, []
+        if expired and self._sink.restart(_positions(expired)):
+            self._layerwise = False  # it was too slow
+            for start, stop in self._pieces(spans(np.sort(_positions(expired)))):
+                self._load(start, stop)
+
+    def _abandon(self) -> None:
+        """Wait for copies that an error has left under way. Their blocks do not count."""
+        if not self._under_way and not self._lease_ids:
+            return
+        with suppress(KVStoreError):  # the error that ended the load is reported
+            self._drain()
+        while self._under_way:
+            copies = self._under_way.popleft()
+            self._lease_ids += copies.lease_ids
+            self._lease_bytes += copies.lease_bytes
+        self._release()
+
     # ---- one call ----
-    def _load(self, start: int, stop: int) -> None:
-        """Request blocks ``[start, stop)`` and copy what the node brings."""
+    def _load(self, start: int, stop: int, *, ahead: bool = False) -> None:
+        """Request blocks ``[start, stop)`` and copy what the node brings.
+
+        Args:
+            start: first block.
+            stop: one past the last block.
+            ahead: once the node has answered for all blocks, return while a device still copies them.
+        """
         if self._over or self._scope.ended:
             self._mark(start, stop, Outcome.TIMEOUT)
+            self._finish(0)
             return
         answered = np.zeros(stop - start, bool)
+        most_ahead, left = self._most_ahead if ahead else 0, 0
         stream = NodeLoadStream(
             self._request,
             self._session,
@@ -132,15 +211,19 @@ class _SessionLoad:
         try:
             with closing(iter(stream)) as messages:
                 for message in messages:
-                    if not self._take(message, answered, start):
+                    if not self._take(message, answered, start, most_ahead):
                         break
             if stream.error is not None:
                 self._fail(stream.error)
             if self._layerwise:
                 self._copy_layers(start + np.flatnonzero(answered))
+            if not self._over and answered.all():
+                left = most_ahead
         finally:
-            self._drain()  # whatever ended the call: leases may be released only after the last copy
-            self._release()
+            self._finish(left)
+            if not left:
+                self._drain()  # whatever ended the call: leases may be released only after the last copy
+                self._release()
             if not answered.all():
                 outcome = Outcome.TIMEOUT if self._scope.ended else Outcome.UNAVAILABLE
                 self._over |= self._scope.ended
@@ -160,25 +243,28 @@ class _SessionLoad:
             self._context.incidents.report(client_metrics.LOCAL_LOAD_FAILED, "local node refused a load", error)
 
     # ---- its messages ----
-    def _take(self, message: NodeMessage, answered: Mask, base: int) -> bool:
+    def _take(self, message: NodeMessage, answered: Mask, base: int, most_ahead: int) -> bool:
         """Copy the leased blocks of one message, and release the lease. False: the scope has ended."""
         if message.lease_id:
             self._lease_ids.append(message.lease_id)
+        hits = []
         for run in message.runs:
             answered[run.start - base : run.stop - base] = True
             if run.outcome is not Outcome.HIT:
                 self._sink.outcomes[run.start : run.stop] = run.outcome
                 continue
-            if self._layerwise:
-                self._held.append(run)
-                self._good.append(self._copy(run, 0, run.stop - run.start, 0, 1))  # at once: later messages arrive later anyway
-            else:
-                self._copy_blocks(run)
+            hits.append(run)
             self._lease_bytes += (run.stop - run.start) * self._context.shape.block_bytes
-        if self._held and not message.runs:
-            self._stop_layerwise()
-        if not self._layerwise:
-            self._release()
+        if self._layerwise:
+            good = [np.ones(run.stop - run.start, bool) for run in hits]
+            self._copy_layer(hits, good, 0)  # at once: later messages arrive later anyway
+            self._held += hits
+            self._good += good
+            if self._held and not message.runs:
+                self._stop_layerwise()
+        else:
+            self._copy_blocks(hits)
+            self._finish(most_ahead if answered.all() else 0)
         return not self._over
 
     def _stop_layerwise(self) -> None:
@@ -186,8 +272,8 @@ class _SessionLoad:
         self._context.incidents.counters.add(client_metrics.LAYERWISE_HELD_UP)
         self._layerwise = False
         held, self._held, self._good = self._held, [], []
-        for run in held:
-            self._copy_blocks(run)
+        self._copy_blocks(held)
+        self._finish(0)
 
     def _drain(self) -> None:
         """Wait for a device's copies out of the arena."""
@@ -206,22 +292,57 @@ class _SessionLoad:
         threads = COPY_THREADS if from_dram else 1
         return copy_leased_blocks(self._request, self._session, run, slice(at, upto), first_layer, layer_count, threads)
 
-    def _copy_blocks(self, run: NodeRun) -> None:
+    def _copy_blocks(self, runs: Sequence[NodeRun]) -> None:
+        """Copy whole blocks to the host, and release their leases; or begin to copy them to a device."""
+        if self._device is None:
+            for run in runs:
+                self._copy_to_host(run)
+            self._release()
+            return
+        begun = []
+        for run in runs:
+            if self._scope.ended:
+                self._mark(run.start, run.stop, Outcome.TIMEOUT)
+                self._over = True
+                continue
+            begun.append((run, self._copy(run, 0, run.stop - run.start, 0, self._context.shape.layers)))
+        if self._under_way and begun:
+            self._context.incidents.counters.add(client_metrics.PIECES_AHEAD)
+        self._under_way.append(_CopiesUnderWay(begun, self._device.begun(), self._lease_ids, self._lease_bytes))
+        self._lease_ids, self._lease_bytes = [], 0
+
+    def _copy_to_host(self, run: NodeRun) -> None:
         """Copy whole blocks in pieces, and check the scope in between."""
         count = run.stop - run.start
-        step = self._step if self._device is None else count
-        for at in range(0, count, step):
+        for at in range(0, count, self._step):
             if self._scope.ended:
                 self._mark(run.start + at, run.stop, Outcome.TIMEOUT)
                 self._over = True
                 return
-            upto = min(count, at + step)
-            good = self._copy(run, at, upto, 0, self._context.shape.layers)
-            self._drain()
-            if self._context.clock.now_s() > run.lease_end_s:
-                self._mark_expired(run.start + at, run.start + upto)
-            else:
-                self._record(run, at, upto, good)
+            upto = min(count, at + self._step)
+            self._settle(run, at, upto, self._copy(run, at, upto, 0, self._context.shape.layers))
+
+    def _finish(self, ahead: int) -> None:
+        """Wait for the copies to a device of all messages but the last ``ahead``, and release their leases."""
+        while len(self._under_way) > ahead and self._device is not None:
+            copies = self._under_way.popleft()
+            try:
+                self._device.drain(copies.begun)
+            except BaseException:
+                self._lease_ids += copies.lease_ids  # released after all other copies
+                self._lease_bytes += copies.lease_bytes
+                raise
+            for run, good in copies.runs:
+                self._settle(run, 0, run.stop - run.start, good)
+            if copies.lease_ids:
+                self._session.releaser.release(copies.lease_ids, copies.lease_bytes)
+
+    def _settle(self, run: NodeRun, at: int, upto: int, good: Mask) -> None:
+        """Record blocks that were copied. They are expired if their lease may have ended."""
+        if self._context.clock.now_s() > run.lease_end_s:
+            self._mark_expired(run.start + at, run.start + upto)
+        else:
+            self._record(run, at, upto, good)
 
     def _record(self, run: NodeRun, at: int, upto: int, good: Mask) -> None:
         outcomes: Outcomes | Outcome = Outcome.HIT
@@ -250,14 +371,11 @@ class _SessionLoad:
         lease_end_s = min((run.lease_end_s for run in held), default=np.inf)
         sink.give_up(np.setdiff1d(answered[FINAL[sink.outcomes[answered]]], positions))
         for layer in range(self._context.shape.layers):
-            if self._scope.ended:
+            if self._scope.ended or (layer and not self._copy_layer(held, good, layer)):
                 self._over = True
                 for run in held:
                     self._mark(run.start, run.stop, Outcome.TIMEOUT)
                 return
-            if layer:
-                for run, mask in zip(held, good, strict=True):
-                    mask &= self._copy(run, 0, run.stop - run.start, layer, 1)  # in place
             if clock.now_s() > lease_end_s:
                 for run in held:
                     self._mark_expired(run.start, run.stop)
@@ -273,6 +391,18 @@ class _SessionLoad:
             return
         for run, mask in zip(held, good, strict=True):
             self._record(run, 0, run.stop - run.start, mask)
+
+    def _copy_layer(self, runs: Sequence[NodeRun], good: Sequence[Mask], layer: int) -> bool:
+        """Copy one layer of some runs in pieces, and note which of their blocks are good. False: the scope has ended."""
+        step = self._step * self._context.shape.layers
+        for run, mask in zip(runs, good, strict=True):
+            count = run.stop - run.start
+            for at in range(0, count, step):
+                if self._scope.ended:
+                    return False
+                upto = min(count, at + step)
+                mask[at:upto] &= self._copy(run, at, upto, layer, 1)
+        return True
 
     def _mark(self, start: int, stop: int, outcome: Outcome) -> None:
         """Record why blocks did not arrive."""

@@ -214,7 +214,11 @@ class PrefillPath(StoragePathSource):
 
 
 class RemotePath(StoragePathSource):
-    """The decode path or a relay: another host's node reads into its arena, and the bytes come over the compute network."""
+    """The decode path or a relay: another host's node reads into its arena, and the bytes come over the compute network.
+
+    The stream of that node says which blocks are in its arena, and carries a lease that keeps them there. The bytes are then read
+    by key, without the lease, which ends when all blocks of its message were read.
+    """
 
     on_this_host = False
 
@@ -262,7 +266,7 @@ class RemotePath(StoragePathSource):
         self,
         request: LoadRequest,
         sink: BlockSink,
-        session: NodeSession,  # noqa: ARG002  # the node holds the lease against each read
+        session: NodeSession,  # noqa: ARG002  # reads are by key
         run: NodeRun,
         part: slice,
         first_layer: int,

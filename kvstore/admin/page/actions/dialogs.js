@@ -193,13 +193,13 @@ const ACTS = {
   "evict-namespace"({ namespace }) {
     const found = known.namespaces.items.find((one) => one.namespace_id === namespace);
     const name = nameOf(found).join(" · ");
-    if (found.pinned)
+    if (found.kept)
       return openDialog(
-        `${name} is pinned`,
+        `${name} is kept`,
         [
           list(
-            "Pinned blocks are not evicted. Unpin the namespace first.",
-            "If the content of its blocks is wrong, invalidate it: this drops them, pinned or not.",
+            "A kept namespace is not evicted. Clear “Kept” in its retention rule first.",
+            "If the content of its blocks is wrong, invalidate it: this drops them, kept or not.",
           ),
         ],
         "",

@@ -31,11 +31,11 @@ Object.assign(ACTS, {
     const { found, name } = rowOf(namespace);
     const now = nowLine();
     const ttl = h("input", { id: "dialog-ttl", autocomplete: "off", value: found.ttl_s === null ? "" : exactSpan(found.ttl_s) });
-    const pin = h("input", { type: "checkbox", id: "dialog-pin", checked: found.pinned });
+    const keep = h("input", { type: "checkbox", id: "dialog-keep", checked: found.kept });
     const twice = h("input", { type: "checkbox", id: "dialog-twice", checked: found.copies > 1 });
     const edited = new Edited(`/v1/namespaces/${namespace}/rule`, (rule) => {
       const time = rule.ttl_s === null ? "are evicted when space is needed" : `are evicted ${exactSpan(rule.ttl_s)} after their last use`;
-      show(now, `Now: ${rule.pinned ? "pinned; " : ""}${rule.copies > 1 ? "two copies; " : ""}its blocks ${time}.`);
+      show(now, `Now: ${rule.kept ? "kept; " : ""}${rule.copies > 1 ? "two copies; " : ""}its blocks ${time}.`);
     });
     openEdit(
       `Retention of ${name}`,
@@ -45,9 +45,9 @@ Object.assign(ACTS, {
         field("Time to live: blocks are evicted this long after their last use (7 d, 36 h, 30 min; empty: no time to live)", ttl),
         h(
           "label",
-          { for: "dialog-pin" },
-          pin,
-          h("span", {}, "Pinned: blocks are protected from eviction, up to half of each tier of a node."),
+          { for: "dialog-keep" },
+          keep,
+          h("span", {}, "Kept: blocks are protected from eviction, up to half of each tier of a node."),
         ),
         h(
           "label",
@@ -57,13 +57,13 @@ Object.assign(ACTS, {
         ),
         list(
           "The rule applies on every node and survives restarts.",
-          "A time to live evicts older blocks permanently. A pinned namespace keeps them.",
+          "A time to live evicts older blocks permanently. A kept namespace does not lose them.",
         ),
       ],
       "Set",
       async () => {
         const text = ttl.value.trim();
-        await edited.change("PUT", { ttl_s: text ? parseSpan(text) : null, pinned: pin.checked, copies: twice.checked ? 2 : 1 });
+        await edited.change("PUT", { ttl_s: text ? parseSpan(text) : null, kept: keep.checked, copies: twice.checked ? 2 : 1 });
         return `Retention of ${name} is set. Nodes apply it within a second.`;
       },
       edited,
@@ -81,7 +81,7 @@ Object.assign(ACTS, {
           "p",
           {},
           "For blocks with wrong content. All its blocks are dropped from all tiers of all nodes, durable or not",
-          found.pinned ? ", although it is pinned." : ".",
+          found.kept ? ", although it is kept." : ".",
         ),
         list(
           "Stop the engines that stored them first, or they will store them again.",

@@ -45,7 +45,10 @@ function bar(share, label, full) {
 }
 
 const HOUR_S = 3600;
-const SPANS_S = [600, 1800, HOUR_S];
+const SPANS_S = [120, 600, 1800, HOUR_S];
+/** With at most so many points, a line has a dot at each of them: a short line alone is overlooked. */
+const FEW_POINTS = 12;
+const DOT = { width: 6, height: 5 };
 
 /** Length of the time axis: the shortest that shows all points. */
 function axisSpan(end_s) {
@@ -70,9 +73,9 @@ function chart(points, series, top, shown, label, end_s) {
     visible.forEach((point, at) => {
       if (!known(at)) return;
       path.push(`${near(at) ? "L" : "M"}${x(point)} ${y(point.values[which])}`);
-      if (near(at) || (known(at + 1) && near(at + 1))) return;
-      const left = Math.min(597, Math.max(0, x(point) - 1.5));
-      dots.push(svg("rect", { class: `dot-${one.style}`, x: left, y: y(point.values[which]) - 2, width: 3, height: 4 }));
+      if (visible.length > FEW_POINTS && (near(at) || (known(at + 1) && near(at + 1)))) return;
+      const left = Math.min(600 - DOT.width, Math.max(0, x(point) - DOT.width / 2));
+      dots.push(svg("rect", { class: `dot-${one.style}`, x: left, y: y(point.values[which]) - DOT.height / 2, ...DOT }));
     });
     const line = { class: `line-${one.style}`, d: path.join(""), "vector-effect": "non-scaling-stroke", "stroke-linejoin": "round" };
     return [svg("path", line), dots];

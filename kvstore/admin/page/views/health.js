@@ -51,10 +51,11 @@ function showTiles(cluster) {
   const ratio = newest((point) => point.hit_ratio);
   const load = newest((point) => point.load);
   const last = newest((point) => point.at_s);
+  const arriving = (known.volumes?.items ?? []).some((one) => one.arriving);
   const rateOf = last?.load ? perSecond(last.load.count, last) : 0;
   show($("summary"), [
     tile("nodes", ...nodesTile(cluster)),
-    tile("blocks in the index", count(cluster.index_blocks), bytes(cluster.index_bytes)),
+    tile("blocks in the index", count(cluster.index_blocks), arriving ? "inventories arriving" : bytes(cluster.index_bytes)),
     tile("hit ratio", ratio ? percent(ratio.hit_ratio) : "—", ratio ? asOf(ratio) : "no lookups in the last minute"),
     tile("loads per second", last ? rateOf.toFixed(rateOf < 10 ? 1 : 0) : "—", last ? asOf(last) : "first figure after 10 s"),
     tile("p95 load", load ? seconds(load.load.p95_s) : "—", load ? asOf(load) : "no loads in the last minute"),

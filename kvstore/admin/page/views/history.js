@@ -107,7 +107,8 @@ function drawChart({ id, top, shown, now = shown, series, empty, cluster }) {
   const title = $(id).closest("section").querySelector("h2").firstChild.data.trim();
   const said = `${title}, last hour; at ${clock(new Date(last.at_s * 1000))}: ${label}`;
   const drawing = chart(points, drawn, top ?? ceiling(worst), (value) => (value ? shown(value) : "0"), said, serverNow());
-  show($(id), drawing, missing, stale("history"));
+  const begun = points.length < 3 ? quiet(`The first figures: a point is added every ${HISTORY_STEP_S} s.`) : null;
+  show($(id), drawing, missing, begun, stale("history"));
 }
 
 // ---- timeline ----

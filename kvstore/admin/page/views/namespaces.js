@@ -84,7 +84,7 @@ function namespaceRow(one) {
       percent(one.hit_ratio),
       [
         namespaceButton("usage", id, "Usage", `Usage of ${model} by volume`),
-        namespaceButton("rule", id, "TTL, pin …", `Retention of ${model}: time to live and pin …`),
+        namespaceButton("rule", id, "TTL, keep …", `Retention of ${model}: time to live, keep …`),
         namespaceButton("evict-namespace", id, "Evict …", `Evict the blocks of ${model} …`),
         namespaceButton("invalidate", id, "Invalidate …", `Invalidate ${model} …`),
       ],
@@ -96,9 +96,9 @@ const namespaceButton = (what, namespace, text, label) =>
   h("button", { type: "button", "data-do": what, "data-namespace": namespace, "aria-label": label }, text);
 
 /** The retention rule of a namespace in words. */
-function retentionWords({ pinned, copies, ttl_s: time }) {
+function retentionWords({ kept, copies, ttl_s: time }) {
   return [
-    pinned ? h("span", { class: "badge warn" }, "pinned") : null,
+    kept ? h("span", { class: "badge warn" }, "kept") : null,
     copies > 1 ? h("span", { class: "badge" }, `${copies} copies`) : null,
     time === null ? null : second(`evicted ${exactSpan(time)} after its last use`),
   ];

@@ -146,7 +146,7 @@ function links(node, activity) {
     return h(
       "p",
       { class: "quiet small" },
-      activity ? "Traffic is not measured: the data plane listens on loopback or on all addresses." : NO_FIGURES,
+      activity ? "Traffic is not measured: the data plane listens on all addresses." : NO_FIGURES,
     );
   return node.nics
     .filter((nic) => shown.has(nic.network))
@@ -154,9 +154,10 @@ function links(node, activity) {
       const both = shown.size === 1;
       const most = nic.configured_bytes_per_s;
       const name = both ? "storage + compute" : nic.network;
+      const local = /^(127\.|\[::1\]|localhost:)/.test(nic.address) ? ", loopback with other programs" : "";
       return flowRow(
         `${node.node_id} ${nic.network}`,
-        [name, most ? h("span", { class: "quiet" }, ` ${rate(most)}`) : null],
+        [name, local || most ? h("span", { class: "quiet" }, `${local}${most ? ` ${rate(most)}` : ""}`) : null],
         `${name} link of node ${node.node_id}`,
         most,
       );
@@ -211,6 +212,7 @@ function volumeRow(volume) {
     volume.read_only
       ? h("p", { class: "small bad" }, `Stores nothing: ${volume.read_only}. It still serves its blocks; new ones stay in DRAM only.`)
       : null,
+    volume.arriving ? h("p", { class: "small" }, "Inventory arriving at the metadata server: some blocks are not found yet.") : null,
     volume.quarantined_blocks
       ? h("p", { class: "small warn" }, `${many(volume.quarantined_blocks, "block", "blocks")} failed verification and are not used`)
       : null,

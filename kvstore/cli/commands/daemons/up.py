@@ -23,7 +23,7 @@ from kvstore.config.model import Config
 from kvstore.core.errors import Internal, KVStoreError, install_command
 
 if TYPE_CHECKING:
-    from kvstore.embedded.cluster import LocalCluster
+    from kvstore.embedded.cluster import Daemon, LocalCluster
 
 _WATCH_S = 0.5
 _OWN = "kvstore up sets this itself; run kvstore metadata and kvstore node to choose it"
@@ -35,6 +35,7 @@ _DECIDED = {
 }
 _DECIDED_WITH_SHARDS = {"metadata.engine": "--shards starts a Valkey Cluster; run kvstore metadata to use another one"}
 
+_NO_PAGE = "(no web page)"
 _EXAMPLE = """\
 The store is up.  metadata {metadata}   node {socket}
 Data lies in {data}. Stop with Ctrl-C.
@@ -49,9 +50,7 @@ From Python:
 Look at it:  {page}
              kvstore status --metadata {metadata}
              kvstore stress --metadata {metadata}   loads and stores for some seconds
-             curl {metadata_metrics}/metrics    curl {node_metrics}/metrics
-             curl {node_metrics}/loads          the slowest loads of the last minute, and why
-REST:        {admin}   (changes are logged in {data}/admin.log)
+{metrics}REST:        {admin}   (changes are logged in {data}/admin.log)
 """
 
 
@@ -76,10 +75,12 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None, se
 
     Stored blocks survive a restart with the same folder. Settings apply to all daemons. Ports on 127.0.0.1: metadata 7400
     (metrics 7401), page and REST 7470, metrics of the node 7480. A second store on this machine requires other ports (0: any
-    free one) and a --data-dir of its own.
+    free one) and another --data-dir. A daemon that ends is started again, with a line that says why; after five ends within
+    five minutes the store stops.
 
-    With --servers, several metadata servers share the index. With --shards, the index is in a Valkey Cluster, each shard a
-    primary and a replica. It requires the program valkey-server or redis-server. A server of these that ends is started again.
+    With --servers, several metadata servers share the index; further ones use the next free ports after the first (7402, ...).
+    With --shards, the index is in a Valkey Cluster, each shard a primary and a replica. It requires the program valkey-server or
+    redis-server.
 
     Examples:
       kvstore up
@@ -87,7 +88,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None, se
       kvstore up --servers 2 --shards 3
     """
     from kvstore.embedded.cluster import LocalCluster, NodeSpec
-    from kvstore.embedded.restarts import RedundantServers
+    from kvstore.embedded.restarts import ClusterSupervisor, SoleDaemon
 
     folder = data_dir or configured_data_dir(config)
     node_id = config.node.node_id or socket.gethostname()
@@ -112,8 +113,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None, se
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
-    if servers > 1 or shards:
-        output.note(f"starting {describe_metadata(servers, shards)}, a node and an admin server …")
+    output.note(f"starting {describe_metadata(servers, shards)}, a node and an admin server …")
     with LocalCluster(
         [node],
         folder,
@@ -123,7 +123,6 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None, se
         servers=servers,
         shards=shards,
     ) as cluster:
-        redundant = RedundantServers(cluster, click.echo)
         metadata, node_daemon = cluster.node("metadata"), cluster.node(node_id)
         page, admin = _start_admin(cluster, config)
         click.echo(
@@ -131,29 +130,47 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None, se
                 metadata=cluster.metadata_address,
                 socket=node_daemon.local_socket,
                 data=folder,
-                metadata_metrics=metadata.metrics_address or "(not served)",
-                node_metrics=node_daemon.metrics_address or "(not served)",
+                metrics=_metrics_lines(metadata, node_daemon),
                 page=page,
                 admin=admin,
             )
         )
         if servers > 1 or shards:
-            _show_servers(cluster)
+            _show_servers(cluster, node_daemon)
+        sole = [SoleDaemon(node_id, "blocks that were only in DRAM are lost")]
+        if servers == 1:
+            sole.append(SoleDaemon("metadata", "lookups find nothing until it runs again"))
+        if page != _NO_PAGE:
+            sole.append(SoleDaemon("admin", "the page and the REST API are not served meanwhile", vital=False))
+        # Ctrl-C reaches the daemons, too: their ends are expected then
+        supervisor = ClusterSupervisor(cluster, lambda line: None if stop.is_set() else click.echo(line), sole)
         while not stop.wait(_WATCH_S):
-            redundant.poll()
-            for daemon in (metadata, node_daemon):
-                code = daemon.process.poll()
-                if code is not None and not stop.is_set() and daemon.name not in redundant.names:
-                    raise Internal(f"{daemon.name} ended with code {code}: {daemon.why()}")
+            try:
+                supervisor.poll()
+            except Internal:
+                if not stop.is_set():
+                    raise
         click.echo("stopping …")
 
 
-def _show_servers(cluster: LocalCluster) -> None:
-    """Print the metadata servers and the shards, with their process ids."""
+def _metrics_lines(metadata: Daemon, node: Daemon) -> str:
+    """Addresses of the metrics of both, and the reason if they are not served."""
+    lines = []
+    for daemon, what in ((metadata, "the metadata server"), (node, "the node")):
+        address = daemon.metrics_address
+        lines.append(f"curl {address}/metrics" if address else f"(no metrics of {what}: {daemon.log_path} says why)")
+    if node.metrics_address:
+        lines.append(f"curl {node.metrics_address}/loads          the slowest loads of the last minute, and why")
+    return "".join(f"             {line}\n" for line in lines)
+
+
+def _show_servers(cluster: LocalCluster, node: Daemon) -> None:
+    """Print the metadata servers, the node and the shards, with their process ids."""
     rows = [(name, address, cluster.node(name).process.pid) for name, address in cluster.metadata_addresses.items()]
     click.echo("Metadata servers:")
     for line in output.aligned([(f"  {name}", address, f"pid {pid}") for name, address, pid in rows]):
         click.echo(line)
+    click.echo(f"Node:\n  {node.name}  {node.address}  pid {node.process.pid}")
     if cluster.valkey is None:
         return
     click.echo("Index: a Valkey Cluster, in memory only. After a restart of the store, the nodes fill it again.")
@@ -182,4 +199,4 @@ def _start_admin(cluster: LocalCluster, config: Config) -> tuple[str, str]:
 
 
 def _without(why: str) -> tuple[str, str]:
-    return "(no web page)", f"(no admin server: {why})"
+    return _NO_PAGE, f"(no admin server: {why})"

@@ -27,9 +27,9 @@ from kvstore.config.model import Config
 from kvstore.config.node import NodeSection
 from kvstore.config.sources import Provenance, leaves
 from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
+from kvstore.doctor.contract import Finding, Level
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, WantedVolume
 from kvstore.doctor.findings import findings, healthy
-from kvstore.doctor.levels import Finding, Level
 from kvstore.doctor.servers.daemon_findings import Answer, RunningMetadata, RunningNode, metadata_findings, nodes_findings
 from kvstore.doctor.servers.local_nodes import sockets_in
 from kvstore.doctor.servers.shard_findings import index_findings
@@ -90,6 +90,7 @@ def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
     sections["running"] = Section({"volumes": sorted({volume for node in nodes for volume in node.volumes})})
     facts = Facts(sections)
     found = [
+        configuration_finding(provenance),
         *findings(facts, wanted),
         *metadata_findings(servers),
         *index_findings(index),
@@ -115,6 +116,18 @@ def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
         CommandOutput(document, show)
         if healthy(found)
         else CommandOutput(document, show, 1, "a requirement of the configuration is missing")
+    )
+
+
+def configuration_finding(provenance: Provenance) -> Finding:
+    """Say whose settings are checked. Processes that run may have been started with others."""
+    sources: dict[str, None] = {}
+    for origin in provenance.values():
+        if origin.source in ("file", "environment", "flag"):
+            sources[origin.detail] = None
+    given = ", ".join(sources) or "no file and no flag: the defaults"
+    return Finding(
+        "configuration", Level.OK, f"checks the settings of {given}; a running store may have been started with others"
     )
 
 
@@ -308,13 +321,15 @@ def _print_table(found: Sequence[Finding]) -> None:
     for column in ("", "area", "finding"):
         table.add_column(column, overflow="fold")
     for finding in found:
-        what = Text(finding.what)
-        if finding.mend:
-            what.append(f"\n→ {finding.mend}", style="cyan")
-        table.add_row(Text(finding.level.value, style=_STYLES[finding.level]), finding.area, what)
+        message = Text(finding.message)
+        if finding.fix:
+            message.append(f"\n→ {finding.fix}", style="cyan")
+        table.add_row(Text(finding.level.value, style=_STYLES[finding.level]), finding.area, message)
     Console().print(table)
 
 
 def _print_lines(found: Sequence[Finding]) -> None:
     for finding in found:
-        click.echo(f"{finding.level.value:<7}  {finding.area}: {finding.what}" + (f"  -> {finding.mend}" if finding.mend else ""))
+        click.echo(
+            f"{finding.level.value:<7}  {finding.area}: {finding.message}" + (f"  -> {finding.fix}" if finding.fix else "")
+        )

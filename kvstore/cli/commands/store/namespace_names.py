@@ -13,7 +13,9 @@ from kvstore.cli.support.store_client import Refusal, StoreConnection
 if TYPE_CHECKING:
     from kvstore.control_api.schemas.store import Namespace
 
-_ID_PREFIX: Final = re.compile("[0-9a-f]{4,32}")
+_LEAST_DIGITS: Final = 4
+_ID_PREFIX: Final = re.compile(f"[0-9a-f]{{{_LEAST_DIGITS},32}}")
+_SHORT_PREFIX: Final = re.compile(f"[0-9a-f]{{1,{_LEAST_DIGITS - 1}}}")
 _SHOWN_DIGITS: Final = 8
 _MOST_SHOWN: Final = 5
 
@@ -57,6 +59,8 @@ def _only(models: Mapping[str, str], text: str) -> str:
         raise Refusal(
             f"{len(found)} namespaces match '{shown}': {some}; give more digits of the id, or kvstore namespaces lists them"
         )
+    if _SHORT_PREFIX.fullmatch(text.lower()):
+        raise Refusal(f"no namespace has the model '{shown}'; of an id, give at least {_LEAST_DIGITS} digits")
     near = difflib.get_close_matches(text, set(models.values()), n=1)
     hint = f"did you mean '{clean(short(near[0]))}'? " if near else ""
     raise Refusal(f"no namespace has the model '{shown}' or an id that begins with it; {hint}kvstore namespaces lists them")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,7 @@ _argument = click.argument("namespace", shell_complete=complete_namespaces)
 
 @click.group(cls=Resource)
 def namespaces() -> None:
-    """List, inspect, evict, pin, copy and invalidate namespaces. Without a command, list them.
+    """List, inspect, evict, keep, copy and invalidate namespaces. Without a command, list them.
 
     NAMESPACE is an id, the first 4 or more digits of an id, or the name of a model that has one namespace.
 
@@ -75,7 +74,7 @@ def list_namespaces(config: Config) -> CommandOutput:
             "lookups",
             "hit",
             "ttl",
-            "pinned",
+            "kept",
             "copies",
         ),
         [
@@ -90,7 +89,7 @@ def list_namespaces(config: Config) -> CommandOutput:
                 str(one.lookups),
                 output.share(one.hit_blocks, one.asked_blocks),
                 "" if one.ttl_s is None else output.duration(one.ttl_s),
-                "yes" if one.pinned else "",
+                "yes" if one.kept else "",
                 str(one.copies),
             )
             for one in known
@@ -107,19 +106,19 @@ def show_namespace(config: Config, *, namespace: str) -> CommandOutput:
     Examples:
       kvstore namespaces show 8c2f0d
     """
-    found = ask(config, lambda store: find(store, namespace))
-    spec = found.spec.model_dump(mode="json")
+    known = ask(config, lambda store: find(store, namespace))
+    spec = known.spec.model_dump(mode="json")
     return result.facts(
-        found,
+        known,
         [
-            ("namespace", found.namespace_id),
+            ("namespace", known.namespace_id),
             *((name.replace("_", " "), str(value)) for name, value in spec.items()),
-            ("lookups", f"{found.lookups:,}"),
-            ("asked", f"{found.asked_blocks:,} blocks"),
-            ("hit", f"{found.hit_blocks:,} blocks {output.share(found.hit_blocks, found.asked_blocks)}".rstrip()),
-            ("ttl", "none" if found.ttl_s is None else output.duration(found.ttl_s)),
-            ("pinned", "yes" if found.pinned else "no"),
-            ("copies", str(found.copies)),
+            ("lookups", f"{known.lookups:,}"),
+            ("asked", f"{known.asked_blocks:,} blocks"),
+            ("hit", f"{known.hit_blocks:,} blocks {output.share(known.hit_blocks, known.asked_blocks)}".rstrip()),
+            ("ttl", "none" if known.ttl_s is None else output.duration(known.ttl_s)),
+            ("kept", "yes" if known.kept else "no"),
+            ("copies", str(known.copies)),
         ],
     )
 
@@ -155,7 +154,7 @@ def usage(config: Config, *, namespace: str) -> CommandOutput:
 def evict(config: Config, *, namespace: str, tiers: tuple[str, ...], yes: bool) -> CommandOutput:
     """Evict the blocks of a namespace on every node. Blocks in use and dirty DRAM blocks stay.
 
-    The counts are replicas: a block in DRAM and on a volume counts twice. A pinned namespace is not evicted.
+    The counts are replicas: a block in DRAM and on a volume counts twice. A kept namespace is not evicted.
 
     Examples:
       kvstore namespaces evict 8c2f0d
@@ -189,9 +188,6 @@ def invalidate(config: Config, *, namespace: str, yes: bool) -> CommandOutput:
 
 def _time(ctx: click.Context, param: click.Parameter, value: str) -> float | None:
     """Seconds of ``90s``, ``10m``, ``12h``, ``7d``; None: ``none``."""
-    days = re.fullmatch(r"(\d+)d", value)
-    if days:
-        return float(days[1]) * 86_400
     return None if value == "none" else param_types.some_seconds(ctx, param, value)
 
 
@@ -214,25 +210,25 @@ def ttl(config: Config, *, namespace: str, time: float | None) -> CommandOutput:
 @namespaces.command()
 @_argument
 @store_change
-def pin(config: Config, *, namespace: str) -> CommandOutput:
-    """Pin a namespace: protect its blocks from eviction, up to half of each tier of a node. Invalidate still drops them.
+def keep(config: Config, *, namespace: str) -> CommandOutput:
+    """Keep a namespace: protect its blocks from eviction, up to half of each tier of a node. Invalidate still drops them.
 
     Examples:
-      kvstore namespaces pin 8c2f0d
+      kvstore namespaces keep 8c2f0d
     """
-    return _rule(config, namespace, {"pinned": True})
+    return _rule(config, namespace, {"kept": True})
 
 
 @namespaces.command()
 @_argument
 @store_change
-def unpin(config: Config, *, namespace: str) -> CommandOutput:
+def unkeep(config: Config, *, namespace: str) -> CommandOutput:
     """Let the blocks of a namespace be evicted again.
 
     Examples:
-      kvstore namespaces unpin 8c2f0d
+      kvstore namespaces unkeep 8c2f0d
     """
-    return _rule(config, namespace, {"pinned": False})
+    return _rule(config, namespace, {"kept": False})
 
 
 @namespaces.command()
@@ -263,7 +259,7 @@ def _rule(config: Config, namespace: str, update: Mapping[str, object]) -> Comma
     done = ask(config, change)
     lives = "no time to live" if done.ttl_s is None else f"time to live {output.duration(done.ttl_s)}"
     held = f"{done.copies} cop{'y' if done.copies == 1 else 'ies'} of each durable block"
-    return result.line(done, f"{done.namespace_id}: {lives}, {'pinned' if done.pinned else 'not pinned'}, {held}")
+    return result.line(done, f"{done.namespace_id}: {lives}, {'kept' if done.kept else 'not kept'}, {held}")
 
 
 @namespaces.command()
@@ -273,20 +269,20 @@ def rules(config: Config) -> CommandOutput:
 
     Examples:
       kvstore namespaces rules
-      kvstore namespaces rules -o json | jq -r '.items[] | select(.pinned) | .namespace_id'
+      kvstore namespaces rules -o json | jq -r '.items[] | select(.kept) | .namespace_id'
     """
-    found = ask(config, lambda store: store.queries.rules())
+    known = ask(config, lambda store: store.queries.rules())
     return result.table(
-        found,
-        ("namespace", "ttl", "pinned", "copies"),
+        known,
+        ("namespace", "ttl", "kept", "copies"),
         [
             (
                 one.namespace_id,
                 "" if one.ttl_s is None else output.duration(one.ttl_s),
-                "yes" if one.pinned else "",
+                "yes" if one.kept else "",
                 str(one.copies),
             )
-            for one in found
+            for one in known
         ],
     )
 

@@ -14,6 +14,7 @@ from kvstore.cli.support.result import CommandOutput
 from kvstore.cli.support.store_client import EXIT_REFUSED, StoreConnection, ask, store_query
 from kvstore.config.model import Config
 from kvstore.health.codes import METADATA_UNREACHABLE
+from kvstore.health.quantities import show_size
 
 if TYPE_CHECKING:
     from kvstore.control_api.schemas.shards import Shards
@@ -38,7 +39,8 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
     engines) and index_bytes of the index, counters of the metadata server by name; namespaces, each with id, model,
     block_tokens, block_bytes; nodes, each with id, alive, state (active, draining, drained, drain_blocked), stopped, refused
     (null, or why its calls are refused), heartbeat_age_ms, roles, control_address, data_address, mounts, drain (null: it is not
-    to drain) and volumes, each with id, tier, capacity_bytes, used_bytes, blocks and read_only (null, or the reason).
+    to drain) and volumes, each with id, tier, capacity_bytes, used_bytes, blocks, arriving (the metadata server awaits its
+    inventory, or a part of it) and read_only (null, or the reason).
 
     Examples:
       kvstore status
@@ -47,20 +49,20 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
       kvstore status --watch 5
     """
     try:
-        found, shards = ask(config, lambda store: fetch_status(config, store))
+        summary, shards = ask(config, lambda store: fetch_status(config, store))
     except click.ClickException as error:
         if error.exit_code != EXIT_REFUSED and click.get_current_context().params["output_format"] == "table":
             output.line(f"{_HEALTH_WORDS['error']}  {METADATA_UNREACHABLE.name}")
         raise
 
     def show() -> None:
-        _print_health(found, detail=detail)
-        _print(found)
+        _print_health(summary, detail=detail)
+        _print(summary)
         if detail:
             for line in shard_lines(shards):
                 output.line(line)
 
-    return CommandOutput(found, show, 0 if found["health"] == "ok" else EXIT_DEGRADED)
+    return CommandOutput(summary, show, 0 if summary["health"] == "ok" else EXIT_DEGRADED)
 
 
 async def fetch_status(config: Config, store: StoreConnection) -> tuple[dict[str, Any], Shards]:
@@ -112,6 +114,7 @@ async def fetch_status(config: Config, store: StoreConnection) -> tuple[dict[str
                         "tier": Tier(volume.tier).name.lower(),
                         "capacity_bytes": volume.capacity_bytes,
                         **_usage(known.usages, volume.volume_id),
+                        "arriving": serializers.is_arriving(known, volume.volume_id),
                     }
                     for volume in known.node.volumes
                 ],
@@ -138,36 +141,36 @@ def _usage(usages: Any, volume_id: str) -> dict[str, Any]:  # noqa: ANN401  # a 
     return {"used_bytes": 0, "blocks": 0, "read_only": None}
 
 
-def _print_health(found: dict[str, Any], *, detail: bool) -> None:
+def _print_health(summary: dict[str, Any], *, detail: bool) -> None:
     """Print the health line and a line per finding."""
     counts = [
         f"{number} {severity}{'s' if number != 1 and severity != 'info' else ''}"
         for severity in ("error", "warning", "info")
-        if (number := sum(one["severity"] == severity for one in found["findings"]))
+        if (number := sum(one["severity"] == severity for one in summary["findings"]))
     ]
-    output.line("  ".join([_HEALTH_WORDS[found["health"]], ", ".join(counts)]).rstrip())
-    for one in found["findings"]:
+    output.line("  ".join([_HEALTH_WORDS[summary["health"]], ", ".join(counts)]).rstrip())
+    for one in summary["findings"]:
         output.line(f"  {one['code']}: {one['facts']}")
         if detail:
             output.line(f"    meaning: {one['meaning']}")
             output.line(f"    action:  {one['action']}")
-    if found["findings"] and not detail:
+    if summary["findings"] and not detail:
         output.line("  `kvstore status --detail` prints what to do.")
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(summary: dict[str, Any]) -> None:
     """Print lines instead of a table, so that addresses can be copied from narrow terminals."""
-    from kvstore.replay.report import show_bytes
-
-    output.line(f"metadata server {found['metadata']}: {found['blocks']:,} blocks, index {show_bytes(found['index_bytes'])}")
-    if len(found["metadata_servers"]) > 1:
-        for one in found["metadata_servers"]:
+    so_far = " so far" if any(one["arriving"] for node in summary["nodes"] for one in node["volumes"]) else ""
+    index = show_size(summary["index_bytes"])
+    output.line(f"metadata server {summary['metadata']}: {summary['blocks']:,} blocks{so_far}, index {index}")
+    if len(summary["metadata_servers"]) > 1:
+        for one in summary["metadata_servers"]:
             output.line(f"  {one['address']}: {one['state'].replace('_', ' ')}{', in use' if one['used'] else ''}")
-    for namespace in found["namespaces"]:
-        size = show_bytes(namespace["block_bytes"])
+    for namespace in summary["namespaces"]:
+        size = show_size(namespace["block_bytes"])
         output.line(f"namespace {namespace['id']}")
         output.line(f"  {namespace['model']}: {namespace['block_tokens']} tokens and {size} per block")
-    for node in found["nodes"]:
+    for node in summary["nodes"]:
         state = "alive" if node["alive"] else f"silent for {node['heartbeat_age_ms'] / 1000:.1f} s"
         if node["stopped"]:
             state = "stopped"
@@ -182,13 +185,15 @@ def _print(found: dict[str, Any]) -> None:
         output.line(f"node {node['id']}: {state}")
         width = max((len(volume["id"]) for volume in node["volumes"]), default=0)
         for volume in node["volumes"]:
-            fill = f"{show_bytes(volume['used_bytes']):>10} of {show_bytes(volume['capacity_bytes']):>10}"
+            fill = f"{show_size(volume['used_bytes']):>10} of {show_size(volume['capacity_bytes']):>10}"
             output.line(f"  {volume['id']:<{width}}  {volume['tier']:<4}  {fill}  {volume['blocks']:>11,} blocks")
+            if volume["arriving"]:
+                output.line("    inventory arriving: these figures are not complete yet")
             if volume["read_only"]:
                 output.line(f"    accepts no blocks, serves its present ones: {volume['read_only']}")
         if node["drain"] is not None and node["drain"]["why"]:
             output.line(f"  waits for: {node['drain']['why']}; {node['drain']['not_durable_blocks']:,} blocks would be lost now")
         for mount in node["mounts"]:
             output.line(f"  reads {mount} directly")
-    if not found["nodes"]:
+    if not summary["nodes"]:
         output.line("no nodes yet; kvstore node starts one")

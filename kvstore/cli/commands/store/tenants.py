@@ -100,6 +100,8 @@ def unset_quota(config: Config, *, tenant: str) -> CommandOutput:
       kvstore tenants unset team-a
     """
     before = ask(config, lambda store: store.queries.quota(tenant))
+    if before.dram_bytes is None and before.nvme_bytes is None:
+        return result.line(before, f"{_named(tenant)} has no quota: nothing changed")
     return _set(config, tenant, before, (None, None))
 
 

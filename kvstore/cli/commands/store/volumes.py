@@ -108,7 +108,7 @@ def evict(config: Config, *, volume: str, percent: int, yes: bool) -> CommandOut
 @click.option("--offline", is_flag=True, help="VOLUME is the folder of a volume that no node has open.")
 @click.option("--buffered", is_flag=True, help="With --offline: read without O_DIRECT.")
 @click.option("--wait", is_flag=True, help="Wait for the end of the check. Ctrl-C does not cancel it.")
-@click.option("--status", "look", is_flag=True, help="Show progress or result; begin no check.")
+@click.option("--status", "status_only", is_flag=True, help="Show progress or result; begin no check.")
 @click.option("--cancel", is_flag=True, help="Cancel the check in progress.")
 @click.option(
     "--rate",
@@ -118,7 +118,7 @@ def evict(config: Config, *, volume: str, percent: int, yes: bool) -> CommandOut
 )
 @store_change
 def check(
-    config: Config, *, volume: str, offline: bool, buffered: bool, wait: bool, look: bool, cancel: bool, rate: int | None
+    config: Config, *, volume: str, offline: bool, buffered: bool, wait: bool, status_only: bool, cancel: bool, rate: int | None
 ) -> CommandOutput:
     """Verify the checksums of every block of VOLUME.
 
@@ -137,22 +137,22 @@ def check(
     Exit codes with --offline, --wait or --status: 1 the check failed or found bad or unreadable blocks, 4 it was cancelled.
     """
     if offline:
-        if look or cancel or wait or rate is not None:
+        if status_only or cancel or wait or rate is not None:
             raise click.UsageError("--status, --cancel, --wait and --rate apply to volumes of running nodes, not to --offline")
         return check_folder(Path(volume), direct=not buffered)
     if buffered:
         raise click.UsageError("--buffered requires --offline")
-    if look + cancel + (wait or rate is not None) > 1:
+    if status_only + cancel + (wait or rate is not None) > 1:
         raise click.UsageError("--status, --cancel and --wait or --rate exclude each other")
     node_id, name = _parts(volume)
 
     async def found(store: StoreConnection) -> VolumeCheck:
-        if look:
-            return await store.checks.look(node_id, name)
+        if status_only:
+            return await store.checks.status(node_id, name)
         if cancel:
             return await store.checks.cancel(node_id, name)
         begun = await store.checks.begin(node_id, name, rate)
-        return await _checked(store, node_id, name) if wait else begun
+        return await _wait_for_check(store, node_id, name) if wait else begun
 
     done = ask(config, found)
     return CommandOutput(done, lambda: output.line(_summary(done)), 0 if cancel or not done.ended else _exit_code(done))
@@ -180,7 +180,7 @@ def _exit_code(done: VolumeCheck) -> int:
     return int(done.state == "failed" or bool(done.bad_blocks or done.unreadable_blocks))
 
 
-async def _checked(store: StoreConnection, node_id: str, name: str) -> VolumeCheck:
+async def _wait_for_check(store: StoreConnection, node_id: str, name: str) -> VolumeCheck:
     """Show the progress of a check until it ends."""
     from rich.console import Console
 
@@ -188,7 +188,7 @@ async def _checked(store: StoreConnection, node_id: str, name: str) -> VolumeChe
 
     with progress("checking", 1, Console(file=sys.stderr), unit="blocks") as report:
         while True:
-            done = await store.checks.look(node_id, name)
+            done = await store.checks.status(node_id, name)
             if done.state == "none":
                 raise click.ClickException(f"{done.volume_id}: the node was restarted, which ended the check")
             report(done.checked_blocks, "", done.blocks)

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from kvstore.simulate.advice import Advice, Option
     from kvstore.simulate.cluster import SimConfig
 
+_COLUMNS = (
+    "2P2D: 2 prefill and 2 decode nodes. TTFT: mean time to the first token. TPOT: mean time per further token. SNIC: use of all"
+    " storage links. MFU: share of the peak FLOP/s of prefill GPUs. MBU: share of the HBM bandwidth of decode GPUs."
+)
+"""Meaning of the columns of the table."""
 _REQUESTS = 600
 """Approximate number of simulated requests of a run: a fraction of a second to a few seconds."""
 
@@ -105,7 +110,7 @@ def advise(*, source: Path | None, limit: float, **options: object) -> CommandOu
             pairs,
             described.policies,
             limit_s=limit - (time.monotonic() - began),
-            tried=lambda done, of, what: report(done, what, of),
+            on_run=lambda done, of, what: report(done, what, of),
         )
 
     def show() -> None:
@@ -202,12 +207,24 @@ def _json(advice: Advice, described: ClusterDescription, every: int) -> dict[str
     }
 
 
+def _assumptions(described: ClusterDescription) -> str:
+    """Return the assumptions of the answer, including settings that were not given."""
+    gpus = described.gpu if described.decode_gpu is None else f"{described.gpu} (decode: {described.decode_gpu})"
+    storage = "no limit on all storage together" if described.storage is None else f"all storage {described.storage:g} GB/s"
+    return (
+        f"Assumed: model {described.model}; {described.nodes} nodes with {described.gpus} {gpus} GPUs each; storage link"
+        f" {described.snic:g} GB/s per node, compute link {described.cnic:g} GB/s per GPU, memory {described.dram:g} GB/s,"
+        f" {storage}; {described.agents} agents at once, {described.profile}, seed {described.seed}. Each has an option."
+    )
+
+
 def _show(advice: Advice, described: ClusterDescription, every: int, console: Any) -> None:  # noqa: ANN401  # rich
     from rich.table import Table
 
     from kvstore.simulate.reports.table import bound_sentence
 
-    table = Table(title=f"{described.model} on {described.nodes} nodes, {described.agents} agents, best first (simulated)")
+    console.print(_assumptions(described), highlight=False)
+    table = Table(title="simulated: the recommended option, then the others by requests/s")
     for name in ("cluster", "policy", "requests/s", "TTFT s", "TPOT ms", "SNIC", "MFU", "MBU"):
         table.add_column(name, justify="left" if name in ("cluster", "policy") else "right", no_wrap=True)
     for option in advice.options:
@@ -221,6 +238,7 @@ def _show(advice: Advice, described: ClusterDescription, every: int, console: An
             *(f"{row[name]:.0%}" for name in ("snic_use", "prefill_mfu", "decode_mbu")),
         )
     console.print(table)
+    console.print(_COLUMNS, style="dim", highlight=False)
     best = advice.best
     console.print(f"Recommended: {best.name} with {best.policy} (metadata.path_policy).", highlight=False)
     for reason in (*advice.reasons, bound_sentence(best.config)):

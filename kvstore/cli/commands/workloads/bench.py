@@ -92,7 +92,7 @@ def _ahead(count: int, *, quick: bool, folder: Path) -> str:
     which = f"{count} benchmarks" if count else "the benchmarks of the store"
     return (
         f"Running {which}, one after the other: {takes}. Their records are added to {folder / 'results'}, and "
-        "RESULTS.md beside it is written anew. Ctrl-C stops."
+        "RESULTS.md beside it is regenerated. Ctrl-C stops."
     )
 
 

@@ -49,7 +49,9 @@ def replay(
     """Replay a request TRACE against a temporary store: one lookup, load and store per request.
 
     Payloads are derived from block keys, so every loaded byte is checked. If every block fits, the hits equal those of an
-    unlimited cache. Otherwise the policy's hits are shown beside the unlimited and the optimal (Belady) hits.
+    unlimited cache. Otherwise the policy's hits are shown beside the unlimited and the optimal (Belady) hits. "prompt blocks"
+    are the blocks of all requests, "hits" those that the store had, and "hits, unlimited store" those of a store that never
+    evicts.
 
     Reads Mooncake's JSON lines and run-length JSON lines, plain or compressed with zstd.
 

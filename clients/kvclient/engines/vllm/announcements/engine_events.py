@@ -67,6 +67,8 @@ class EngineEvents:
         self._retired: list[Announcer] = []
         self._writers: dict[int, LabelWriter] = {}
         self._watcher: BlockWatcher | None = None
+        self._closing: list[Callable[[], object]] = []
+        """Ends of watchers and writers that no thread has begun."""
 
     @property
     def labels(self) -> bool:
@@ -160,6 +162,7 @@ class EngineEvents:
 
     def take(self) -> list[Announcement]:
         """Return the changes to announce in this step."""
+        self._close_in_background()
         if self._watcher is not None:
             try:
                 self._watcher.check()
@@ -180,22 +183,48 @@ class EngineEvents:
 
     def close(self) -> None:
         """Disconnect, and wait a little for the end of the threads."""
-        self._retire().join(_CLOSE_S)
+        thread = self._retire()
+        if thread is not None:
+            thread.join(_CLOSE_S)
 
-    def _retire(self) -> threading.Thread:
+    def _retire(self) -> threading.Thread | None:
         """Retract all announcements, and disconnect in a thread that is returned."""
         self._close_watcher()
         writers, self._writers = self._writers, {}
-        return _in_background(writer.close for writer in writers.values())
+        self._closing += [writer.close for writer in writers.values()]
+        return self._close_in_background()
 
     def _close_watcher(self) -> None:
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
-            _in_background([watcher.close])
+            self._closing.append(watcher.close)
+            self._close_in_background()
         for announcer in self._announcers:
             announcer.retract_all()
         self._retired += self._announcers
         self._announcers = []
+
+    def _close_in_background(self) -> threading.Thread | None:
+        """Close what was retired, in a thread that is returned. None: nothing to do, or no thread: the next step tries again."""
+        if not self._closing:
+            return None
+        calls = tuple(self._closing)
+        thread = threading.Thread(target=self._call_all, args=(calls,), name="kvstore-events-end", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            limited.warning("subscriptions and labels are not ended yet (error=%s)", error)
+            return None
+        self._closing.clear()
+        return thread
+
+    def _call_all(self, calls: Iterable[Callable[[], object]]) -> None:
+        for call in calls:
+            try:
+                call()
+            except Exception:  # noqa: BLE001  # the others end all the same
+                self._count("bugs", 1)
+                _log.exception("a subscription or labels could not be ended: unexpected error")
 
 
 def _wanted(announcers: Sequence[Announcer], namespace: NamespaceId, key: BlockKey) -> bool:
@@ -205,15 +234,3 @@ def _wanted(announcers: Sequence[Announcer], namespace: NamespaceId, key: BlockK
 def _on_change(announcers: Sequence[Announcer], mirror: BlockMirror, change: Change) -> None:
     for announcer in announcers:
         announcer.on_change(mirror, change)
-
-
-def _in_background(calls: Iterable[Callable[[], object]]) -> threading.Thread:
-    calls = list(calls)
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    thread = threading.Thread(target=run, name="kvstore-events-end", daemon=True)
-    thread.start()
-    return thread

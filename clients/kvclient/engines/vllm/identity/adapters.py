@@ -5,6 +5,9 @@ adapters. So the engine certainly holds the weights in a folder as long as its f
 check compares their identity (inode, size, times). If the identity changes, the engine may hold either version, and its prefix
 cache KV of both. From then on, until the engine restarts, requests of the adapter are neither loaded nor stored. A store checks
 again after the step that computed its blocks.
+
+vLLM can also replace an adapter from another folder, while requests of the old one run (``load_inplace``). They go on with the
+new weights, so nothing more of them is stored, and the old folder is not known any more.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from typing import Any, Protocol
 
 from kvclient.engines.model_files import sampled_digest
 from kvclient.engines.vllm.counters import ConnectorCounters
+from kvstore.observe.limited_log import LimitedLog
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
 _CONFIG = "adapter_config.json"
 """Holds what the weights are multiplied with."""
 _MOST_CONFIG_BYTES = 1 << 20
@@ -77,6 +82,8 @@ class Adapters:
         self._lock = threading.Lock()
         self._known: dict[int | str, AdapterWeights | None] = {}
         """By vLLM's number, which names its weights, and by path, which with the name names KV in vLLM's prefix cache."""
+        self._replacing: set[int] = set()
+        """Numbers whose adapters the engine is replacing."""
         self.blind = False
         """Whether adapters may be added to the engine without being seen here: then none is shared."""
 
@@ -86,18 +93,78 @@ class Adapters:
         with self._lock:
             if number not in self._known or path not in self._known:
                 if len(self._known) >= 2 * _MOST_ADAPTERS:
+                    self._distrust(number, path)
+                    _limited.warning(
+                        "too many adapters: %s (most=%d); its requests are neither loaded nor stored", path, _MOST_ADAPTERS
+                    )
                     return None
                 read = self._known[path] if path in self._known else _read(path)
                 self._known.setdefault(path, read)
                 self._known.setdefault(number, read)
             weights, same = self._known[number], self._known[path]
+            if weights is not None and weights is same and not self.blind and weights.unchanged():
+                return weights
+            if weights is None and number not in self._replacing:
+                self._distrust(number, path)
             if weights is None or same is None:
                 return None
-            if weights is same and not self.blind and weights.unchanged():
-                return weights
-            self._known[number] = self._known[path] = None
+            self._distrust(number, path)
+            if getattr(adapter, "load_inplace", False):  # running requests of the old folder go on with the new weights
+                self._known[weights.path] = None
         _log.warning("adapter files changed: %s (path=%s); its requests are neither loaded nor stored", adapter.lora_name, path)
         return None
+
+    def _distrust(self, number: int, path: str) -> None:
+        """Forget the weights of a number, and those of a folder: vLLM's prefix cache may have KV of others under its path."""
+        for one in (number, path):
+            if one in self._known:
+                self._known[one] = None
+
+    @property
+    def known(self) -> int:
+        """How many numbers and folders are remembered."""
+        return len(self._known)
+
+    def holds(self, adapter: Adapter | Any, weights: AdapterWeights) -> bool:  # noqa: ANN401
+        """Whether the engine computes requests of an adapter with these weights, which ``weights`` has returned for it."""
+        with self._lock:
+            return self._known.get(int(adapter.lora_int_id)) is weights and self._known.get(str(adapter.lora_path)) is weights
+
+    def begin_replacement(self, adapter: Adapter | Any) -> AdapterWeights | None:  # noqa: ANN401
+        """Handle that the engine is about to read an adapter in place of the one with its number.
+
+        Requests of the old one go on with the new weights. What they compute is in the engine's prefix cache under the old path,
+        which is therefore not known any more.
+
+        Returns:
+            The weights in the new folder; None: unknown.
+        """
+        number, path = int(adapter.lora_int_id), str(adapter.lora_path)
+        with self._lock:
+            if path not in self._known and len(self._known) < 2 * _MOST_ADAPTERS:
+                self._known[path] = _read(path)
+            old, new = self._known.get(number), self._known.get(path)
+            if new is not None and not new.unchanged():
+                new = self._known[path] = None
+            if old is not None and old is not new:
+                self._known[old.path] = None
+            if number in self._known or len(self._known) < 2 * _MOST_ADAPTERS:
+                self._known[number] = None
+                self._replacing.add(number)
+        return new
+
+    def end_replacement(self, adapter: Adapter | Any, weights: AdapterWeights | None) -> None:  # noqa: ANN401
+        """Handle that the engine has read an adapter.
+
+        Args:
+            adapter: the adapter.
+            weights: from ``begin_replacement``; None: they are unknown, or the engine did not read them.
+        """
+        number = int(adapter.lora_int_id)
+        with self._lock:
+            if number in self._replacing and weights is not None and weights.unchanged():
+                self._known[number] = weights
+            self._replacing.discard(number)
 
     def of_request(self, adapter: Adapter | Any) -> AdapterWeights | None:  # noqa: ANN401
         """Return the weights for a request and count it if they are unknown."""
@@ -170,9 +237,19 @@ def _watch_engine() -> bool:
 def _telling(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     @wraps(original)
     def add_lora(core: Any, lora_request: Any) -> bool:  # noqa: ANN401  # vLLM's own
-        for adapters in list(_watching):
-            adapters.weights(lora_request)
-        return original(core, lora_request)
+        watching = list(_watching)
+        if not getattr(lora_request, "load_inplace", False):
+            for adapters in watching:
+                adapters.weights(lora_request)
+            return original(core, lora_request)
+        before = [adapters.begin_replacement(lora_request) for adapters in watching]
+        added = False
+        try:
+            added = original(core, lora_request)
+        finally:
+            for adapters, weights in zip(watching, before, strict=True):
+                adapters.end_replacement(lora_request, weights if added else None)
+        return added
 
     setattr(add_lora, _WATCHED, True)
     return add_lora

@@ -38,6 +38,20 @@ def check_steps(vllm_config: Any) -> None:  # noqa: ANN401
         raise InvalidArgument("layerwise loads with speculative decoding are not supported: use load_mode async")
 
 
+def check_launcher(parallel_config: Any) -> None:  # noqa: ANN401
+    """Check that the scheduler receives the output of all workers.
+
+    Raises:
+        InvalidArgument: each worker has a scheduler of its own, which receives nothing of the others.
+    """
+    if parallel_config.distributed_executor_backend == "external_launcher" and parallel_config.world_size > 1:
+        raise InvalidArgument(
+            "several workers under an external launcher are not supported, since each has its own scheduler: use"
+            " distributed_executor_backend mp or ray",
+            workers=parallel_config.world_size,
+        )
+
+
 def group_facts(
     vllm_config: Any,  # noqa: ANN401
     kv_cache_config: Any,  # noqa: ANN401
@@ -84,6 +98,7 @@ def group_facts(
                 layers=group.layers,
                 page_bytes=memory.shape.layer_block_bytes,
                 page_shape=tuple(kv_caches[group.layers[0]].shape[1:]),
+                codec=memory.codec_name,
                 page_order=() if order == tuple(range(len(order))) else order,
                 kind=group.kind,
                 backend=backend,

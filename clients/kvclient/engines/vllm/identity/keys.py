@@ -29,6 +29,7 @@ class VllmRequest(Protocol):
     lora_request: Any
     cache_salt: str | None
     prompt_embeds: Any
+    skip_reading_prefix_cache: bool
 
 
 def is_hashable(request: VllmRequest, adapter: AdapterWeights | None) -> bool:
@@ -83,6 +84,11 @@ class RequestKeys:
         self._block_tokens = chain.spec.block_tokens
         self._lock = threading.Lock()
         self._keys: list[BlockKey] = []
+
+    def renew_extras(self, extras: Mapping[int, bytes]) -> None:
+        """Replace the extras: those of blocks whose keys are known are the same."""
+        with self._lock:
+            self._extras = extras
 
     def upto(self, tokens: Sequence[int], blocks: int) -> list[BlockKey]:
         """Return the first ``blocks`` keys of the chain, or as many as ``tokens`` has full blocks."""

@@ -159,6 +159,21 @@ def check_handoffs(groups: Sequence[GroupView]) -> None:
         )
 
 
+def check_stages(tables: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Return the block table of each part, given those of all workers, which must be the same.
+
+    Raises:
+        InvalidArgument: a worker has no layer of some part.
+    """
+    if any(one != tables[0] for one in tables):
+        raise InvalidArgument(
+            "pipeline stages without a layer of some KV cache group are not supported: lower pipeline_parallel_size, or use"
+            " tensor parallelism instead",
+            parts_by_worker=list(tables),
+        )
+    return tables[0]
+
+
 def _parts(table: int, group: Any) -> Iterator[GroupView]:  # noqa: ANN401
     """Yield the parts of a group: its layers by the shape and dtype of a page."""
     layers: dict[Any, dict[str, Any]] = {}

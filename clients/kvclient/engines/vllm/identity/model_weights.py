@@ -10,12 +10,11 @@ threads. Every linear layer of a CPU is sampled in this way, at least four colum
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import logging
 import secrets
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -29,7 +28,6 @@ _SAMPLE_BYTES = 4096
 _LEAST_COLUMNS = 4
 _PACKED_LATENTS = ("_w_uk_packed", "_w_uv_packed")
 """Attributes of the AMX implementation of latent attention that hold the weights of ``kv_b_proj``."""
-_DIGEST_CHARS = 32
 _KERNEL_INPUTS = {torch.float32, torch.float16, torch.bfloat16}
 """Weights of other dtypes are quantized: their kernels take input of the model's dtype."""
 
@@ -45,7 +43,6 @@ class ModelWeights:
     def __init__(self, runner: Any, dtype: Any) -> None:  # noqa: ANN401  # vLLM's types
         self._runner = None if runner is None else weakref.ref(runner)
         self._dtype = dtype
-        self._unique = f"unique:{secrets.token_hex(16)}"
 
     @classmethod
     def of_caller(cls, dtype: Any) -> ModelWeights:  # noqa: ANN401
@@ -59,13 +56,13 @@ class ModelWeights:
         return cls(None, dtype)
 
     def digest(self) -> str:
-        """Digest all weights. If they cannot be read, return a text that no other worker has."""
+        """Digest all weights. If they cannot be read, return another text each time: they may be others each time."""
         try:
             with torch.inference_mode():
                 return held_digest(self._tensors())
-        except (InvalidArgument, RuntimeError, AttributeError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001  # a layer is read through its kernel, which raises errors of many types
             _log.warning("weights not readable: no KV is shared unless weights_epoch names them (error=%s)", error)
-            return self._unique
+            return f"unique:{secrets.token_hex(16)}"
 
     def _tensors(self) -> Iterator[tuple[str, object]]:
         runner = None if self._runner is None else self._runner()
@@ -141,9 +138,18 @@ def _columns(layer: Any, dtype: torch.dtype) -> torch.Tensor:  # noqa: ANN401
     return columns
 
 
-def combined_digest(digests: Iterable[str]) -> str:
-    """One digest for the weights of all ranks, in the order of ranks."""
-    return f"xxh3:{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:_DIGEST_CHARS]}"
+def later_digest(weights: ModelWeights, parallel_config: Any) -> Callable[[], str]:  # noqa: ANN401
+    """Return a function that digests the weights of a worker whose engine runs.
+
+    Data-parallel ranks, over which the experts of a model may be spread, do not step together. So the digests of the others are
+    not known then, and the function returns another text each time.
+    """
+    from vllm.distributed.parallel_state import get_world_group
+
+    elastic = getattr(parallel_config, "enable_elastic_ep", False)
+    if get_world_group().world_size <= parallel_config.world_size and not elastic:
+        return weights.digest
+    return lambda: f"{weights.digest()}:{secrets.token_hex(16)}"
 
 
 def gather_digests(own: str, parallel_config: Any) -> list[str]:  # noqa: ANN401

@@ -32,9 +32,10 @@ class GroupFacts:
         dtype: dtype of the pages.
         block_tokens: tokens per page.
         layers: names of the layers, in order.
-        page_bytes: bytes of a page of one layer.
+        page_bytes: bytes of a page of one layer in the store.
         page_shape: axes of a page.
         page_order: order of these axes in memory, outermost first; empty: the same.
+        codec: name of the encoding of stored blocks, which begins with its dtype (``int8-…``); empty: the pages' own bytes.
         kind: kind of attention, e.g. ``full`` or ``sliding:512``.
         backend: attention backend.
         isa: which of the backend's kernels: on CPUs it decides the order of bytes in a page.
@@ -57,6 +58,7 @@ class GroupFacts:
     shard_rank: int = 0
     shard_count: int = 1
     page_order: tuple[int, ...] = ()
+    codec: str = ""
 
     @property
     def layout(self) -> str:
@@ -71,6 +73,7 @@ class GroupFacts:
                 f"layers={len(self.layers)}:{digest(self.layers)}",
                 f"config={self.model_digest}",
                 *((f"order={'.'.join(map(str, self.page_order))}",) if self.page_order else ()),
+                *((f"stored={self.codec}",) if self.codec else ()),
             )
         )
 
@@ -86,7 +89,7 @@ def group_spec(options: HookOptions, facts: GroupFacts) -> CacheSpec:
         block_tokens=facts.block_tokens,
         layers=len(facts.layers),
         layer_block_bytes=facts.page_bytes,
-        dtype=facts.dtype,
+        dtype=facts.codec.partition("-")[0] or facts.dtype,
         layout=facts.layout,
         layout_version=LAYOUT_VERSION,
         shard_rank=facts.shard_rank,

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +22,11 @@ import torch
 
 from kvclient import BlockBuffer, BlockShape, CacheSpec, InvalidArgument
 from kvclient.device import DeviceCopier, PagedCache
-from kvclient.device.streams import CudaDevice, Device
-from kvclient.engines.vllm.memory.pages import LAYOUTS, OTHER_LAYOUT, GroupPages, Mark, Pages, pages_per_block
+from kvclient.device.calibration.calibrator import CALIBRATE_S, Results
+from kvclient.device.calibration.choice import CANDIDATES
+from kvclient.device.int8 import ScaleGroups
+from kvclient.device.streams import CpuDevice, CudaDevice, Device
+from kvclient.engines.vllm.memory.pages import LAYOUTS, OTHER_LAYOUT, CopyRate, GroupPages, Mark, Pages, pages_per_block
 from kvstore.core.errors import Internal
 
 if TYPE_CHECKING:
@@ -48,6 +52,9 @@ _COUNTED = (
     "device_gds_corrupt_blocks",
     "device_gds_failed_blocks",
     "device_gds_refused",
+    "device_trials_failed",
+    "device_trials_late",
+    "device_uncalibrated",
     "device_without_triton",
     "hbm_disk_bugs",
     "hbm_disk_late_blocks",
@@ -56,6 +63,8 @@ _COUNTED = (
 """The copier's counters that the connector reports too."""
 _TRIED_PAGES = 3
 _PIN_S = 30.0
+_CALIBRATE_ALL_S = 4.0
+"""Bound of the trial copies of all groups. Groups with pages of one shape share their results."""
 _kept: list[memoryview] = []
 
 
@@ -68,6 +77,7 @@ def make_pages(
     checksums: bool = True,
     gds: GdsMode = "auto",
     ring_bytes: int = 64 << 20,
+    int8: Sequence[ScaleGroups] | None = None,
 ) -> list[Pages]:
     """Create the pages of an engine by group, in host or device memory.
 
@@ -79,21 +89,24 @@ def make_pages(
         checksums: whether a device computes checksums.
         gds: whether blocks are read from NVMe directly into device memory; see ``kvclient.gds``.
         ring_bytes: device memory for these reads, per group.
+        int8: per group, the elements that share a scale in the store; None: blocks are stored as they are.
 
     Raises:
-        InvalidArgument: the memory is neither the host's nor a CUDA device's, or the layout is unknown.
+        InvalidArgument: the memory is neither the host's nor a CUDA device's, the layout is unknown, or pages cannot be stored as
+            int8.
         Unavailable: a CUDA device without its driver.
         Internal: copies on the device return wrong data.
     """
     places = {tensor.device for group in groups for tensor in group}
-    if {place.type for place in places} == {"cpu"}:
+    on_host = {place.type for place in places} == {"cpu"}
+    if on_host and int8 is None:
         return [GroupPages(group, num_blocks) for group in groups]
-    if len(places) != 1 or next(iter(places)).type != "cuda":
+    if len(places) != 1 or not (on_host or next(iter(places)).type == "cuda"):
         raise InvalidArgument(
             "a KV cache on several devices or on such a device is not supported: use a CPU, or one CUDA device per worker",
             devices=", ".join(sorted(str(place) for place in places)),
         )
-    device = CudaDevice(next(iter(places)))
+    device = CpuDevice() if on_host else CudaDevice(next(iter(places)))
     return device_pages(
         groups,
         num_blocks,
@@ -103,6 +116,7 @@ def make_pages(
         checksums=checksums,
         gds=gds,
         ring_bytes=ring_bytes,
+        int8=int8,
     )
 
 
@@ -116,8 +130,9 @@ def device_pages(
     checksums: bool = True,
     gds: GdsMode = "auto",
     ring_bytes: int = 64 << 20,
+    int8: Sequence[ScaleGroups] | None = None,
 ) -> list[Pages]:
-    """Create the pages on the given device. Copies of each group are tested before use."""
+    """Create the pages on the given device. Copies of each group are measured and tested before use."""
     pages = [
         DevicePages(
             group,
@@ -128,10 +143,14 @@ def device_pages(
             checksums=checksums,
             gds=gds,
             ring_bytes=ring_bytes,
+            int8=None if int8 is None else int8[number],
         )
-        for group in groups
+        for number, group in enumerate(groups)
     ]
+    known: dict[object, Results] = {}
+    until_s = time.monotonic() + _CALIBRATE_ALL_S
     for one in pages:
+        one.calibrate(min(CALIBRATE_S, until_s - time.monotonic()), known)
         one.try_out()
     return list(pages)
 
@@ -149,9 +168,10 @@ class DevicePages:
         checksums: whether the device computes checksums.
         gds: whether blocks are read from NVMe directly into device memory.
         ring_bytes: device memory for these reads.
+        int8: the elements that share a scale in the store; None: blocks are stored as they are.
 
     Raises:
-        InvalidArgument: the layout is unknown, or this device does not support the strategy.
+        InvalidArgument: the layout is unknown, this device does not support the strategy, or the pages cannot be stored as int8.
     """
 
     def __init__(
@@ -165,6 +185,7 @@ class DevicePages:
         checksums: bool = True,
         gds: GdsMode = "auto",
         ring_bytes: int = 64 << 20,
+        int8: ScaleGroups | None = None,
     ) -> None:
         try:
             cache = PagedCache([_whole_pages(tensor, num_blocks) for tensor in tensors])
@@ -176,12 +197,15 @@ class DevicePages:
                 strides=tensors[0].stride(),
                 supported=f"[blocks, heads, tokens, content] as {LAYOUTS} have it, one tensor per layer, layers of a group alike",
             ) from error
-        self._copier = DeviceCopier(cache, strategy=strategy, staging_bytes=staging_bytes, checksums=checksums, device=device)
+        self._copier = DeviceCopier(
+            cache, strategy=strategy, staging_bytes=staging_bytes, checksums=checksums, device=device, int8=int8
+        )
         from kvclient.gds.landing_ring import LandingRing  # parts of the node, which engines on a CPU do not load
 
         self._ring = LandingRing(self._copier, gds=gds, ring_bytes=ring_bytes)
         self.num_blocks = num_blocks
         self.shape: BlockShape = self._copier.shape
+        self.codec_name = "" if self._copier.codec is None else self._copier.codec.name
         self._tried: dict[str, int] = {}
         """Counters of the copy test."""
 
@@ -222,6 +246,17 @@ class DevicePages:
         totals = self._copier.counters.snapshot()
         return {name: totals.get(f"{name}_total", 0) - self._tried.get(name, 0) for name in _COUNTED}
 
+    def copy_rates(self) -> Sequence[CopyRate]:
+        return [
+            CopyRate(direction, name, name == choice.strategy, choice.rates.get(name, 0.0))
+            for direction, choice in self._copier.choices.items()
+            for name in dict.fromkeys([*CANDIDATES[direction], choice.strategy])
+        ]
+
+    def calibrate(self, timeout_s: float, known: MutableMapping[object, Results]) -> None:
+        """Choose the copy strategies by trial copies; see ``DeviceCopier.calibrate``. Call it before ``try_out``."""
+        self._copier.calibrate(timeout_s, known=known)
+
     def try_out(self) -> None:
         """Copy a few pages to the store's memory and back, the same way as later copies, to detect a faulty device or driver.
 
@@ -242,7 +277,8 @@ class DevicePages:
         layers = [layer.words(1) for layer in cache.layers]
         before = [layer[there] for layer in layers]
         size = self.shape.block_bytes
-        wanted = np.random.default_rng(len(ids)).integers(0, 256, (len(ids), self.shape.layers, cache.row_bytes), np.uint8)
+        wanted, coded = self._samples(len(ids), seed=1)
+        other, other_coded = self._samples(len(ids), seed=2)
         memory = mmap.mmap(-1, 2 * len(ids) * size)
 
         def holds(bytes_of: npt.NDArray[np.uint8]) -> bool:
@@ -254,9 +290,9 @@ class DevicePages:
         arena = memoryview(memory)
         guard = copier.mapped(arena)
         copier.wait_pinned(_PIN_S)
-        found = np.frombuffer(arena, np.uint8).reshape(2, len(ids), self.shape.layers, cache.row_bytes)
+        found = np.frombuffer(arena, np.uint8).reshape(2, *coded.shape)
         try:
-            found[0] = wanted
+            found[0] = coded
             loaded = copier.blocks(ids)
             loaded.read_arena(arena, np.arange(len(ids)) * size, 0, 0, self.shape.layers)
             loaded.drain()
@@ -264,16 +300,16 @@ class DevicePages:
             stored = copier.blocks(ids)
             stored.write_arena(arena, np.arange(len(ids), 2 * len(ids)) * size)
             stored.drain()
-            good = good and np.array_equal(found[1], wanted)
+            good = good and np.array_equal(found[1], coded)
             # through memory that is not pinned, like blocks from other sources
-            other = ~wanted
             loaded = copier.blocks(ids)
             for block in range(len(ids)):
                 (piece,) = loaded.segments(block, 0, self.shape.layers)
-                piece[:] = other[block].tobytes()
+                piece[:] = other_coded[block].tobytes()
             loaded.host_copy_ready(np.arange(len(ids)), 0, self.shape.layers)
             loaded.drain()
-            good = good and holds(other) and np.array_equal(copier.blocks(ids).gather().reshape(other.shape), other)
+            good = good and holds(other)
+            good = good and np.array_equal(copier.blocks(ids).gather().reshape(other_coded.shape), other_coded)
         finally:
             for layer, was in zip(layers, before, strict=True):
                 layer[there] = was
@@ -291,6 +327,16 @@ class DevicePages:
             )
         self._tried = {name: count for name, count in self.counts().items() if name.endswith("_bytes")}
         _log.info("tested copies: %s (strategy=%s)", cache.device, copier.strategy)
+
+    def _samples(self, blocks: int, seed: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """Return random rows, uint8 ``[blocks, layers, row_bytes]``, and the layer blocks that the store keeps of them."""
+        cache, codec = self._copier.cache, self._copier.codec
+        rows = np.random.default_rng(seed).integers(0, 256, (blocks * self.shape.layers, cache.row_bytes), np.uint8)
+        coded = rows
+        if codec is not None:
+            encoded = codec.encode(torch.from_numpy(rows).to(cache.device))
+            rows, coded = codec.decode(encoded).cpu().numpy(), encoded.cpu().numpy()
+        return rows.reshape(blocks, self.shape.layers, -1), coded.reshape(blocks, self.shape.layers, -1)
 
 
 def _whole_pages(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ KV is available after a mark.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +32,29 @@ Mark = object
 """A position in the engine's computation; None: host memory, where all requested computation has already finished."""
 
 
+class CopyRate(NamedTuple):
+    """Speed of one copy strategy, as measured by trial copies at start.
+
+    Attributes:
+        direction: ``load`` or ``store``.
+        strategy: its name.
+        in_use: whether copies of this direction use it.
+        bytes_per_second: 0: not measured.
+    """
+
+    direction: str
+    strategy: str
+    in_use: bool
+    bytes_per_second: float
+
+
 class Pages(Protocol):
     """The pages of one part of a KV cache group. All pages of one engine share a device: a mark of one is valid for all."""
 
     num_blocks: int
     shape: BlockShape
+    codec_name: str
+    """Name of the encoding of stored blocks, which is part of the namespace; empty: the pages' own bytes."""
 
     def mark(self) -> Mark:
         """Mark the end of all work that the calling thread, which must be the engine's, has submitted to the device so far."""
@@ -91,6 +109,9 @@ class Pages(Protocol):
     def counts(self) -> Mapping[str, int]:
         """Return totals of these copies by counter name."""
 
+    def copy_rates(self) -> Sequence[CopyRate]:
+        """Return the copy strategies of each direction; empty for pages in host memory."""
+
 
 class GroupPages:
     """The pages of one KV cache group in host memory; see ``Pages``.
@@ -111,6 +132,7 @@ class GroupPages:
         if len(sizes) != 1:
             raise InvalidArgument("pages of the layers of one part of a group differ in size", sizes=sorted(sizes))
         self._layers = views
+        self.codec_name = ""
         self.num_blocks = num_blocks
         self.shape = BlockShape(len(views), sizes.pop())
 
@@ -152,6 +174,9 @@ class GroupPages:
 
     def counts(self) -> Mapping[str, int]:
         return {}
+
+    def copy_rates(self) -> Sequence[CopyRate]:
+        return ()
 
 
 class PageBuffer:

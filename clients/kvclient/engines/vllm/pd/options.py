@@ -25,6 +25,8 @@ class PdOptions(ConnectorOptions):
 
     def __post_init__(self) -> None:
         ConnectorOptions.__post_init__(self)  # slots make a new class, which `super` without arguments does not know
+        if self.stored_dtype != "engine":  # the last page is handed over in part, and old numbers in it would share the scales
+            raise InvalidArgument("handoffs require stored_dtype engine: use KVStoreConnector", stored_dtype=self.stored_dtype)
         for name in ("prompt_deadline_s", "handoff_deadline_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
         if not isinstance(self.max_prompts, int) or isinstance(self.max_prompts, bool) or self.max_prompts < 1:

@@ -14,19 +14,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvclient import KVClient, KVStoreError
+from kvclient import KVClient, KVStoreError, Unavailable
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.pd.plan import AwaitJob, CopyJob
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions
 from kvstore.core.keys import NamespaceKeyMask
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.threads.submission import submit
 
 if TYPE_CHECKING:
     from kvclient.handoff.receiver import PromptReceiver
     from kvclient.options import Verify
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
 _THREADS = 4
+_CANCEL_THREADS = 2
 
 
 @dataclass(slots=True)
@@ -66,6 +70,10 @@ class Receiver:
         self._copying: dict[str, tuple[CopyJob, Future[list[list[int]]]]] = {}
         self._changed = threading.Condition()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-prompt")
+        self._cancels = ThreadPoolExecutor(_CANCEL_THREADS, thread_name_prefix="kvstore-prompt-cancel")
+        """For prompts that are given up, so that no copy waits for the end of another prompt."""
+        self._given_up: list[PromptReceiver] = []
+        """Not cancelled yet."""
 
     def begin(self, jobs: Sequence[AwaitJob], chain: bytes, clients: Sequence[KVClient]) -> None:
         """Start waiting for prompts.
@@ -89,6 +97,7 @@ class Receiver:
 
     def take_known(self) -> tuple[set[str], set[str]]:
         """Return the requests whose outcome became known since the last call, and those among them with missing blocks."""
+        self._cancel_given_up()
         known, incomplete = set(), set()
         for request_id in [request_id for request_id, prompt in self._waiting.items() if prompt.done]:
             prompt = self._waiting.pop(request_id)
@@ -106,7 +115,14 @@ class Receiver:
         """Copy prompts into pages, in the background."""
         after = self._pages[0].mark() if jobs else None  # submitted work may still use these pages
         for job in jobs:
-            future = self._threads.submit(self._take, self._complete.pop(job.request_id, None), job, after)
+            prompt = self._complete.pop(job.request_id, None)
+            try:
+                future = submit(self._threads, self._take, prompt, job, after)
+            except Unavailable as error:
+                future = Future()
+                future.set_exception(error)
+                if prompt is not None:
+                    self._give_up(prompt)
             future.add_done_callback(self._tell)
             self._copying[job.request_id] = job, future
 
@@ -128,7 +144,9 @@ class Receiver:
                     _log.error("a prompt of request %s that is not here, or lacks its beginning, is to be copied", job.request_id)
                     missing.append(list(ids))
                     continue
-                result = parts[group].take(self._pages[group].buffer(ids, after), skip=skip, verify=self._verify)
+                # vLLM gives no page to a last block of one token, which it computes
+                buffer = self._pages[group].buffer(ids, after)
+                result = parts[group].take(buffer, skip=skip, stop=skip + len(ids), verify=self._verify)
                 self._counters.add("prompt_bytes", result.bytes_loaded)
                 missing.append(ids[max(0, result.hit_blocks - skip) :])
         return missing
@@ -139,9 +157,12 @@ class Receiver:
         for request_id in [request_id for request_id, (_, future) in self._copying.items() if future.done()]:
             job, future = self._copying.pop(request_id)
             arrivals.received.add(request_id)
-            if future.exception() is not None:
-                self._counters.add("bugs")
-                _log.error("a prompt could not be copied", exc_info=future.exception())
+            if (error := future.exception()) is not None:
+                if isinstance(error, Unavailable):
+                    _log.warning("a prompt could not be copied: %s", error)
+                else:
+                    self._counters.add("bugs")
+                    _log.error("a prompt could not be copied", exc_info=error)
                 missing = [list(ids) for ids in job.block_ids]
             else:
                 missing = future.result()
@@ -160,8 +181,18 @@ class Receiver:
                 self._give_up(prompt)
 
     def _give_up(self, prompt: Prompt) -> None:
-        for part in prompt.parts:
-            self._threads.submit(part.cancel)
+        self._given_up += prompt.parts
+        self._cancel_given_up()
+
+    def _cancel_given_up(self) -> None:
+        """Cancel in the background, as cancelling waits a moment. If no thread can be started, the next step tries again."""
+        while self._given_up:
+            try:
+                submit(self._cancels, self._given_up[-1].cancel)
+            except Unavailable as error:
+                _limited.warning("prompts given up are not cancelled yet (prompts=%d): %s", len(self._given_up), error)
+                return
+            self._given_up.pop()
 
     @property
     def is_busy(self) -> bool:
@@ -182,3 +213,4 @@ class Receiver:
         """Cancel all awaited prompts and copies."""
         self.drop([*self._waiting, *self._complete])
         self._threads.shutdown(wait=True)
+        self._cancels.shutdown(wait=True)

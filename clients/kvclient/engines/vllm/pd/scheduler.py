@@ -25,12 +25,13 @@ from typing import Any
 
 from kvclient import KeyChain
 from kvclient.engines.vllm.counters import ConnectorCounters
-from kvclient.engines.vllm.identity.adapters import AdapterWeights
+from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
 from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, request_extras
 from kvclient.engines.vllm.pd.params import Role, Transfer
 from kvclient.engines.vllm.pd.plan import AbandonJob, AwaitJob, CopyJob, PdPlan, PdWorkerOutput, SendJob
 from kvclient.engines.vllm.plan import WorkerOutput
 from kvclient.engines.vllm.scheduler.contracts import BlockPool
+from kvclient.engines.vllm.scheduler.pinned_pages import PinnedPages
 
 _log = logging.getLogger(__name__)
 _SEND_FAILURES = 2
@@ -69,6 +70,7 @@ class Receiving:
     request: VllmRequest
     keys: RequestKeys
     job: AwaitJob
+    adapter: AdapterWeights | None = None
     state: TransferState = TransferState.AWAITED
     answers: int = 0
     whole: bool = True
@@ -97,6 +99,8 @@ class PdScheduler:
         pinned_share: the part of the engine's pages that may wait to be handed over; one handoff may be larger.
         workers: how many workers answer each job.
         counters: the connector's counters.
+        pinned: all pins of the connector; None: those of handoffs.
+        adapters: those of the engine; None: new ones.
         null_block: id of the null page.
     """
 
@@ -108,6 +112,8 @@ class PdScheduler:
         counters: ConnectorCounters,
         *,
         workers: int = 1,
+        pinned: PinnedPages | None = None,
+        adapters: Adapters | None = None,
         null_block: int = 0,
     ) -> None:
         self._block_tokens = block_tokens
@@ -115,6 +121,8 @@ class PdScheduler:
         self._pinned_share = pinned_share
         self._counters = counters
         self._workers = workers
+        self._pinned = pinned or PinnedPages()
+        self._adapters = adapters or Adapters(counters)
         self._null_block = null_block
         self._pool: BlockPool | None = None
         self._sending: dict[str, Sending] = {}
@@ -134,7 +142,10 @@ class PdScheduler:
     def on_new_request(
         self, request: VllmRequest, transfer: Transfer, chain: KeyChain, adapter: AdapterWeights | None = None
     ) -> None:
-        """A request that is prefilled in one engine and decoded in another; ``adapter``: the weights of its adapter, if any."""
+        """A request that is prefilled in one engine and decoded in another; ``adapter``: the weights of its adapter, if any.
+
+        One that reads no prefix, since it wants logprobs of its prompt, awaits nothing: vLLM computes all of it.
+        """
         keys = RequestKeys(chain, request_extras(request, adapter, self._block_tokens))
         if transfer.role is Role.PREFILL:
             self._sending[request.request_id] = Sending(request, transfer, keys, adapter)
@@ -145,8 +156,11 @@ class PdScheduler:
             packed.append(_tail_key(request, transfer, keys, self._block_tokens))
         needed = [first(tokens - 1) // self._block_tokens for first in self._first_needed]  # of the last token, computed here
         job = AwaitJob(request.request_id, packed, needed, transfer.transfer_id)
-        self._receiving[request.request_id] = Receiving(request, keys, job)
-        self._plan.awaits.append(job)
+        receiving = self._receiving[request.request_id] = Receiving(request, keys, job, adapter)
+        if request.skip_reading_prefix_cache:
+            receiving.state = TransferState.ENDED
+        else:
+            self._plan.awaits.append(job)
 
     def state(self, request_id: str) -> TransferState:
         """Return the state of a request's prompt; ENDED also if none is awaited."""
@@ -166,12 +180,18 @@ class PdScheduler:
         """Return how many tokens of an ARRIVED prompt can be copied beyond the computed ones.
 
         The last one does not count: vLLM computes it here. If it counted, vLLM would give no pages to what only its attention
-        sees, i.e. the first token of its window, or all of a chunk that ends with it. If nothing is left to copy, the prompt is
-        dropped, and the request is served like any other.
+        sees, i.e. the first token of its window, or all of a chunk that ends with it. If nothing is left to copy, or the
+        engine may hold other weights of the adapter than when the request came, the prompt is dropped, and the request is served
+        like any other.
         """
+        receiving = self._receiving[request.request_id]
         tokens = max(0, request.num_prompt_tokens - 1 - computed_tokens)
+        if receiving.adapter is not None and self._adapters.weights(request.lora_request) is not receiving.adapter:
+            self._counters.add("prompts_failed")
+            _log.warning("the prompt of request %s is dropped: its adapter has changed", request.request_id)
+            tokens = 0
         if not tokens:
-            self._receiving[request.request_id].state = TransferState.ENDED
+            receiving.state = TransferState.ENDED
             self._plan.drops.append(request.request_id)
         return tokens
 
@@ -189,6 +209,14 @@ class PdScheduler:
         receiving.state = TransferState.COPYING
         receiving.pages = {page for ids in pages for page in ids}
         self._plan.copies.append(CopyJob(request.request_id, first_blocks, pages))
+
+    def pop_unread(self, request_id: str) -> bool:
+        """Drop the ARRIVED prompt of a request that vLLM computes without it. False: it has none."""
+        if self.state(request_id) is not TransferState.ARRIVED:
+            return False
+        del self._receiving[request_id]
+        self._plan.drops.append(request_id)
+        return True
 
     def on_copies_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
         """Pages that were not filled, and requests of which any was not."""
@@ -251,6 +279,10 @@ class PdScheduler:
         if stop <= first:
             sending.tail_sent = last
             return None
+        if sending.adapter is not None and not self._adapters.holds(request.lora_request, sending.adapter):
+            self._counters.add("stores_unsure")
+            self._abandon(sending)
+            return None
         ids = [self._from_first_page(group[first:stop]) for group in resolve(request.request_id)]
         count = sum(map(len, ids))
         assert self._pool is not None
@@ -264,7 +296,7 @@ class PdScheduler:
         if tail:
             keys.append(_tail_key(request, sending.transfer, sending.keys, self._block_tokens))
         blocks = [self._pool.blocks[page] for group in ids for page in group]
-        self._pool.touch(blocks)
+        self._pinned.pin(self._pool, blocks)
         self._next_job += 1
         self._pins[self._next_job] = PromptPins(request.request_id, sending.transfer, first, blocks, self._workers)
         self._pinned_blocks += count
@@ -299,7 +331,7 @@ class PdScheduler:
                 del self._pins[job_id]
                 self._pinned_blocks -= len(pins.blocks)
                 assert self._pool is not None
-                self._pool.free_blocks(reversed(pins.blocks))
+                self._pinned.unpin(self._pool, pins.blocks)
         for request_id, workers in answer.known.items():
             receiving = self._receiving.get(request_id)
             if receiving is None:
@@ -346,7 +378,9 @@ class PdScheduler:
     def request_finished(self, request_id: str) -> dict[str, Any] | None:
         """Forget a request that has ended. If it was prefilled here, return the parameters for its decode engine."""
         receiving = self._receiving.pop(request_id, None)
-        if receiving is not None and receiving.state in {TransferState.AWAITED, TransferState.ARRIVED}:
+        if receiving is not None and receiving.job in self._plan.awaits:  # no worker knows of it, and none shall
+            self._plan.awaits.remove(receiving.job)
+        elif receiving is not None and receiving.state in {TransferState.AWAITED, TransferState.ARRIVED}:
             self._plan.drops.append(request_id)
         sending = self._sending.pop(request_id, None)
         if sending is None:

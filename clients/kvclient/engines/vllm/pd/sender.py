@@ -17,17 +17,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from kvclient import BlockKey, DeadlineExceeded, KVClient, KVStoreError, StoreOutcome, StoreResult
+from kvclient import BlockKey, DeadlineExceeded, KVClient, KVStoreError, StoreOutcome, StoreResult, Unavailable
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.pd.plan import AbandonJob, SendJob
 from kvclient.engines.vllm.plan import WorkerOutput
 from kvstore.core.keys import NamespaceKeyMask
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.threads.submission import submit
 
 if TYPE_CHECKING:
     from kvclient.handoff.sender import PromptSender
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
 _THREADS = 8
 _PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Delays in seconds before each retry."""
@@ -60,9 +63,13 @@ class PromptHandoff:
         return max(0.0, self._end_s - time.monotonic())
 
     def layer(self, layer: Layer, after: Mark) -> None:
-        """Record that a layer of this step is complete, at a mark."""
-        self._marks[layer] = after
-        self._events.put(layer)
+        """Record that a layer of this step is complete, at a mark.
+
+        A draft model may compute its layers again, for tokens after the prompt.
+        """
+        if layer not in self._marks:
+            self._marks[layer] = after
+            self._events.put(layer)
 
     def end(self, after: Mark, *, good: bool) -> None:
         """Record that the step has ended, at a mark."""
@@ -178,10 +185,21 @@ class Sender:
         """
         for job in jobs:
             send = PromptHandoff(job, chain, clients, self._pages, self._deadline_s)
-            self._step_handoffs.append(send)
             with self._changed:
                 self._pending += 1
-            self._threads.submit(self._run, send)
+            try:
+                submit(self._threads, self._run, send)
+            except Unavailable as error:
+                _log.warning("a prompt is not handed over: %s", error)
+                self._over(send, good=False)
+            else:
+                self._step_handoffs.append(send)
+
+    def end_unfinished(self) -> None:
+        """End the handoffs of a step whose end vLLM did not report, as failed: none gets the layers of a later step."""
+        if self._step_handoffs:
+            _limited.warning("vLLM did not report the end of a step (handoffs=%d)", len(self._step_handoffs))
+            self.end_step(good=False)
 
     def layer(self, name: str) -> None:
         """Record that the forward pass has completed a layer."""
@@ -211,7 +229,10 @@ class Sender:
     def abandon(self, jobs: Sequence[AbandonJob], clients: Sequence[KVClient]) -> None:
         """Tell decode hosts, in the background, that prompts will not arrive completely."""
         for job in jobs:
-            self._later.submit(self._tell, job, clients[0])
+            try:
+                submit(self._later, self._tell, job, clients[0])
+            except Unavailable as error:
+                _log.warning("a decode host is not told of a prompt that will not come: %s", error)
 
     def _tell(self, job: AbandonJob, client: KVClient) -> None:
         try:
@@ -222,9 +243,13 @@ class Sender:
     def _run(self, send: PromptHandoff) -> None:
         done = self._tried(send.run)
         if not done and send.good and not self._closing.is_set():
-            self._later.submit(self._retry, send)
-        else:
-            self._over(send, good=done)
+            try:
+                submit(self._later, self._retry, send)
+            except Unavailable as error:
+                _log.warning("a prompt is not handed over again: %s", error)
+            else:
+                return
+        self._over(send, good=done)
 
     def _retry(self, send: PromptHandoff) -> None:
         done = False

@@ -27,15 +27,26 @@ _LOG_INTERVAL_S = 10.0
 
 
 class _Quota:
-    """Settings, and the bound of one step."""
+    """Settings, and the bound of one step.
 
-    def __init__(self, config: dict[str, Any], least: int) -> None:
+    Args:
+        config: the additional settings.
+        chunked: whether vLLM may cut a prompt; if not, a prompt longer than a step's bound would never be admitted.
+    """
+
+    least = 0
+    """Tokens of a step even if they exceed the quota, so that prompts make progress."""
+
+    def __init__(self, config: dict[str, Any], *, chunked: bool) -> None:
         values = [config.get(f"kvstore_attention_{name}", default) for name, default in (("quota_ms", 300.0), ("pair_ps", 0.0))]
         if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in values):
             raise InvalidArgument("kvstore_attention_quota_ms and kvstore_attention_pair_ps are numbers of at least 0")
         quota_ms, pair_ps = values
-        self.least = least
         self.most_pairs = quota_ms * 1e9 / pair_ps if quota_ms and pair_ps else math.inf
+        if not chunked and self.most_pairs < math.inf:
+            raise InvalidArgument(
+                "the attention quota requires chunked prefill: enable it, or set kvstore_attention_quota_ms to 0"
+            )
         if self.most_pairs == math.inf:
             logger.warning(
                 "attention quota off: set kvstore_attention_quota_ms and kvstore_attention_pair_ps above 0"
@@ -74,9 +85,16 @@ class QuotaScheduler(Scheduler):  # type: ignore[misc, unused-ignore]
 
     max_num_scheduled_tokens: int
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # vLLM's
-        super().__init__(*args, **kwargs)
-        self.attention_quota = _Quota(_plain(self.vllm_config.additional_config), self.block_size)
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # vLLM's
+        """Create the scheduler; see vLLM's.
+
+        Raises:
+            InvalidArgument: an impossible setting, or a quota without chunked prefill.
+        """
+        chunked = bool(vllm_config.scheduler_config.enable_chunked_prefill)
+        self.attention_quota = _Quota(_plain(vllm_config.additional_config), chunked=chunked)
+        super().__init__(vllm_config, *args, **kwargs)
+        self.attention_quota.least = self.block_size
         self.quota_cut_steps = 0
         """Steps that had fewer tokens than without the quota."""
         self._logged_s = -math.inf

@@ -9,7 +9,7 @@ from kvclient import BlockKey
 
 
 class BlockPool(Protocol):
-    """The methods of the engine's block pool that the connector calls."""
+    """The methods of the engine's block pool that the connector calls. Blocks have ``block_id`` and ``ref_cnt``."""
 
     blocks: Sequence[Any]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,11 +17,16 @@ from kvclient.engines.vllm.identity.namespaces import chain_spec
 from kvclient.engines.vllm.options import RECONNECT_S
 from kvclient.engines.vllm.scheduler.load_prices import LoadPrices, PriceQuery, QuotedPrice
 from kvclient.engines.vllm.scheduler.other_ranks import OtherRanks
+from kvstore.core.errors import Unavailable
 from kvstore.core.keys import NamespaceKeyMask
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.threads.submission import submit
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
 _REQUESTS_AT_ONCE = 2
 _MOST_THREADS = 16
+_LEAST_CONNECT_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +67,19 @@ class BackgroundLookup:
         self.blocks = GroupBlocks([shards[0].block_tokens for shards in groups])
         self.chain = KeyChain(chain_spec([shards[0] for shards in groups]))
         self._counters = counters
+        self._deadline_s = options.lookup_deadline_s
         self._other_ranks = OtherRanks(groups[0][0])
         self._prices = LoadPrices(sum(spec.shape.block_bytes for spec in groups[0]), counters)
         self._places: list[tuple[int, KVClient, NamespaceKeyMask]] = []
         client_options = replace(options.client_options(), client_name="vllm-scheduler")
-        if running:
-            client_options = replace(client_options, require_store=False, connect_deadline_s=RECONNECT_S)
+        until_s = time.monotonic() + RECONNECT_S
         server_only = replace(options, node="none") if options.metadata else options
         try:
             for group, shards in enumerate(groups):
                 for spec in shards:
+                    if running:  # the engine waits: one deadline for all
+                        left_s = max(_LEAST_CONNECT_S, until_s - time.monotonic())
+                        client_options = replace(client_options, require_store=False, connect_deadline_s=left_s)
                     client = server_only.connect(spec, client_options)
                     self._places.append((group, client, NamespaceKeyMask(self.chain.spec.namespace, spec.namespace)))
         except BaseException:
@@ -79,11 +88,14 @@ class BackgroundLookup:
         self._requests = ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="kvstore-find")
         others = min(_MOST_THREADS, (len(self._places) - 1) * _REQUESTS_AT_ONCE)
         self._others = ThreadPoolExecutor(others, thread_name_prefix="kvstore-lookup") if others else None
+        self._is_closed = False
 
     def begin(
         self, keys: RequestKeys, tokens: Sequence[int], blocks: int, query: PriceQuery | None = None
     ) -> Future[PrefixMatch]:
         """Look up the first blocks of a request in the background. It never fails. Callers of ``keys`` may wait for it.
+
+        A lookup that waited for a thread past the deadline of lookups finds nothing: the engine holds the request back meanwhile.
 
         Args:
             keys: the request's.
@@ -91,9 +103,23 @@ class BackgroundLookup:
             blocks: how many; see ``GroupBlocks``.
             query: question to the planner about loading them, for models with one group; None: it is not asked.
         """
-        return self._requests.submit(self._find, keys, tokens, blocks, query)
+        until_s = time.monotonic() + self._deadline_s
+        try:
+            return submit(self._requests, self._find, keys, tokens, blocks, query, until_s)
+        except Unavailable as error:
+            self._count_failure(error)
+            answered: Future[PrefixMatch] = Future()
+            answered.set_result(NOTHING)
+            return answered
 
-    def _find(self, keys: RequestKeys, tokens: Sequence[int], blocks: int, query: PriceQuery | None) -> PrefixMatch:
+    def _find(
+        self, keys: RequestKeys, tokens: Sequence[int], blocks: int, query: PriceQuery | None, until_s: float
+    ) -> PrefixMatch:
+        if self._is_closed:
+            return NOTHING
+        if time.monotonic() > until_s:
+            self._counters.add("lookups_late")
+            return NOTHING
         try:
             match = self._found(keys.upto(tokens, blocks * self.blocks.keys_per_block))
             if query is None or not match.hit_blocks:
@@ -101,10 +127,17 @@ class BackgroundLookup:
             _, client, _ = self._places[0]
             lookup = match.by_group[0][client.spec.namespace].part(0, match.hit_blocks)
             return replace(match, price=self._prices.ask(client, lookup, query))
+        except Unavailable as error:
+            self._count_failure(error)
+            return NOTHING
         except Exception:  # noqa: BLE001  # the edge to the engine: a failure of the store must not end it and is a miss
             self._counters.add("bugs")
             _log.exception("a lookup failed in a way that it should not: a miss")
             return NOTHING
+
+    def _count_failure(self, error: Unavailable) -> None:
+        self._counters.add("lookup_failures")
+        _limited.warning("a lookup could not begin: a miss (error=%s)", error)
 
     def _found(self, keys: Sequence[BlockKey]) -> PrefixMatch:
         """Look up in all namespaces at once: each lookup requires a round trip."""
@@ -112,7 +145,7 @@ class BackgroundLookup:
         first, *others = self._places
         futures = []
         if self._others is not None:
-            futures = [self._others.submit(self._look_up, *place, keys) for place in others]
+            futures = [submit(self._others, self._look_up, *place, keys) for place in others]
         answers = [self._look_up(*first, keys), *(future.result() for future in futures)]
         by_group: list[dict[bytes, Lookup]] = [{} for _ in self.groups]
         hit = len(keys) // self.blocks.keys_per_block
@@ -132,7 +165,8 @@ class BackgroundLookup:
         return client.lookup(masked.keys(self.blocks.page_keys(group, keys)))  # failures of ours are misses, not exceptions
 
     def close(self) -> None:
-        """Close the connections and then the threads; lookups under way are misses."""
+        """Close the connections and then the threads; lookups under way, and those that wait, are misses."""
+        self._is_closed = True
         self._close_clients()
         for threads in (self._requests, self._others):
             if threads is not None:

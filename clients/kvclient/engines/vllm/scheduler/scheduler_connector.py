@@ -32,10 +32,12 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
 from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, is_hashable, request_extras
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
+from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.request_paths import request_paths
 from kvclient.engines.vllm.scheduler.contracts import BlockPool, CacheWatch, StoreObserver
+from kvclient.engines.vllm.scheduler.pinned_pages import PinnedPages
 from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLookup, PrefixMatch
 from kvclient.engines.vllm.scheduler.reads_ahead import ReadsAhead
 from kvclient.engines.vllm.scheduler.session_hints import SessionHintQueue
@@ -60,6 +62,8 @@ class RequestState:
     verdict: tuple[int, int] | None = None
     """Tokens that the engine had, and tokens to load; None: not decided yet."""
     preemptions: int = 0
+    features: int = 0
+    """Number of its images and other media in ``keys``."""
     first_offered: int = 0
     """Position of the first block that a load would fill."""
     loading: dict[int, list[int]] = field(default_factory=dict)
@@ -68,6 +72,8 @@ class RequestState:
     stored_blocks: int = 0
     """Leading blocks that the store holds, or will hold when pending stores succeed."""
     store_failures: int = 0
+    failed_up_to: int = 0
+    """Number of the last job that was planned when a store of this request failed."""
     store_ended: bool = False
     """The chain has a gap, so that later blocks would not be found."""
     watched_blocks: int = 0
@@ -100,6 +106,7 @@ class SchedulerConnector:
         workers: how many workers answer each job.
         observer: receives which blocks are stored; None: nobody.
         counters: receive the counts; None: new ones.
+        weights: what is known of the engine's weights; None: they do not change.
         null_block: id of the null page.
     """
 
@@ -111,10 +118,12 @@ class SchedulerConnector:
         workers: int = 1,
         observer: StoreObserver | None = None,
         counters: ConnectorCounters | None = None,
+        weights: WeightsEpoch | None = None,
         null_block: int = 0,
     ) -> None:
         self.counters = counters or ConnectorCounters()
         self.adapters = Adapters(self.counters)
+        self.weights = weights or WeightsEpoch(options)
         self._options = options
         self._blocks = blocks
         self._block_tokens = blocks.block_tokens
@@ -126,6 +135,7 @@ class SchedulerConnector:
         self._cache: CacheWatch | None = None
         self._requests: dict[str, RequestState] = {}
         self._loads: list[LoadJob] = []
+        self.pinned = PinnedPages()
         self._pins: dict[int, Pins] = {}
         self._pinned_blocks = 0
         self._next_job = 0
@@ -143,12 +153,6 @@ class SchedulerConnector:
         self._epoch = 0
         self._weights_epoch = ""
         self._give_up_saves = False
-        self._weights_check = 0
-        """Number of the latest check of the weights."""
-        self._check_planned = True
-        self._checking = False
-        self._rank_digests: dict[int, str] = {}
-        self._weights_changed = False
 
     def connect(self, finder: BackgroundLookup, epoch: int, weights_epoch: str) -> None:
         """Look up in these namespaces from now on, after start or after a change of the weights.
@@ -167,6 +171,10 @@ class SchedulerConnector:
         for state in states.values():
             if state.request.num_computed_tokens == 0:
                 self.on_new_request(state.request)
+
+    def use_blocks(self, blocks: GroupBlocks) -> None:
+        """Divide requests into pages in this way, as the workers do. Before ``connect``."""
+        self._blocks = blocks
 
     @property
     def prefix_lookup(self) -> BackgroundLookup | None:
@@ -189,24 +197,6 @@ class SchedulerConnector:
         if self._pool is not None:
             cache.bind_pool(self._pool)
 
-    # ---- weights ----
-    def check_weights(self) -> None:
-        """Have all workers digest their weights in the next step. Until they have answered, nothing is loaded."""
-        self._weights_check += 1
-        self._check_planned, self._checking, self._rank_digests = False, True, {}
-
-    @property
-    def is_checking_weights(self) -> bool:
-        """Whether a check of the weights is in progress."""
-        return self._checking
-
-    def take_weights_check(self) -> tuple[bool, list[str]] | None:
-        """The result of a check that all workers have answered, once: whether weights changed, and the digests by rank."""
-        if not self._checking or len(self._rank_digests) < self._workers:
-            return None
-        changed, self._weights_changed, self._checking = self._weights_changed, False, False
-        return changed, [digest for _, digest in sorted(self._rank_digests.items())]
-
     # ---- arrival and match ----
     def on_new_request(self, request: VllmRequest, *, look_up: bool = True) -> None:
         """Start the lookup of a new request, unless ``look_up`` is False."""
@@ -217,6 +207,7 @@ class SchedulerConnector:
             return
         keys = RequestKeys(self._prefix_lookup.chain, request_extras(request, adapter, self._blocks.key_tokens))
         state = self._requests[request.request_id] = RequestState(request, keys, adapter)
+        state.features = len(request.mm_features)
         state.preemptions = request.num_preemptions
         if self._options.hook.load and look_up:
             self._begin_lookup(state)
@@ -236,6 +227,7 @@ class SchedulerConnector:
     def _begin_lookup(self, state: RequestState) -> None:
         assert self._prefix_lookup is not None
         request = state.request
+        self._add_features(state)
         state.preemptions = request.num_preemptions
         state.found, state.loading, state.verdict = NOTHING, {}, None
         blocks = (request.num_tokens - 1) // self._block_tokens  # at least one token is computed
@@ -246,13 +238,25 @@ class SchedulerConnector:
             state.lookup = self._prefix_lookup.begin(state.keys, list(request.all_token_ids), blocks, query)
             self._ahead.arrived(request.request_id)
 
+    def _add_features(self, state: RequestState) -> None:
+        """Add images that a later part of a streamed input brought. They follow all blocks whose keys are known."""
+        if len(state.request.mm_features) != state.features:
+            state.features = len(state.request.mm_features)
+            state.keys.renew_extras(request_extras(state.request, state.adapter, self._blocks.key_tokens))
+
+    def _holds_adapter(self, state: RequestState) -> bool:
+        """Whether the engine still computes a request with the adapter that its keys name."""
+        return state.adapter is None or self.adapters.holds(state.request.lora_request, state.adapter)
+
     def get_num_new_matched_tokens(self, request: VllmRequest, computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond those computed (None: not known yet), and whether asynchronously."""
         state = self._requests.get(request.request_id)
         if state is None or not self._options.hook.load:
             return 0, False
-        if self._checking:
+        if self.weights.hold_back():
             return None, False
+        if not self.weights.is_open or not self._holds_adapter(state):
+            return 0, False
         if self._layerwise and self._shares_a_load(state, computed_tokens):
             self.counters.add("waits_for_shared_loads")
             return None, False
@@ -386,8 +390,7 @@ class SchedulerConnector:
         plan = StepPlan(self._epoch, self._weights_epoch, chain, self._loads, held, bool(scheduled))
         stores = self._deferred if self.defers_stores(plan) else plan.stores
         plan.cancel_stores, self._give_up_saves = self._give_up_saves, False
-        if not self._check_planned:
-            plan.weights_check, self._check_planned = self._weights_check, True
+        plan.weights_check = self.weights.plan_check(computes=bool(scheduled))
         plan.hints = self._hints.take()
         plan.ahead, plan.ahead_ended = self._ahead.plan(self._loadable)
         for ahead in plan.ahead:
@@ -397,7 +400,7 @@ class SchedulerConnector:
         self._step_pages = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
         self._loads, self._pending = [], {}
         self._wait_left_s = self._options.lookup_wait_s
-        storing = self._pool is not None and self._options.hook.store
+        storing = self._pool is not None and self._options.hook.store and self.weights.is_open
         filled: list[tuple[RequestState, int]] = []
         for request_id, tokens in scheduled.items() if storing or self._cache is not None else ():
             state = self._requests.get(request_id)
@@ -406,6 +409,7 @@ class SchedulerConnector:
             before = state.request.num_computed_tokens
             if state.idle_from <= before and before + tokens < state.idle_until:
                 continue  # nearly every step of a request that decodes
+            self._add_features(state)
             computed = min(before + tokens - len(drafts.get(request_id, ())), state.request.num_tokens)
             full = computed // self._block_tokens
             filled.append((state, full))
@@ -521,13 +525,16 @@ class SchedulerConnector:
         ):
             self._end_store(state, "stores_broken")  # a sliding window has passed blocks that the store lacks
             return None
+        if not self._holds_adapter(state):
+            self._end_store(state, "stores_unsure")
+            return None
         if self._pinned_blocks + count > len(self._pool.blocks) * self._options.pinned_share:
             self._end_store(state, "stores_skipped")
             return None
         each = self._blocks.keys_per_block
         keys = state.keys.upto(state.request.all_token_ids, full * each)
         blocks = [self._pool.blocks[page] for pages in by_table.values() for page in pages]
-        self._pool.touch(blocks)
+        self.pinned.pin(self._pool, blocks)
         self._next_job += 1
         observed = self._observer.planned(state.request, first, keys[first:full]) if self._observer is not None else None
         self._pins[self._next_job] = Pins(state.request, first, full, blocks, self._workers, observed)
@@ -547,24 +554,29 @@ class SchedulerConnector:
         """Unpin the pages of stores that have ended in all workers."""
         if self._verdicts is not None:
             self._verdicts.loads_ended(answer.loads)
-        self._weights_changed |= answer.weights_changed
-        self._rank_digests |= {rank: digest for (check, rank), digest in answer.weights.items() if check == self._weights_check}
-        for job_id in answer.stores_failed:
-            self._store_failed(self._pins[job_id])
+        self.weights.answered(answer.weights)
+        for job_id in sorted(answer.stores_failed & self._pins.keys()):
+            self._store_failed(job_id, self._pins[job_id])
         for job_id, workers in answer.stores_done.items():
-            pins = self._pins[job_id]
+            if (pins := self._pins.get(job_id)) is None:
+                self.counters.add("bugs")
+                _log.error("a store was answered twice (job=%d)", job_id)
+                continue
             pins.workers -= workers
             if pins.workers > 0:
                 continue
             del self._pins[job_id]
             self._pinned_blocks -= len(pins.blocks)
             assert self._pool is not None
-            self._pool.free_blocks(reversed(pins.blocks))
+            self.pinned.unpin(self._pool, pins.blocks)
             if self._observer is not None and pins.stop > pins.first:
                 self._observer.stored(pins.observed)
 
-    def _store_failed(self, pins: Pins) -> None:
-        """Plan failed blocks again, together with the next ones, which need them as parents."""
+    def _store_failed(self, job_id: int, pins: Pins) -> None:
+        """Plan failed blocks again, together with the next ones, which need them as parents.
+
+        Jobs that were planned before a failure was known fail as well, for want of a parent: they are no failures of their own.
+        """
         pins.stop = pins.first  # no event
         self.counters.add("stores_failed")
         state = self._requests.get(pins.request.request_id)
@@ -572,6 +584,9 @@ class SchedulerConnector:
             return
         state.stored_blocks = min(state.stored_blocks, pins.first)
         state.idle_until = 0
+        if job_id <= state.failed_up_to:
+            return
+        state.failed_up_to = self._next_job
         state.store_failures += 1
         if state.store_failures == _STORE_FAILURES:
             self._end_store(state, "stores_given_up")
@@ -655,6 +670,11 @@ class SchedulerConnector:
     def pinned_pages(self) -> set[int]:
         """Ids of the pages that wait to be stored."""
         return {block.block_id for pins in self._pins.values() for block in pins.blocks}
+
+    @property
+    def frees_pages_soon(self) -> bool:
+        """Whether the engine should wait for pinned pages rather than preempt a request; see ``PinnedPages.frees_soon``."""
+        return self._pool is not None and self.pinned.frees_soon(self._pool)
 
     @property
     def has_pins(self) -> bool:

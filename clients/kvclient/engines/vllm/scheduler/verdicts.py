@@ -44,6 +44,7 @@ class _ExpectedLoad:
         price_s: the planner's price of its part over storage links; None: not known.
         limit_s: time after which it ends, since it is a probe; None: it is not.
         planned_s: when it was planned; 0: not yet.
+        sample: the load in the workers that have ended it; None: in none.
     """
 
     sizes: dict[Hashable, int]
@@ -51,6 +52,7 @@ class _ExpectedLoad:
     price_s: float | None = None
     limit_s: float | None = None
     planned_s: float = 0.0
+    sample: LoadSample | None = None
 
 
 class Verdicts:
@@ -59,10 +61,14 @@ class Verdicts:
     Args:
         decisions: estimates and decisions.
         counters: receive the counts.
+        workers: number of workers, which all load their part of a block. A load has ended when all have ended it.
         asks_planner: whether the planner is asked how busy storage links are.
     """
 
-    def __init__(self, decisions: LoadDecisions, counters: ConnectorCounters, *, asks_planner: bool = False) -> None:
+    def __init__(
+        self, decisions: LoadDecisions, counters: ConnectorCounters, workers: int, *, asks_planner: bool = False
+    ) -> None:
+        self._workers = workers
         self._asks_planner = asks_planner
         self._decisions = decisions
         self._counters = counters
@@ -137,11 +143,15 @@ class Verdicts:
             load.planned_s = time.monotonic()
 
     def loads_ended(self, samples: Mapping[str, LoadSample]) -> None:
-        """Record the loads that have ended."""
-        for request_id, sample in samples.items():
-            self._own_node = sample.own_node
-            if (expected := self._loads.pop(request_id, None)) is None:  # another worker's
+        """Record loads that have ended in some workers. The estimates follow the slowest worker, as requests do."""
+        for request_id, ended in samples.items():
+            self._own_node = ended.own_node
+            if (expected := self._loads.get(request_id)) is None:  # the request has left
                 continue
+            sample = expected.sample = ended.merged(expected.sample)
+            if sample.workers < self._workers:
+                continue
+            del self._loads[request_id]
             if expected.limit_s is not None:
                 early = sum(sample.sources.values()) < sum(expected.sizes.values())
                 self._decisions.probe_ended(early=early)

@@ -196,3 +196,28 @@ def runs_of(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
             runs.append([chunk])
         last = position
     return runs
+
+
+def hide_split_chunks(pages: list[int], first: int, per_chunk: int) -> int:
+    """Have vLLM's scheduler skip chunks whose pages it would store in the wrong places, and return how many.
+
+    vLLM writes the pages of a group in a job one after another, from the place of the first. So only the first chunk of a job may
+    lack pages, at its start: those that a window has passed. A chunk is skipped if its last page is the null page.
+
+    Args:
+        pages: of a request, in the order of its tokens; changed in place. 0: the null page, or one that was given away.
+        first: the first chunk that a job may store.
+        per_chunk: pages of a chunk.
+    """
+    hidden, follows = 0, False
+    for start in range(first * per_chunk, len(pages) - per_chunk + 1, per_chunk):
+        chunk = pages[start : start + per_chunk]
+        if not chunk[-1]:
+            continue
+        passed = next(at for at, page in enumerate(chunk) if page)
+        if 0 in chunk[passed:] or (passed and follows):
+            pages[start + per_chunk - 1] = 0
+            hidden += 1
+        else:
+            follows = True
+    return hidden

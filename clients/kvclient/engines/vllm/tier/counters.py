@@ -16,6 +16,7 @@ COUNTERS = {
     "load_prefill_path_bytes": "Bytes sent by other nodes, or read over this host's storage link by a load plan.",
     "load_decode_path_bytes": "Bytes read over the storage link of the decode host by a load plan.",
     "load_relay_path_bytes": "Bytes read over the storage links of other hosts by a load plan.",
+    "reset_misses": "Chunks found but not loaded, since copies of before a reset of the cache had not ended: computed.",
     "requests_skipped": "Requests that were neither loaded nor stored, because they use an adapter.",
     "hints": "Hints about sessions, of requests that ended.",
     "hints_refused": "Hints that were invalid, or of requests whose chunks no open store keeps as a chain: ignored.",
@@ -25,7 +26,10 @@ COUNTERS = {
     "events_retracted": "Announced chunks that were retracted although they are stored, since too many were announced.",
     "events_unconfirmed": "Announced chunks that were retracted, since no event of the store confirmed them within 10 s.",
     "events_refused": "Subscriptions to the store's events that it refused: no chunks are announced.",
-    "resets": "Resets of the cache: a new weights epoch began.",
+    "resets": "Resets of the cache that demand that KV of earlier weights is not found.",
+    "weights_epochs": "Weights epochs that began after the start, since the weights or their name changed.",
+    "weights_checks_late": "Checks of the weights that not all workers answered in time.",
+    "epochs_closed": "Failed resets, and epochs that could not begin: nothing is loaded or stored until a reset succeeds.",
     "bugs": "Failures that should be impossible; each is logged.",
 }
 

@@ -152,7 +152,7 @@ def tier_groups(config: Any, kv_cache_config: Any) -> list[TierGroup]:  # noqa: 
 
 
 def check_block_hash(vllm_config: Any) -> str:  # noqa: ANN401
-    """Return the algorithm and seed of vLLM's block hashes. Engines in which they differ find nothing of each other.
+    """Return the algorithm and seed of vLLM's block hashes. Engines that differ in either share no blocks.
 
     Raises:
         InvalidArgument: blocks of different tokens may have one hash.

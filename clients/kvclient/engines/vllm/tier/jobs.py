@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from kvclient import KVStoreError, Lookup, Paths
+from kvclient import KVStoreError, Lookup, Paths, Unavailable
 from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore
 from kvclient.engines.vllm.tier.counters import TierCounters
+from kvstore.process.threads.submission import submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,13 @@ class ChunkJobs:
 
     def submit(self, job: EndedJob, parts: Sequence[JobPart], deadline_s: float) -> None:
         """Start a job. ``job`` is its result if nothing arrives."""
-        future = self._pools[job.loads].submit(self._run, job, parts, time.monotonic() + deadline_s)
-        self._running[future] = job
+        try:
+            future = submit(self._pools[job.loads], self._run, job, parts, time.monotonic() + deadline_s)
+        except Unavailable as error:
+            self._count_missing(job, len(job.keys), error)
+            self._ended.put(job)
+        else:
+            self._running[future] = job
 
     def refuse(self, job: EndedJob) -> None:
         """End a job without work."""
@@ -111,13 +117,16 @@ class ChunkJobs:
         finally:
             self._ended.put(EndedJob(job.job_id, job.loads, job.keys, tuple(arrived), time.monotonic() - began_s, nbytes))
             if missing := len(job.keys) - len(arrived):
-                name, event = (
-                    ("load_missing_chunks", "chunks not loaded") if job.loads else ("store_missing_chunks", "chunks not stored")
-                )
                 if cause is None:
                     cause = "the deadline passed" if time.monotonic() >= end_s else "the tier has no namespace for them"
-                self._counters.failed(name, missing, event, cause)
+                self._count_missing(job, missing, cause)
             self._wake()
+
+    def _count_missing(self, job: EndedJob, missing: int, cause: object) -> None:
+        if job.loads:
+            self._counters.failed("load_missing_chunks", missing, "chunks not loaded", cause)
+        else:
+            self._counters.failed("store_missing_chunks", missing, "chunks not stored", cause)
 
     def ended(self) -> Iterator[EndedJob]:
         """Return each job that has ended, once."""

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvclient import KVStoreError
+from kvclient import KVStoreError, Unavailable
+from kvstore.process.threads.submission import submit
 
 if TYPE_CHECKING:
     from kvclient.engines.vllm.tier.chunks import ChunkStore
@@ -90,12 +91,18 @@ class ChunkLookups:
                 parts.append((group_id, stores.get(group_id), positions, chain))
             with self._lock:
                 self._pending += 1
-            self._pool.submit(self._look_up, request, parts)
+            try:
+                submit(self._pool, self._look_up, request, parts)
+            except Unavailable as error:
+                self._counters.failed("lookup_failures", 1, "lookup failed: chunks are computed", error)
+                for _, _, positions, _ in parts:
+                    request.answers.update(dict.fromkeys(positions, False))
+                self._answered(request)
 
     def _look_up(
         self, request: TierRequest, parts: list[tuple[int, ChunkStore | None, dict[bytes, int | None], list[bytes]]]
     ) -> None:
-        """Answer one batch; after a failure with misses."""
+        """Answer one batch; keys whose lookup failed are misses."""
         given_up = self._stopping.is_set() or request.ended or request.waited_s(time.monotonic()) >= self._deadline_s
         for group_id, store, positions, chain in parts:
             answers = dict.fromkeys(positions, False)
@@ -114,7 +121,11 @@ class ChunkLookups:
                 except Exception as error:  # noqa: BLE001  # the edge of the thread: the request must not wait until its deadline
                     self._counters.bug("lookup", error)
             request.answers.update(answers)
-        if not given_up:
+        self._answered(request, waited=not given_up)
+
+    def _answered(self, request: TierRequest, *, waited: bool = True) -> None:
+        """Record the end of one batch. ``waited``: the request need not wait for it any more."""
+        if waited:
             request.waits_since_s = None
         with self._lock:
             self._pending -= 1

@@ -38,6 +38,7 @@ from kvclient.engines.vllm.tier.facts import TierGroup
 from kvclient.engines.vllm.tier.jobs import ChunkJobs, EndedJob, JobPart
 from kvclient.engines.vllm.tier.lookups import ChunkLookups
 from kvclient.engines.vllm.tier.options import TierOptions
+from kvclient.engines.vllm.tier.page_copies import PageCopies
 from kvclient.engines.vllm.tier.requests import TierRequest, TierRequests
 from kvstore.observe.limited_log import LimitedLog
 
@@ -74,6 +75,7 @@ class KVStoreTier(SecondaryTierManager):
         """By group; empty: not open."""
         self._requests = TierRequests()
         self.counters = TierCounters()
+        self.page_copies = PageCopies(offloading_spec.config.parallel.world_size)
         announce = bool(offloading_spec.config.enable_kv_cache_events)
         self.observer: ChunkObserver | None = None
         """None: chunks are neither announced nor labelled."""
@@ -112,6 +114,9 @@ class KVStoreTier(SecondaryTierManager):
         found = self._lookups.ask(request, get_offload_group_idx(key), key, self._position(key, req_context))
         if found is None:
             return LookupResult.RETRY
+        if found and self.page_copies.stale:  # a hit is given a row at once
+            self.counters.failed("reset_misses", 1, "chunk not loaded: copies of before a reset have not ended")
+            return LookupResult.MISS
         return LookupResult.HIT if found else LookupResult.MISS
 
     def _position(self, key: bytes, req_context: Any) -> int | None:  # noqa: ANN401
@@ -222,7 +227,7 @@ class KVStoreTier(SecondaryTierManager):
         self._requests.end_waits(context.preempted_req_ids)
 
     def drain_jobs(self) -> None:
-        """Wait until no load or store touches vLLM's memory. Each has a deadline."""
+        """Wait until no load or store touches vLLM's memory. Each has a deadline, and ends early if its store is closed."""
         self._jobs.drain()
 
     def shutdown(self) -> None:

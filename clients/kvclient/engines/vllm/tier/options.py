@@ -19,8 +19,8 @@ class TierOptions:
 
     Attributes:
         hook: options common to all hooks.
-        weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
-            the connector's cache. Without it, a reset begins an epoch that no other engine shares.
+        weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start, and after a reset of
+            the connector's cache in the first step that computes.
         workers: threads for loads, and as many for stores.
         idle_wait_ms: how long a step without tokens waits for a load, store or lookup to end, so that an idle engine does not
             spin.

@@ -14,6 +14,35 @@ from kvclient import Lookup
 from kvclient.engines.vllm.tier.facts import TierGroup
 
 
+class FailedLoads:
+    """Chunks whose loads failed while any of the present requests existed, each once."""
+
+    def __init__(self) -> None:
+        self._last: dict[bytes, int] = {}
+        """By key: number of the last failed load, in this order."""
+        self.count = 0
+        """Failed loads so far."""
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def record(self, keys: Iterable[bytes]) -> None:
+        """Record a failed load."""
+        self.count += 1
+        for key in keys:
+            self._last.pop(key, None)
+            self._last[key] = self.count
+
+    def failed_after(self, key: bytes, count: int) -> bool:
+        """Return whether a load of a chunk failed after the first ``count`` failed loads."""
+        return self._last.get(key, 0) > count
+
+    def forget(self, count: int) -> None:
+        """Forget the first ``count`` failed loads."""
+        while self._last and self._last[key := next(iter(self._last))] <= count:
+            del self._last[key]
+
+
 @dataclass(slots=True, eq=False)
 class TierRequest:
     """One request.
@@ -23,7 +52,8 @@ class TierRequest:
         answers: by key: whether the store has the chunk.
         found: by group: the last lookup of its chain.
         asked: keys that were looked up, or will be.
-        failed: keys of loads that failed while this request existed: not asked for again, or it would never end.
+        failed: loads of all requests that failed.
+        failed_before: how many of them failed before this request. Later ones are not repeated for it, or it would never end.
         waits_since_s: when it began to wait for answers; None: it does not wait.
         gave_up: whether it waited too long, so that unknown keys are misses.
         ended: whether lookups for it are pointless.
@@ -33,7 +63,8 @@ class TierRequest:
     answers: dict[bytes, bool] = field(default_factory=dict)
     found: dict[int, Lookup] = field(default_factory=dict)
     asked: set[bytes] = field(default_factory=set)
-    failed: list[frozenset[bytes]] = field(default_factory=list)
+    failed: FailedLoads = field(default_factory=FailedLoads)
+    failed_before: int = 0
     waits_since_s: float | None = None
     gave_up: bool = False
     ended: bool = False
@@ -44,7 +75,7 @@ class TierRequest:
 
     def answer(self, key: bytes) -> bool | None:
         """Return whether the store has a chunk; None: not known yet."""
-        if any(key in keys for keys in self.failed):
+        if self.failed.failed_after(key, self.failed_before):
             return False
         return self.answers.get(key)
 
@@ -60,6 +91,8 @@ class TierRequests:
 
     def __init__(self) -> None:
         self._known: dict[str, TierRequest] = {}
+        """The oldest first."""
+        self._failed = FailedLoads()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -68,8 +101,17 @@ class TierRequests:
         """Remember a request, unless it uses an adapter, and return whether it was remembered."""
         if getattr(request, "lora_request", None) is not None:
             return False
-        self._known[request.request_id] = TierRequest(request)
+        self.forget(request.request_id)
+        self._known[request.request_id] = self._new(request)
         return True
+
+    def _new(self, request: Any) -> TierRequest:  # noqa: ANN401
+        return TierRequest(request, failed=self._failed, failed_before=self._failed.count)
+
+    @property
+    def failed_chunks(self) -> int:
+        """Chunks whose failed loads are remembered."""
+        return len(self._failed)
 
     def get(self, request_id: str) -> TierRequest | None:
         """Return a request; None: it has ended, or uses an adapter."""
@@ -79,13 +121,20 @@ class TierRequests:
         """Forget a request that has ended."""
         if (request := self._known.pop(request_id, None)) is not None:
             request.ended = True
+            self._forget_failed()
+
+    def _forget_failed(self) -> None:
+        """Forget the failed loads that were before all present requests."""
+        oldest = next(iter(self._known.values()), None)
+        self._failed.forget(self._failed.count if oldest is None else oldest.failed_before)
 
     def renew(self) -> None:
         """Drop all answers: they belong to an earlier weights epoch. Late answers go to the old objects."""
         before, self._known = self._known, {}
         for request_id, old in before.items():
             old.ended = True
-            self._known[request_id] = TierRequest(old.request)
+            self._known[request_id] = self._new(old.request)
+        self._forget_failed()
 
     def end_waits(self, request_ids: Iterable[str]) -> None:
         """Note that requests do not wait for answers any more."""
@@ -95,5 +144,5 @@ class TierRequests:
 
     def record_failed(self, keys: frozenset[bytes]) -> None:
         """Note a failed load: all present requests treat these chunks as misses."""
-        for request in self._known.values():
-            request.failed.append(keys)
+        if self._known:
+            self._failed.record(keys)

@@ -119,8 +119,7 @@ class StoreWorker:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, _RetiredClients):
-                for client in item.clients:
-                    client.close()
+                self._close_all(item.clients)
                 continue
             held = not self._closed and self._store_all(item)
             with self._changed:
@@ -129,6 +128,14 @@ class StoreWorker:
                 if not held:
                     self._answer.stores_failed.add(item.job.job_id)
                 self._changed.notify_all()
+
+    def _close_all(self, clients: Sequence[KVClient]) -> None:
+        for client in clients:
+            try:
+                client.close()
+            except Exception:  # noqa: BLE001  # top of a thread: later jobs need it
+                self._counters.add("bugs")
+                _log.exception("a client of old weights was not closed")
 
     def _store_all(self, save: _QueuedStore) -> bool:
         """Store one job's blocks, part by part. Return whether the store now holds all of them."""

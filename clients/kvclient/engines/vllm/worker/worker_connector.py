@@ -1,4 +1,4 @@
-"""The movers: pages to and from the store, in the background. No vLLM types.
+"""Loads and stores of a worker's pages, in the background. No vLLM types.
 
 * An asynchronous load runs in the client's threads. Its end is reported once, with the pages that were not filled.
 * A layer-wise load runs while the batch computes: each layer waits until it has arrived. A layer that does not come in time ends
@@ -127,8 +127,12 @@ class InflightLoad:
 
     def cancel_soon(self) -> None:
         """The same, without waiting for the pieces that are being moved."""
-        if not self.done:
+        if self.done:
+            return
+        try:
             threading.Thread(target=self.cancel, name="kvstore-cancel", daemon=True).start()
+        except RuntimeError:  # no more threads
+            self.cancel()
 
 
 @dataclass(slots=True)
@@ -170,7 +174,7 @@ class WorkerConnector:
         layers: Sequence[Sequence[str]],
         *,
         stores: bool = True,
-        weights: Callable[[], str] = str,
+        weights: Callable[[], str] = lambda: "",
         digest: str = "",
         rank: int = 0,
     ) -> None:
@@ -178,7 +182,8 @@ class WorkerConnector:
         self._options = options
         self._connect = connect
         self.digest_weights = weights
-        self._digest = digest
+        self._digest = self._checked_digest = digest
+        """Of the weights of the epoch, and of those of the last check."""
         self._rank = rank
         self._outdated = False
         """The weights changed, and the scheduler has not named their epoch yet: nothing is loaded or stored."""
@@ -200,7 +205,12 @@ class WorkerConnector:
         if stores:
             self._store_worker = StoreWorker(pages, self._group_blocks, options.hook.store_deadline_s, self.counters)
         self._output = WorkerOutput()
-        self._before: Mark = None
+        self._unsaved: Sequence[StoreJob] = ()
+        """Stores of a step whose end was not reported yet."""
+        self._ended_stores: Sequence[StoreJob] = ()
+        """Stores of the last step that has ended: their pages may be unpinned, so a second end stores nothing."""
+        self._load_mark: Mark = None
+        """The mark of ``begin_step``, after which the pages of its loads are free to be written."""
         self._copied: dict[str, int] = {}
         """Totals of the device copies that are already in ``counters``."""
 
@@ -221,15 +231,30 @@ class WorkerConnector:
         Earlier users of the pages to be loaded have submitted their last work by now, so asynchronous loads start after the mark
         made here and need not wait for the computation of this step.
         """
+        if self._unsaved is not plan.stores:
+            self._end_unsaved()
+        self._unsaved = plan.stores if plan.stores is not self._ended_stores else ()
         self._apply_epoch(plan)
         self._output.step = plan.step
         self._read_ahead(plan)
         self._send_hints(plan)
-        self._before = self.pages[0].mark() if plan.loads else None
+        self._load_mark = self.pages[0].mark() if plan.loads else None
+
+    def _end_unsaved(self) -> None:
+        """Answer the stores of a step whose end vLLM did not report, so that their pages are not pinned for ever.
+
+        vLLM's first model runner does so with speculative decoding, on all pipeline ranks but the last.
+        """
+        if self._unsaved:
+            self._ended_stores = self._unsaved
+            jobs = {job.job_id for job in self._unsaved}
+            self.counters.add("stores_not_begun", len(jobs))
+            self._output.merge(WorkerOutput(dict.fromkeys(jobs, 1), jobs))
+            _limited.warning("vLLM did not report the end of a step: its blocks are not stored (stores=%d)", len(jobs))
 
     def begin_loads(self, plan: StepPlan) -> None:
         """Start the loads of a step."""
-        after, self._before = self._before, None
+        after, self._load_mark = self._load_mark, None
         if after is None and plan.loads:
             after = self.pages[0].mark()
         for job in plan.loads:
@@ -243,7 +268,7 @@ class WorkerConnector:
             try:
                 lookup = job.lookups[client.spec.namespace]
                 ahead = client.read_ahead(lookup, deadline_s=READ_AHEAD_S, paths=job.paths)
-            except (KVStoreError, KeyError):  # the scheduler and this worker disagree about namespaces
+            except Exception:  # noqa: BLE001  # the edge to the engine; for example, both halves disagree about namespaces
                 self.counters.add("bugs")
                 _log.exception("a read ahead could not begin: the load reads the blocks itself")
                 continue
@@ -281,13 +306,19 @@ class WorkerConnector:
             self._check_weights(plan.weights_check)
         if plan.epoch == self._epoch:
             return
-        self._outdated = False
+        self._outdated = True
         for flight in self._loads_in_flight:
             flight.cancel_soon()
         for request_id in list(self._ahead):
             self._end_ahead(request_id)
-        old, self.clients = self.clients, self._connect(plan.weights_epoch)
-        self._epoch = plan.epoch
+        try:
+            clients = self._connect(plan.weights_epoch)
+        except Exception as error:  # noqa: BLE001  # the edge to the engine; for example, no more threads
+            self.counters.add("bugs")
+            _limited.warning("weights epoch not begun: nothing is loaded or stored; the next step tries again (error=%s)", error)
+            return
+        old, self.clients = self.clients, clients
+        self._epoch, self._digest, self._outdated = plan.epoch, self._checked_digest, False
         if self._store_worker is not None:
             self._store_worker.retire(old)
         else:
@@ -296,10 +327,10 @@ class WorkerConnector:
 
     def _check_weights(self, check: int) -> None:
         """Digest the weights again: a reset of the engine's cache often follows a change."""
-        digest = self.digest_weights()
-        if digest != self._digest:
+        self._checked_digest = digest = self.digest_weights()
+        self._outdated = digest != self._digest
+        if self._outdated:
             _log.info("weights changed: digest %s (check=%d)", digest, check)
-            self._digest, self._outdated, self._output.weights_changed = digest, True, True
         self._output.weights[check, self._rank] = digest
 
     def _begin(self, job: LoadJob, after: Mark) -> InflightLoad:
@@ -322,14 +353,14 @@ class WorkerConnector:
                     layerwise=job.layerwise,
                     paths=job.paths if ahead is None else ahead.paths,
                 )
-            except (KVStoreError, KeyError):  # a scheduler and a worker of different minds: the pages count as not loaded
+            except Exception:  # noqa: BLE001  # the edge to the engine: the pages count as not loaded
                 self.counters.add("bugs")
                 _log.exception("a load could not begin: it counts as failed")
             parts.append(InflightGroupLoad(part, handle, pages, probe=job.limit_s is not None))
         return InflightLoad(job.request_id, parts)
 
     def wait_layer(self, name: str) -> None:
-        """Waits until a layer of this step's layer-wise loads has arrived."""
+        """Wait until a layer of this step's layer-wise loads has arrived."""
         if not self._layerwise_loads:
             return
         place = self.layer_positions.get(name)
@@ -342,6 +373,7 @@ class WorkerConnector:
 
     def end_forward(self, plan: StepPlan, *, computed: bool = True) -> None:
         """The forward pass of a step, if it had one, is over: its blocks are complete, if it has ``computed`` them."""
+        self._unsaved = ()
         self.step_failed = not computed or self._outdated or self._asleep
         for flight in self._layerwise_loads:
             missing = [page for part in flight.parts for page in part.end_in_step(self.counters)]
@@ -350,10 +382,13 @@ class WorkerConnector:
             self._completions.missing.update(missing)
             self.step_failed |= bool(missing)
         self._layerwise_loads = []
-        failed = self.step_failed
-        if not plan.stores:
-            return
-        if self._store_worker is not None and not failed:
+        if plan.stores and plan.stores is not self._ended_stores:
+            self._ended_stores = plan.stores
+            self._submit_stores(plan)
+
+    def _submit_stores(self, plan: StepPlan) -> None:
+        """Submit a step's stores, or report them as done without: if the step failed, or another rank stores the same bytes."""
+        if self._store_worker is not None and not self.step_failed:
             unsure = _of_changed_adapters(plan.stores)
             if unsure:
                 self.counters.add("stores_unsure", len(unsure))
@@ -361,12 +396,11 @@ class WorkerConnector:
             jobs = [job for job in plan.stores if job.job_id not in unsure]
             self._store_worker.add(plan.chain, jobs, self.clients, self.pages[0].mark())
             return
-        self._output.merge(
-            WorkerOutput({job.job_id: 1 for job in plan.stores}, {job.job_id for job in plan.stores} if failed else set())
-        )
+        ids = [job.job_id for job in plan.stores]
+        self._output.merge(WorkerOutput(dict.fromkeys(ids, 1), set(ids) if self.step_failed else set()))
 
     def take_completions(self, plan: StepPlan, finished: set[str]) -> LoadCompletions:
-        """Loads that have ended since the last call.
+        """Return the loads that have ended since the last call.
 
         Args:
             plan: this step's; one without tokens may wait a moment for something to end.
@@ -421,7 +455,7 @@ class WorkerConnector:
         """End the stores under way, so that their pages are free: wait for a moment, then cancel the rest.
 
         Args:
-            grace_s: that moment.
+            grace_s: how long stores may go on before they are cancelled.
             timeout_s: how long it may take then until nothing reads the pages.
 
         Returns:
@@ -469,7 +503,7 @@ class WorkerConnector:
         self._asleep = False
 
     def count_device_copies(self) -> None:
-        """Counts what the copies of a device have done since the last call."""
+        """Count what the copies of a device have done since the last call."""
         totals: dict[str, int] = {}
         for pages in self.pages:
             for name, count in pages.counts().items():
@@ -478,6 +512,14 @@ class WorkerConnector:
             if more := total - self._copied.get(name, 0):
                 self.counters.add(name, more)
         self._copied = totals
+
+    def copy_rates(self) -> dict[str, list[tuple[int, str, str, bool, float]]]:
+        """Copy strategies of this worker's device, under its rank: group, direction, strategy, whether it is in use, bytes/s.
+
+        Empty for pages in host memory.
+        """
+        rates = [(group, *rate) for group, pages in enumerate(self.pages) for rate in pages.copy_rates()]
+        return {str(self._rank): rates} if rates else {}
 
     def close(self) -> None:
         """Cancel the loads and stores in progress, and close the clients."""

@@ -1,8 +1,8 @@
-"""Eviction on request: a volume down to a fill level, or a namespace.
+"""Eviction on request: a volume down to a fill level, a tier or a namespace.
 
-The table frees space without requests; these are requests of operators. The table's rules hold: no block in use is evicted,
-children are evicted before their parents, and a block leaves the catalog of its volume before its slot is used again. To *evict*
-keeps dirty blocks in DRAM. To *invalidate* drops them too, because the blocks are wrong.
+The table frees space without requests; these are requests of operators, and of engines for their pools. The table's rules hold:
+no block in use is evicted, children are evicted before their parents, and a block leaves its volume's catalog before its slot is
+used again. To *evict* keeps dirty blocks in DRAM. To *invalidate* drops them too, because the blocks are wrong.
 
 If one durable volume is named, only its blocks are evicted: children on other volumes stay, as their parents may be stored again.
 The table's lock is held for ``BATCH`` blocks at a time, so loads and stores continue.
@@ -10,25 +10,17 @@ The table's lock is held for ``BATCH`` blocks at a time, so loads and stores con
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from kvstore.core.cancel_scope import current
-from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, Tier
-from kvstore.node.base.volume_guard import VolumeStalled, ignore
-from kvstore.node.state.block_states import DramState, VolumeReplica
+from kvstore.node.eviction.volume_commits import evict_from_volume
+from kvstore.node.state.block_states import VolumeReplica
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
-from kvstore.node.state.residency import Residency
 from kvstore.node.table import BlockTable
-from kvstore.observe.counters import Counters
-from kvstore.observe.metric_definitions import node as node_metrics
-from kvstore.tiers.contract import Slot
-
-log = logging.getLogger(__name__)
 
 BATCH = 1_024
 BATCHES_AMONG_SEVERAL = 64
@@ -46,8 +38,7 @@ def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_byt
     """Evict the coldest blocks of the arena (``node_volume`` None) or a volume until it has at most ``down_to_bytes`` in use.
 
     Raises:
-        OSError: the volume's catalog could not be changed; those blocks stay.
-        KVStoreError: see ``OSError``.
+        OSError, KVStoreError: the volume's catalog could not be changed; those blocks stay.
     """
     volume = table.dram if node_volume is None else node_volume.volume
     restore_hinted(table, node_volume)
@@ -66,7 +57,10 @@ def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_byt
                     break
                 victims.append(table.residency.blocks[key])
                 excess -= slot.size
-            _evict_and_notify(table, victims) if node_volume is None else table.residency.mark_evicting(victims)
+            if node_volume is None:
+                _evict_and_notify(table, victims)
+            else:
+                table.residency.mark_evicting(victims)
         if not victims:
             return EvictionResult(evicted, volume.usage().blocks)
         if node_volume is not None:
@@ -95,8 +89,7 @@ def evict_tier(table: BlockTable, tier: Tier) -> int:
     """Evict all idle clean blocks from DRAM, or all idle blocks from the durable volumes. Returns the number of replicas.
 
     Raises:
-        OSError: a volume's catalog could not be changed; those blocks stay.
-        KVStoreError: see ``OSError``.
+        OSError, KVStoreError: a volume's catalog could not be changed; those blocks stay.
     """
     volumes: Sequence[NodeVolume | None] = [None] if tier is Tier.DRAM else table.node_volumes
     return sum(evict_down_to(table, node_volume, 0).blocks for node_volume in volumes)
@@ -115,8 +108,7 @@ def evict_namespace(
         nvme: from durable volumes.
 
     Raises:
-        OSError: a volume's catalog could not be changed; those blocks stay.
-        KVStoreError: see ``OSError``.
+        OSError, KVStoreError: a volume's catalog could not be changed; those blocks stay.
     """
     mine = _of(table, namespace)
     volumes: list[NodeVolume | None] = [None] if dram else []
@@ -131,8 +123,7 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
     Waits until the deadline for blocks in use or in write-back. Blocks stored during the call stay.
 
     Raises:
-        OSError: a volume's catalog could not be changed; those blocks stay.
-        KVStoreError: see ``OSError``.
+        OSError, KVStoreError: a volume's catalog could not be changed; those blocks stay.
     """
     doomed = _of(table, namespace)
     dropped = 0
@@ -156,90 +147,11 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
             left = [block for block in doomed if table.residency.blocks.get(block.key) is block]
             dropped += len(doomed) - len(left)
             doomed = left
-            if doomed and not any(table.residency.is_idle(block) for block in doomed) and not table.wait_changed(deadline_s):
+            # blocks on a volume that is being adopted can be dropped only after the table has the volume
+            ready = any(table.residency.is_idle(block) and block.nvme_volume in (None, *table.node_volumes) for block in doomed)
+            if table.clock.now_s() >= deadline_s or (doomed and not ready and not table.wait_changed(deadline_s)):
                 break
     return EvictionResult(dropped, len(doomed))
-
-
-def by_volume(victims: Sequence[Block]) -> Iterator[tuple[NodeVolume, list[Block]]]:
-    """Victims of each durable volume, also of one that is being adopted."""
-    for node_volume in dict.fromkeys(block.nvme_volume for block in victims):
-        if node_volume is not None:
-            yield node_volume, [block for block in victims if block.nvme_volume is node_volume]
-
-
-def evict_from_volume(table: BlockTable, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
-    """Evict blocks, marked as evicting, from a durable volume.
-
-    Raises:
-        VolumeStalled: it does not answer; the blocks leave or stay once its catalog has ended the commit.
-        OSError: its catalog could not be changed; they stay.
-        KVStoreError: see ``OSError``.
-    """
-    if not victims:
-        return
-
-    residency = table.residency
-
-    def settle(error: BaseException | None) -> None:
-        if error is None:
-            finish_eviction(residency, node_volume, victims)
-            return
-        with residency.lock:
-            residency.cancel_eviction(victims)
-            residency.changed.notify_all()
-
-    keys = [block.key for block in victims]
-    try:
-        node_volume.guard.change(lambda: node_volume.volume.commit([], keys), settle)
-    except VolumeStalled:
-        raise  # settled once the commit has ended; until then the victims stay marked as evicting
-    except (OSError, KVStoreError) as error:
-        settle(error)
-        raise
-    settle(None)
-
-
-def finish_eviction(residency: Residency, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
-    """Note that the catalog no longer names ``victims``: their slots may be reused. Takes the lock."""
-    with residency.lock:
-        for block in victims:
-            slot = block.nvme
-            if slot is None or block.nvme_volume is not node_volume:
-                continue
-            for_quota = block.volume_replica is VolumeReplica.EVICTING_FOR_QUOTA
-            node_volume.volume.free((slot,))
-            residency.remove_from_volume(block, node_volume)
-            if block.clean:
-                residency.set_dram_state(block, DramState.DIRTY)  # it is written again before it leaves DRAM
-            if for_quota:
-                block.produced_here = False
-            residency.drop_if_nowhere(block)
-        residency.counters.add(node_metrics.EVICTED_NVME_BLOCKS, len(victims))
-        residency.changed.notify_all()
-
-
-def quarantine(table: BlockTable, node_volume: NodeVolume, block: Block, slot: Slot, counters: Counters) -> None:
-    """Remove a replica whose bytes in ``slot`` are corrupt, unless it is removed or being evicted.
-
-    The slot stays out of use until the next start, which does not find it in the catalog. The entry is removed from the catalog
-    first: after it is removed from the table, a good copy may be committed under the same key, and would be removed instead.
-    """
-    with table.residency.lock:
-        if block.nvme != slot or block.nvme_volume is not node_volume or block.evicting:
-            return
-        table.residency.mark_evicting([block])
-    counters.add(node_metrics.QUARANTINED_BLOCKS)
-    try:
-        node_volume.guard.change(lambda: node_volume.volume.commit([], [block.key]), ignore)
-    except (OSError, KVStoreError) as error:
-        log.warning("quarantine not committed: %s (key=%s, error=%s)", node_volume.volume_id, block.key.hex(), error)
-    finally:
-        with table.residency.lock:
-            node_volume.quarantined += 1
-            table.residency.remove_from_volume(block, node_volume)
-            table.residency.drop_if_nowhere(block)
-            table.residency.changed.notify_all()
 
 
 def _of(table: BlockTable, namespace: NodeNamespace) -> list[Block]:
@@ -263,7 +175,10 @@ def _evict_each(table: BlockTable, held: Sequence[Block], node_volume: NodeVolum
                     kept += 1
                 else:
                     victims.append(block)
-            _evict_and_notify(table, victims) if node_volume is None else table.residency.mark_evicting(victims)
+            if node_volume is None:
+                _evict_and_notify(table, victims)
+            else:
+                table.residency.mark_evicting(victims)
         if node_volume is not None:
             evict_from_volume(table, node_volume, victims)
         evicted += len(victims)

@@ -1,4 +1,4 @@
-"""Findings, their severity, and the format of sizes in them."""
+"""Findings, their severity, and sizes for settings."""
 
 from __future__ import annotations
 
@@ -24,21 +24,11 @@ class Finding:
 
     area: str
     level: Level
-    what: str
-    mend: str | None = None
+    message: str
+    fix: str | None = None
     """Shell command that fixes or inspects the problem, or ``--set …`` for a setting. A comment may follow a #."""
 
 
-def show_size(size: int) -> str:
-    """Format a size with three digits and a unit."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB"
-
-
-def whole(size: int) -> str:
-    """Round a size down for a setting: to whole GiB, or to MiB if it is less than 1 GiB."""
+def setting_size(size: int) -> str:
+    """Format a size for a setting, rounded down to whole GiB, or to MiB if it is less than 1 GiB."""
     return f"{size >> 30}GiB" if size >> 30 else f"{max(1, size >> 20)}MiB"
