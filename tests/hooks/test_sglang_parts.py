@@ -194,7 +194,7 @@ def test_prefix_restorable_if_every_pool_has_its_pages(kv_pages: int, pools: lis
         if isinstance(pool, int):
             made.append((f"p{number}", LeadingPages(pool)))
         else:
-            made.append((f"p{number}", TrailingPages(pool[0].__getitem__, pool[1])))
+            made.append((f"p{number}", TrailingPages(pool[0], pool[1])))
 
     def allowed(pool: Any, length: int) -> bool:
         if isinstance(pool, int):

@@ -111,6 +111,15 @@ def test_ttl_lifted_or_changed_applies_at_once(node: QuotaNode) -> None:
 
 
 # ---- kept namespaces ----
+def test_evict_namespace_does_not_wait_for_the_end_of_keeping(node: QuotaNode) -> None:
+    """The control API has checked the rule. Nodes learn of its end with their next heartbeat."""
+    node.store_durably(1, 20)
+    node.set_rules((0, 0, True))
+    done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)
+    assert (done.blocks, done.kept) == (40, 0)
+    assert held(node) == (0, 0)
+
+
 def test_kept_blocks_survive_pressure_until_unkept(node: QuotaNode) -> None:
     kept = node.store_durably(1, 20)
     node.set_rules((0, 0, True))
@@ -122,8 +131,6 @@ def test_kept_blocks_survive_pressure_until_unkept(node: QuotaNode) -> None:
     evict_tier(node.table, Tier.DRAM)
     assert evict_down_to(node.table, node.table.node_volumes[0], 0).kept >= 20
     assert held(node) == (20, 20)
-    done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)
-    assert (done.blocks, done.kept) == (0, 40), "it is kept"
     node.set_rules()
     press(node, 200)
     assert held(node) == (0, 0), "cold as it is"

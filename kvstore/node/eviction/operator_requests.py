@@ -100,6 +100,8 @@ def evict_namespace(
 ) -> EvictionResult:
     """Evict a namespace's blocks from the tiers named: from DRAM first, while their durable copies make them clean.
 
+    Whether the namespace is kept was checked by the caller: this node may not know yet that the rule has changed.
+
     Args:
         table: the blocks.
         namespace: the namespace.
@@ -169,8 +171,7 @@ def _evict_each(table: BlockTable, held: Sequence[Block], node_volume: NodeVolum
             for block in held[first : first + BATCH]:
                 if not _lies_in(block, node_volume):  # evicted by another thread
                     continue
-                stays = block.key in staying or block.namespace.kept
-                if stays or not table.residency.is_idle(block) or (node_volume is None and not block.clean):
+                if block.key in staying or not table.residency.is_idle(block) or (node_volume is None and not block.clean):
                     staying.add(block.parent)
                     kept += 1
                 else:

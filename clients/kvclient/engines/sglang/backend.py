@@ -260,7 +260,7 @@ class KVStoreHiCache(HiCacheStorage):
                 continue  # these never limit the hit, but SGLang needs a result for each pool
             pool = self._pools.pool(str(one.name), chained=self._chains(one))
             if one.hit_policy == PoolHitPolicy.TRAILING_PAGES and isinstance(pool.store, SinglePages):
-                pools.append((one.name, TrailingPages(pool.store.probe(leading), max(1, len(one.keys or ())))))
+                pools.append((one.name, TrailingPages(pool.store.each_held(leading).tolist(), max(1, len(one.keys or ())))))
             else:
                 pools.append((one.name, LeadingPages(pool.held(leading, prefix))))
         found = restorable(kv_pages, pools)

@@ -4,7 +4,7 @@
 prompt, and one call moves a batch. This requires the keys of all pages before a batch.
 
 **Single**: each page is a chain of its own, without a parent. This is used if the preceding pages are unknown, or if only some
-pages of a chain exist (the state of a sliding window or a recurrent layer at certain positions). Lookups cost one call per page.
+pages of a chain exist (the state of a sliding window or a recurrent layer at certain positions).
 
 Both return results per page, prefix first. SGLang uses only leading pages, so both stop at the first failure.
 """
@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from kvclient import BlockBuffer, BlockKey, KVClient, Lookup, Outcome
+from kvclient import BlockBuffer, BlockKey, HeadLookup, KVClient, Lookup, Outcome
 from kvclient.engines.sglang.page_keys import PageKeys, Prefix
 from kvclient.memory.buffers import pick_blocks
 
@@ -129,7 +130,7 @@ class SinglePages:
         client: of their namespace.
         load_deadline_s: bound of a load.
         store_deadline_s: bound of a store.
-        lookup_deadline_s: bound of all lookups of one call together.
+        lookup_deadline_s: bound of a lookup.
     """
 
     def __init__(self, client: KVClient, load_deadline_s: float, store_deadline_s: float, lookup_deadline_s: float) -> None:
@@ -140,78 +141,38 @@ class SinglePages:
         self._lookup_deadline_s = lookup_deadline_s
 
     def held(self, hashes: Sequence[str], prefix: Prefix) -> int:  # noqa: ARG002  # what comes before matters to chains only
-        """Search by bisection; a load finds pages that are missing in between.
+        return int(np.logical_and.accumulate(self.each_held(hashes)).sum())
 
-        Pages are stored prefix first, so a stored page implies most earlier ones.
-        """
-        has = self.probe(hashes)
-        if not hashes or not has(0):
-            return 0
-        low, high, last = 0, len(hashes), len(hashes) - 1
-        while high - low > 1:
-            middle = last if high > last else (low + high) // 2  # test the last one first: usually all are stored
-            if has(middle):
-                low = middle
-            else:
-                high = middle
-        return low + 1
-
-    def probe(self, hashes: Sequence[str]) -> Probe:
-        """Answer queries about pages one at a time.
+    def each_held(self, hashes: Sequence[str]) -> npt.NDArray[np.bool_]:
+        """Return for each page whether it can be served, as far as is known.
 
         Raises:
             InvalidArgument: a hash is invalid.
         """
-        return Probe(self._client, self._keys.of(hashes), self._lookup_deadline_s)
+        keys = self._keys.of(hashes)
+        held = np.zeros(len(keys), bool)
+        found = self._client.lookup_heads(keys[:_MOST_KEYS], deadline_s=self._lookup_deadline_s)
+        held[: len(found.keys)] = found.held
+        return held
 
     def load(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:  # noqa: ARG002  # see held
-        """Load all pages from this host's node in one call, then the missing ones individually from the nodes in the index."""
+        """Load pages from this host's node, then the missing ones from the nodes in the index."""
         keys, ends_s = self._keys.of(hashes), time.monotonic() + self._load_deadline_s
-        flags = [False] * len(keys)
+        hits = np.zeros(len(keys), bool)
         if self._client.local_node is not None:
-            # Without sources to fetch from: a node that fetched these pages as a chain would record wrong parents.
-            result = self._client.load(Lookup(keys, len(keys)), buffer, deadline_s=self._load_deadline_s)
-            flags = (result.outcomes == Outcome.HIT).tolist()
-        for at, there in enumerate(flags):
-            if there:
-                continue
-            left_s = ends_s - time.monotonic()
-            if left_s <= 0 or not self._client.load([keys[at]], _one(buffer, at), deadline_s=left_s).hit_blocks:
-                break
-            flags[at] = True
+            hits = self._client.load(HeadLookup(keys), buffer, deadline_s=self._load_deadline_s).outcomes == Outcome.HIT
+        missing = np.flatnonzero(~hits)
+        if len(missing) and (left_s := ends_s - time.monotonic()) > 0:
+            found = self._client.lookup_heads([keys[at] for at in missing], deadline_s=min(left_s, self._lookup_deadline_s))
+            if found.held.any() and (left_s := ends_s - time.monotonic()) > 0:
+                result = self._client.load(found, pick_blocks(buffer, missing), deadline_s=left_s)
+                hits[missing] = result.outcomes == Outcome.HIT
+        flags: list[bool] = hits.tolist()
         return flags
 
     def store(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:  # noqa: ARG002  # see held
         result = self._client.store_heads(self._keys.of(hashes), buffer, deadline_s=self._store_deadline_s)
         return _leading(result.held_blocks, len(hashes))
-
-
-class Probe:
-    """Return whether single pages can be served. Each is looked up once, all within one deadline; later ones count as misses.
-
-    Args:
-        client: client of their namespace.
-        keys: keys of the pages.
-        deadline_s: seconds from now.
-    """
-
-    def __init__(self, client: KVClient, keys: Sequence[BlockKey], deadline_s: float) -> None:
-        self._client = client
-        self._keys = keys
-        self._ends_s = time.monotonic() + deadline_s
-        self._known: dict[int, bool] = {}
-
-    def __call__(self, page: int) -> bool:
-        known = self._known.get(page)
-        if known is None:
-            left_s = self._ends_s - time.monotonic()
-            known = left_s > 0 and bool(self._client.lookup([self._keys[page]], deadline_s=left_s).hit_blocks)
-            self._known[page] = known
-        return known
-
-
-def _one(buffer: BlockBuffer, block: int) -> BlockBuffer:
-    return pick_blocks(buffer, np.array([block]))
 
 
 def _leading(good: int, count: int) -> list[bool]:

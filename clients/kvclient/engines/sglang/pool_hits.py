@@ -6,7 +6,7 @@ prefix of n pages can be restored if each pool has the pages that it requires *a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -22,8 +22,8 @@ class LeadingPages:
 class TrailingPages:
     """A pool that requires the last pages of the prefix."""
 
-    has: Callable[[int], bool]
-    """Checks whether the pool has the page at a position. Expensive, so call it once per position."""
+    held: Sequence[bool]
+    """Whether the pool has the page at each position."""
     window: int
     """Number of last pages that the pool requires."""
 
@@ -60,8 +60,5 @@ def _allowed(kv_pages: int, pool: LeadingPages | TrailingPages) -> set[int]:
     """Return the prefix lengths at which a pool has the pages that it requires."""
     if isinstance(pool, LeadingPages):
         return set(range(1, min(kv_pages, pool.held) + 1))
-    allowed = set()
-    for length in range(kv_pages, 0, -1):  # longest first: it is the most useful one, and the deadline may expire
-        if all(pool.has(page) for page in range(length - 1, max(0, length - pool.window) - 1, -1)):
-            allowed.add(length)
-    return allowed
+    lengths = range(1, min(kv_pages, len(pool.held)) + 1)
+    return {length for length in lengths if all(pool.held[max(0, length - pool.window) : length])}
