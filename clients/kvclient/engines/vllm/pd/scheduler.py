@@ -73,7 +73,9 @@ class Receiving:
     adapter: AdapterWeights | None = None
     state: TransferState = TransferState.AWAITED
     answers: int = 0
+    """Workers that have reported whether their part of the prompt arrived."""
     whole: bool = True
+    """No worker has reported a part that did not arrive, or a copy of it into pages that failed."""
     pages: set[int] = field(default_factory=set)
     """Pages that the prompt is being copied to."""
 

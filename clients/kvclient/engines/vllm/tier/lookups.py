@@ -69,7 +69,9 @@ class ChunkLookups:
         answer = request.answer(key)
         if answer is not None:
             return answer
-        if request.waited_s(time.monotonic()) < self._deadline_s:
+        now_s = time.monotonic()
+        request.begin_wait(now_s)
+        if request.waited_s(now_s) < self._deadline_s:
             if key not in request.asked:
                 request.asked.add(key)
                 self._batches.setdefault(id(request), _Batch(request)).by_group.setdefault(group_id, {})[key] = position

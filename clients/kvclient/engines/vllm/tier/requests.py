@@ -79,11 +79,14 @@ class TierRequest:
             return False
         return self.answers.get(key)
 
-    def waited_s(self, now_s: float) -> float:
-        """Return how long the request has waited for answers."""
+    def begin_wait(self, now_s: float) -> None:
+        """Start the clock of ``waited_s`` with the first chunk that the request waits for."""
         if self.waits_since_s is None:
             self.waits_since_s = now_s
-        return now_s - self.waits_since_s
+
+    def waited_s(self, now_s: float) -> float:
+        """Return how long the request has waited for answers."""
+        return 0.0 if self.waits_since_s is None else now_s - self.waits_since_s
 
 
 class TierRequests:
