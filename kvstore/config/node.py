@@ -114,9 +114,11 @@ class NodeSection(Section):
     )
     huge_pages: bool | None = Field(
         default=None,
-        description="back the arena with huge pages. Unset: if the arena has 32 GiB or more and the host has reserved enough",
+        description="use reserved huge pages for the arena. Unset: if it has 32 GiB or more and the host has reserved enough",
     )
-    prefault: bool = Field(default=True, description="fault in the arena's pages at start, in the background")
+    prefault: bool = Field(
+        default=True, description="fault in the arena's pages at start, in the background, and make them huge (Linux 6.1)"
+    )
     nvme: Annotated[tuple[_Volume, ...], BeforeValidator(parse_list)] = Field(
         default=(), description="NVMe volumes: PATH:SIZE, …"
     )

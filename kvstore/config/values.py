@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, ValidationInfo
 
-from kvstore.process.host_memory import memory_total
+from kvstore.process.memory.host_memory import memory_total
 
 _SIZE_UNITS: Final = {
     "": 1,

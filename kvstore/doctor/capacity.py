@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from kvstore.doctor.contract import Finding, Level, setting_size
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
 from kvstore.health.quantities import show_size
-from kvstore.process.memory_sizing import NODE_BASE_BYTES, NODE_BYTES_PER_BLOCK, index_memory, most_blocks
+from kvstore.process.memory.memory_sizing import NODE_BASE_BYTES, NODE_BYTES_PER_BLOCK, index_memory, most_blocks
 
 LARGE_ARENA = 32 << 30
 """Above this size, huge pages and NUMA placement matter."""

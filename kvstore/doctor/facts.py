@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstore.process.memory_sizing import USUAL_BLOCK_BYTES
+from kvstore.process.memory.memory_sizing import USUAL_BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,16 +250,18 @@ def _huge_pages(memory: Section, wanted: Wanted) -> Iterator[Finding]:
     if size and free * size >= wanted.dram_bytes:
         yield Finding("memory", Level.OK, f"huge pages: {message}")
     elif not wanted.huge_pages and (wanted.dram_bytes < LARGE_ARENA or wanted.huge_pages_refused or not size):
-        yield Finding("memory", Level.INFO, f"huge pages: {message}; not asked for (node.huge_pages)")
+        yield Finding("memory", Level.INFO, f"huge pages: {message}; reserved ones are not asked for (node.huge_pages)")
     elif not wanted.huge_pages:
         pages = reserved - free - (-wanted.dram_bytes // size)
-        message = f"huge pages: {message}: too few for an arena of {show_size(wanted.dram_bytes)}, so it gets pages of 4 KiB"
+        message = (
+            f"huge pages: {message}: too few for an arena of {show_size(wanted.dram_bytes)}; Linux 6.1 makes transparent ones"
+        )
         yield Finding("memory", Level.WARNING, *_reserve(message, memory, wanted, pages))
     elif transparent in ("always", "advise", "within_size", "force"):
         yield Finding("memory", Level.OK, f"huge pages: {message}: transparent ones are used")
     elif size:
         pages = reserved - free - (-wanted.dram_bytes // size)
-        message = f"huge pages: {message}: too few for the arena"
+        message = f"huge pages: {message}: too few for the arena; Linux 6.1 makes transparent ones"
         yield Finding("memory", Level.WARNING, *_reserve(message, memory, wanted, pages))
     else:
         yield Finding("memory", Level.WARNING, "huge pages: this kernel has none")

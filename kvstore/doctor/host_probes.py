@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.core.errors import CorruptBlock
-from kvstore.process.host_memory import memory_available, memory_total
+from kvstore.process.memory.host_memory import memory_available, memory_total
 
 PACKAGES = (
     "kvstore-dualpath", "numpy", "grpcio", "lmdb", "protobuf", "pydantic", "xxhash", "zstandard", "rich", "click", "torch",

@@ -22,7 +22,7 @@ from kvstore.config.sources import Provenance, leaves, load_config, parse_assign
 from kvstore.config.values import format_duration_ms, format_size, parse_duration_ms, parse_memory, parse_size
 from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import NodeSpec
-from kvstore.process.host_memory import memory_total
+from kvstore.process.memory.host_memory import memory_total
 from kvstore.process.tls import TlsConfig
 from kvstore.tiers.eviction.policy import POLICY_NAMES
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.process.host_memory import huge_pages_free, memory_available, memory_total
+from kvstore.process.memory.host_memory import huge_pages_free, memory_available, memory_total
 
 GIB = 1 << 30
 

@@ -10,7 +10,7 @@ import yaml
 from deployed import CHART, DEPLOY, EXAMPLES, HELM, chart_daemon, helm, pods, rendered
 
 import kvstore
-from kvstore.process.memory_sizing import index_memory
+from kvstore.process.memory.memory_sizing import index_memory
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="requirements-deploy.txt is not installed")
 pytestmark = pytest.mark.skipif(not HELM.exists(), reason="no helm beside this Python: scripts/fetch_helm.py")

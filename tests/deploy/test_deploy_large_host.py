@@ -26,7 +26,7 @@ from deployed import (
     unit,
 )
 
-from kvstore.process.memory_sizing import index_memory
+from kvstore.process.memory.memory_sizing import index_memory
 
 HOST_FILE = COMPOSE.with_name("host.yaml")
 LARGE = SYSTEMD / "large"

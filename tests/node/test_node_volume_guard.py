@@ -208,5 +208,6 @@ def test_guard_without_thread_never_runs_what_it_refused(disk: Disk, monkeypatch
     assert [type(error) for error in disk.late] == [VolumeStalled]
     disk.release.set()
     assert readers[0].result(LONG_S) == "came"
+    monkeypatch.undo()  # the first thread may not be idle yet
     assert disk.guard.read(lambda: 7, disk.note) == 7
     assert begun == []

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstore.core.errors import CapacityExceeded, InvalidArgument
 from kvstore.core.types import BlockShape, Outcome, VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.process.memory.shared_memory import COLLAPSE, HUGE_PAGE_BYTES, advise, map_shared
 from kvstore.testing.faulty_volume import FaultPlan, FaultyMappedVolume, FaultyVolume, VolumeFault, VolumeOperation
 from kvstore.testing.volume_suite import DurableVolumeSuite, MappedVolumeSuite, assert_reads_back, block_key, emptied, items_for
 from kvstore.tiers.arena import DramArena
@@ -41,12 +44,61 @@ def test_arena_larger_than_memory_is_rejected() -> None:
         DramArena(VolumeId("a"), 1 << 50)
 
 
-def test_huge_pages_are_used_or_fallback_is_counted() -> None:
+def test_reserved_huge_pages_are_used_or_counted() -> None:
     counters = Counters()
     arena = DramArena(VolumeId("a"), 4 << 20, huge_pages=True, counters=counters)
-    assert ("refused" in arena.backing) == bool(counters.snapshot().get("arena_huge_pages_refused_total"))
+    assert ("reserved" not in arena.backing) == bool(counters.snapshot().get("arena_huge_pages_refused_total"))
     assert arena.mapped_bytes >= 4 << 20
     arena.close()
+
+
+def test_prefault_makes_huge_pages_of_memory_in_use() -> None:
+    """Blocks written before and during the exchange of pages keep their bytes, here and in another mapping."""
+    counters = Counters()
+    arena = DramArena(VolumeId("a"), 80 << 20, prefault_threads=1, counters=counters)
+    owner, other = map_shared(arena.fileno(), arena.mapped_bytes)
+    items = items_for(arena.allocate(SHAPE, 400) or [], range(400), SHAPE)
+    for item in items:
+        arena.write([item])
+    wait_until(lambda: "100 %" in arena.backing or counters.get("arena_huge_pages_refused_total") > 0)
+    assert_reads_back(arena, items)
+    for slot, _, payload in items:
+        assert other[slot.offset : slot.offset + SHAPE.block_bytes] == payload
+    other.release()
+    owner.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("pages", [1, 512, 513])
+def test_shared_mapping_starts_at_a_huge_page(pages: int) -> None:
+    size = pages * mmap.PAGESIZE
+    descriptor = os.memfd_create("a")
+    os.ftruncate(descriptor, size)
+    owner, memory = map_shared(descriptor, size)
+    assert memory.nbytes == size
+    assert np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE_BYTES == 0
+    memory[-1:] = b"x"
+    assert os.pread(descriptor, 1, size - 1) == b"x"
+    memory.release()
+    owner.close()
+    os.close(descriptor)
+
+
+def test_file_that_cannot_be_mapped_is_an_error() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        map_shared(-2, mmap.PAGESIZE)
+
+
+@pytest.mark.parametrize(("refused", "exchanged", "counted"), [(errno.EINVAL, 0, 1), (errno.ENOMEM, 0, 1), (errno.EAGAIN, 0, 0)])
+def test_refused_huge_pages_keep_small_ones(monkeypatch: pytest.MonkeyPatch, refused: int, exchanged: int, counted: int) -> None:
+    """EAGAIN: a device uses pages of this piece. The others: this kernel exchanges none."""
+    monkeypatch.setattr("kvstore.tiers.arena.advise", lambda *call: refused if call[-1] == COLLAPSE else advise(*call))
+    counters = Counters()
+    arena = DramArena(VolumeId("a"), 80 << 20, prefault_threads=1, counters=counters)
+    wait_until(lambda: os.fstat(arena.fileno()).st_blocks * 512 == 80 << 20)
+    arena.close()
+    assert counters.get("arena_huge_pages_refused_total") == counted
+    assert ("%" in arena.backing) == bool(exchanged)
 
 
 def test_prefault_touches_everything_and_changes_nothing() -> None:

@@ -18,11 +18,10 @@ import weakref
 import numpy as np
 
 from kvstore.core.errors import Conflict, Unavailable
+from kvstore.process.memory.shared_memory import POPULATE_WRITE, advise, map_shared
 
 _libc = ctypes.CDLL(None, use_errno=True)
 """ctypes releases the interpreter lock during a call, the mmap module does not."""
-_MADV_POPULATE_WRITE = 23
-"""Since Linux 5.14; the mmap module does not define it."""
 
 
 class SharedMapping:
@@ -30,12 +29,14 @@ class SharedMapping:
 
     Args:
         key: device and inode of the file.
-        memory: the mapping; owned from now on.
+        owner: unmaps the memory; owned from now on.
+        memory: the mapped memory.
         descriptor: of the file; owned from now on.
     """
 
-    def __init__(self, key: tuple[int, int], memory: mmap.mmap, descriptor: int) -> None:
+    def __init__(self, key: tuple[int, int], owner: mmap.mmap, memory: memoryview, descriptor: int) -> None:
         self.key = key
+        self.owner = owner
         self.memory = memory
         self.descriptor = descriptor
         self.users = 0
@@ -103,8 +104,7 @@ class MappingTable:
         with self._lock:
             shared = self._mappings.get(key)
             if shared is None:
-                memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-                shared = self._mappings[key] = SharedMapping(key, memory, os.dup(descriptor))
+                shared = self._mappings[key] = SharedMapping(key, *map_shared(descriptor, size), os.dup(descriptor))
             if len(shared.memory) != size:
                 raise Unavailable("the arena is mapped with another size", mapped=len(shared.memory), size=size)
             shared.users += 1
@@ -119,7 +119,8 @@ class MappingTable:
             if self._mappings.get(shared.key) is shared:
                 del self._mappings[shared.key]
         os.close(shared.descriptor)
-        shared.memory.close()
+        shared.memory.release()
+        shared.owner.close()
 
     def forget(self) -> None:
         """Empty the table in a forked child, whose sessions map their arenas again. No other thread holds the lock there."""
@@ -157,7 +158,7 @@ def populate(address: int, nbytes: int) -> bool:
         address: start, a multiple of the page size.
         nbytes: length.
     """
-    return not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+    return not advise(address, nbytes, POPULATE_WRITE)
 
 
 def is_charged_to_first_user(descriptor: int) -> bool:

@@ -12,7 +12,7 @@ from kvstore.config.model import Config
 from kvstore.config.node import NodeSection
 from kvstore.config.sources import Origin, Provenance
 from kvstore.process.host_defaults import HostFacts, NodeDefaults, derive
-from kvstore.process.host_memory import huge_pages_free
+from kvstore.process.memory.host_memory import huge_pages_free
 from kvstore.transport.link_speed import LinkSpeed, link_speed
 
 

@@ -139,7 +139,7 @@ annotations: {{- toYaml . | nindent 2 }}
 
 {{/*
 MiB of memory that a node takes beside its arena: memoryOverhead, or what it is reckoned to take when it is full. 1024 MiB, and 1000 bytes
-for each block that arena and volumes have space for (kvstore/process/memory_sizing.py; a test holds both together).
+for each block that arena and volumes have space for (kvstore/process/memory/memory_sizing.py; a test holds both together).
 */}}
 {{- define "kvstore.besideArena" -}}
 {{- if .memoryOverhead }}{{ include "kvstore.mebibytes" .memoryOverhead }}{{ else -}}

@@ -35,7 +35,7 @@ from kvstore.doctor.servers.local_nodes import sockets_in
 from kvstore.doctor.servers.shard_findings import index_findings
 from kvstore.doctor.verdict import verdict
 from kvstore.process.host_defaults import NodeDefaults
-from kvstore.process.memory_sizing import USUAL_BLOCK_BYTES
+from kvstore.process.memory.memory_sizing import USUAL_BLOCK_BYTES
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import stays_on_host
 from kvstore.transport.nixl.agent import LOOPBACK

@@ -1,0 +1,1 @@
+"""Memory: what the host has, what a process needs, and shared mappings."""
