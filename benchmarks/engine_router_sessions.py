@@ -28,7 +28,7 @@ from harness import Figure, Options, Reference, Target
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.engine_bed import EngineBed, ServeSpec, store_transfer
 from kvstore.lab.router_process import RouterProcess
-from kvstore.lab.tiny_models import make_model
+from kvstore.testing.tiny_models import make_model
 
 ENGINES = ("engine-0", "engine-1")
 KV_BYTES = 4 * 2 * 2 * 64 * 4

@@ -37,10 +37,10 @@ from harness import Figure, Options, Reference, Target
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
 from kvstore.lab.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer, tier_transfer, token_ids_of
-from kvstore.lab.tiny_models import TinyModel, make_model
 from kvstore.netlab import netns
 from kvstore.netlab.bed import METADATA_HOST, LabBed
 from kvstore.netlab.lab import NetLab, available
+from kvstore.testing.tiny_models import TinyModel, make_model
 
 MIB = 1 << 20
 BLOCK = 32

@@ -55,7 +55,6 @@ WITHIN = {
     "clients/kvclient/gds": {"config", "node", "tiers"},
     "clients/kvclient/hbm": {"config", "node", "tiers"},
     "kvstore/rpc/failover": {"transport"},
-    "kvstore/testing/conformance": {"lab"},
 }
 """Additional imports of a folder: a pool of device memory and the cache of an engine are small nodes, and reads into device
 memory mount volumes like a node; all are loaded only by name. Failover uses liveness; the conformance of connectors makes a tiny

@@ -254,7 +254,7 @@ class _Engine:
 def make_model(folder: Path, size: ModelSize, longest: int) -> Path:
     """Create the model in a child process, so that the parent does not load torch."""
     program = (
-        "import sys,json; from pathlib import Path; from kvstore.lab.tiny_models import *;"
+        "import sys,json; from pathlib import Path; from kvstore.testing.tiny_models import *;"
         "make_model(Path(sys.argv[1]), TinyModel(max_tokens=int(sys.argv[3]), **json.loads(sys.argv[2])))"
     )
     subprocess.run([sys.executable, "-c", program, str(folder), json.dumps(asdict(size)), str(longest)], check=True)

@@ -135,7 +135,8 @@ class NodeSection(Section):
         description="time for which the metadata server must see nothing of a volume's owner before this node adopts the volume",
     )
     write_back_to: Annotated[str, AfterValidator(check_node_id)] | None = Field(
-        default=None, description="node id of the storage node for write-back; unset: this node's NVMe volumes"
+        default=None,
+        description="node id of the storage node to which a node without volumes writes back; unset: its own volumes",
     )
     policy: Literal["reuse-distance", "s3-fifo", "lru"] = Field(
         default="reuse-distance", description="eviction policy: reuse-distance (expected time of next use), s3-fifo or lru"
@@ -301,6 +302,12 @@ class NodeConfig(NodeSection):
             raise InvalidArgument(
                 "node.write_back_to names this node itself; name a storage node, or unset it and set node.nvme",
                 node_id=self.node_id,
+            )
+        if self.write_back_to is not None and self.nvme:
+            raise InvalidArgument(
+                "node.write_back_to is for nodes without volumes; unset it or node.nvme",
+                write_back_to=self.write_back_to,
+                nvme=len(self.nvme),
             )
         if self.nixl != "off" and not self.nixl_trusted_network:
             raise InvalidArgument(

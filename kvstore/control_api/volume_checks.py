@@ -32,8 +32,8 @@ class BeginCheck(RequestModel):
         default=None,
         ge=LEAST_BYTES_PER_S,
         le=2**53,
-        description="read rate limit in bytes per second; null: a tenth of the volume's measured read rate, or 200 MB/s if it was"
-        " not measured",
+        description="read rate limit in bytes per second; null: a tenth of the volume's measured read rate, at least 200 MB/s"
+        " or half of it",
         examples=[200_000_000],
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstore.lab.tiny_models import BOS, EOS, PAD, VOCABULARY, save_model
+from kvstore.testing.tiny_models import BOS, EOS, PAD, VOCABULARY, save_model
 
 CONNECTOR, TIER = "KVStoreConnector", "KVStoreOffloadingConnector"
 _DONE = "recipe.txt"

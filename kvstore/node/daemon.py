@@ -277,7 +277,7 @@ class NodeDaemon:
         storage_node_failures = FailureTracker()
         target = (
             LocalTarget(self.table, counters, clock)
-            if config.nvme or config.write_back_to is None
+            if config.write_back_to is None
             else RemoteTarget(self.table, self._peers, self._metadata.find_storage_node, counters, clock, storage_node_failures)
         )
         self._stall_detector = ProcessStallDetector(clock)

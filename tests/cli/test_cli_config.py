@@ -167,6 +167,7 @@ def test_invalid_settings_name_fix(flag: str, hint: str) -> None:
     ("flags", "hint"),
     [
         (("node.node_id=a", "node.write_back_to=a"), "node.write_back_to names this node itself"),
+        (("node.write_back_to=b", "node.nvme=/mnt/a:1GiB"), "node.write_back_to is for nodes without volumes"),
         (("node.prefill_buffer=2GiB", "node.dram=1GiB"), "node.prefill_buffer exceeds node.dram"),
         (("node.decode_buffer=2GiB", "node.dram=1GiB"), "node.decode_buffer exceeds node.dram"),
         (("node.roles=",), "node.roles is empty"),

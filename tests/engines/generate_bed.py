@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvclient import BlockKey
 from kvclient.engines.transformers import PrefixStore, StoredCache
-from kvstore.lab.tiny_models import PAD, Family, TinyModel, make_model
+from kvstore.testing.tiny_models import PAD, Family, TinyModel, make_model
 
 BLOCK = 16
 WINDOW = 64

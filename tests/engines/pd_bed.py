@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer, token_ids_of
-from kvstore.lab.tiny_models import PAD
+from kvstore.testing.tiny_models import PAD
 
 STORAGE, PREFILL, DECODE = "storage-0", "prefill-0", "decode-0"
 BLOCK = 32

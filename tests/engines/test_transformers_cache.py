@@ -40,7 +40,7 @@ from kvclient.engines.transformers.model_facts import config_digest
 from kvclient.engines.transformers.weights import fingerprint, weights_digest
 from kvclient.engines.transformers.writer import StoredChain
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.lab.tiny_models import PAD
+from kvstore.testing.tiny_models import PAD
 from nursery import run_engine
 
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek"]

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from kvclient import InvalidArgument
 from kvclient.engines.torch_private import forward_hooks
 from kvstore.embedded.cluster import LocalCluster
-from kvstore.lab.tiny_models import PAD
+from kvstore.testing.tiny_models import PAD
 
 
 @pytest.mark.parametrize("said_by", ["argument", "configuration", "checkpoint"])

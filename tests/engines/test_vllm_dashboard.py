@@ -24,7 +24,7 @@ from monitored import SCRAPES, VLLM_PREFIX, Prometheus, Selector, alerts, scrape
 from kvclient.engines.vllm.counters import COUNTERS
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer
-from kvstore.lab.tiny_models import make_model
+from kvstore.testing.tiny_models import make_model
 
 MIB = 1 << 20
 WAIT_S = 120.0

@@ -21,9 +21,9 @@ from pd_bed import Oracle, PdBed, pd_bed
 from vllm_bed import SingleEngine, VllmDriver, VllmEngine, text, tiny
 
 from kvstore.lab.engine_bed import ServeSpec
-from kvstore.lab.tiny_models import make_model
 from kvstore.testing.connector.driver import StoreAddress
 from kvstore.testing.connector.suite import ConnectorSuite
+from kvstore.testing.tiny_models import make_model
 
 LATE = {"connector": "LateConnector", "module": "late_connector"}
 PROMPTS = [text(1, 700), text(2, 580), text(3, 128), text(4, 31)]

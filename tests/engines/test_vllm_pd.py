@@ -26,7 +26,7 @@ from pd_bed import BLOCK, DECODE, PREFILL, PROMPT_DEADLINE_S, Oracle, PdBed, for
 from kvproto.v1 import node_pb2
 from kvstore.core.errors import KVStoreError
 from kvstore.lab.engine_bed import ServedEngine, token_ids_of
-from kvstore.lab.tiny_models import make_model
+from kvstore.testing.tiny_models import make_model
 
 WAIT_S = 30.0
 

@@ -22,7 +22,7 @@ from pd_bed import BLOCK, DECODE, PREFILL, Oracle, PdBed, pd_bed, text
 
 from kvstore.lab.engine_bed import token_ids_of
 from kvstore.lab.router_process import RouterProcess
-from kvstore.lab.tiny_models import make_model
+from kvstore.testing.tiny_models import make_model
 
 WAIT_S = 30.0
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}

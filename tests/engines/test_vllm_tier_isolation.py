@@ -13,8 +13,8 @@ from adapters_bed import make_adapter
 from tier_bed import engine
 from vllm_bed import BLOCK, text, tiny
 
-from kvstore.lab.tiny_models import Family, TinyModel, make_model
 from kvstore.testing.connector.driver import StoreAddress
+from kvstore.testing.tiny_models import Family, TinyModel, make_model
 
 PROMPTS = [text(1, 300)]
 NAME = {"model": "one-name"}

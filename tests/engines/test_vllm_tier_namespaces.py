@@ -24,8 +24,8 @@ from kvclient import CacheSpec, KVClient
 from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore
 from kvclient.engines.vllm.tier.counters import TierCounters
 from kvclient.engines.vllm.versions import vllm_imports
-from kvstore.lab.tiny_models import Family, TinyModel, make_model
 from kvstore.testing.connector.driver import StoreAddress
+from kvstore.testing.tiny_models import Family, TinyModel, make_model
 
 DEADLINE_S = 10.0
 CHANGES: dict[str, Callable[[Described], Described]] = {

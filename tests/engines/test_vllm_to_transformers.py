@@ -17,7 +17,7 @@ from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.unpack import PageReader, find_pages
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.lab.tiny_models import TinyModel, make_model
+from kvstore.testing.tiny_models import TinyModel, make_model
 
 MODEL, TOKENS, STEPS, BLOCK = "tiny llama", 300, 24, 32
 

@@ -17,8 +17,8 @@ from vllm_bed import VllmDriver, VllmEngine, text, tiny
 from kvclient.engines.file_stamps import mark_engine_start
 from kvclient.engines.model_files import ModelFiles
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.lab.tiny_models import Family, TinyModel, make_model
 from kvstore.testing.connector.driver import StoreAddress
+from kvstore.testing.tiny_models import Family, TinyModel, make_model
 
 MIB = 1 << 20
 WEIGHTS = "model.safetensors"

@@ -21,8 +21,8 @@ from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
-from kvstore.lab.tiny_models import Family, TinyModel, make_model
 from kvstore.testing.connector.driver import Generated, StoreAddress
+from kvstore.testing.tiny_models import Family, TinyModel, make_model
 
 BLOCK = 32
 MIB = 1 << 20

@@ -1,1 +1,1 @@
-"""Memory: what the host has, what a process needs, and shared mappings."""
+"""Memory of the host and of processes, and shared mappings."""

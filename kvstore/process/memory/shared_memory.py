@@ -1,11 +1,11 @@
 """Mappings of shared memory, placed so that the kernel can use huge pages, and advice to the kernel about them.
 
-Pages of 4 KiB lie anywhere in the host's memory. A request to a disk lists each piece that is contiguous there, and may have a
+Pages of 4 KiB may be anywhere in the host's memory. A request to a disk lists each piece that is contiguous there, and may have a
 few hundred. So reads into scattered pages are cut into small requests: a virtual disk read at 1.4 GB/s instead of 2.5. Huge pages
 of 2 MiB avoid this, and cost less in the TLB.
 
 Most hosts give shared memory no transparent huge pages (``shmem_enabled`` is ``never``), but Linux 6.1 and later exchange pages
-that exist for a huge one on request (``COLLAPSE``), whatever that setting is. Contents stay, also while others use them.
+that exist for a huge one on request (``COLLAPSE``), with any setting. Contents stay, also while others use them.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _runs(target: ConnectorTarget, models: Models, wanted: Sequence[str] | None,
 
 
 def _tiny(folder: Path, seed: int) -> Path:
-    from kvstore.lab.tiny_models import TinyModel, make_model
+    from kvstore.testing.tiny_models import TinyModel, make_model
 
     return make_model(folder, TinyModel(hidden=128, head_dim=32, max_tokens=4096, seed=seed))
 

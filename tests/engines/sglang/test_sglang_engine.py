@@ -11,8 +11,8 @@ import torch
 
 from kvstore.lab.engine_bed import EngineBed, ServedEngine
 from kvstore.lab.sglang_engine import SGLangAnswer, SGLangSpec, flush_cache, generate, hicache_store
-from kvstore.lab.tiny_models import make_model
 from kvstore.testing.connector.faulty_store import NODE, FaultyStore
+from kvstore.testing.tiny_models import make_model
 
 PAGE = 16
 ANSWER_TOKENS = 16

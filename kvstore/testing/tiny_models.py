@@ -304,9 +304,9 @@ _MAKERS = {
 
 
 def main() -> None:
-    """``python -m kvstore.lab.tiny_models FOLDER``: create a model and print its folder."""
+    """``python -m kvstore.testing.tiny_models FOLDER``: create a model and print its folder."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvstore.lab.tiny_models", description="Makes a tiny model of random weights."
+        prog="python -m kvstore.testing.tiny_models", description="Makes a tiny model of random weights."
     )
     parser.add_argument("folder", type=Path, help="where to; kept if it holds this very model already")
     parser.add_argument("--family", type=Family, choices=list(Family), default=Family.LLAMA, help="default: llama")
