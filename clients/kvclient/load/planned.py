@@ -339,7 +339,7 @@ def may_need_plan(runs: Iterable[Run], local: LocalNode | None) -> bool:
 
 
 def blocks_beyond(runs: Iterable[Run], blocks: int, node_id: str) -> Mask:
-    """Return which of a load's blocks only the storage links of hosts without this node reach, according to the lookup."""
+    """Return a mask of the blocks whose only replicas, according to the lookup, are in the storage of other hosts."""
     beyond = np.zeros(blocks, bool)
     near = np.zeros(blocks, bool)
     for run in runs:

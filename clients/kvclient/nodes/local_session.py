@@ -58,7 +58,7 @@ class Session:
     ) -> None:
         self.stub = stub
         self.server = server
-        """Whether the node answers."""
+        """The node's server, and whether it answers."""
         self.session_id = SessionId(opened.session_id)
         self.node_id = NodeId(opened.node.node_id)
         self.lease_s = opened.lease_ms / 1000
@@ -248,7 +248,11 @@ class LocalNode:
                 ' or pass node="auto" to connect'
             ) from None
         if len(opened.session_id) != 16 or opened.arena_bytes == 0 or opened.lease_ms == 0:
-            raise Internal("the node answered an impossible session", arena_bytes=opened.arena_bytes, lease_ms=opened.lease_ms)
+            raise Internal(
+                "invalid answer to OpenSession: use the same version for client and node",
+                arena_bytes=opened.arena_bytes,
+                lease_ms=opened.lease_ms,
+            )
         volumes = _stored_volumes(opened.stored_volumes)
         arena = ClientArena.open(
             opened.arena_socket,

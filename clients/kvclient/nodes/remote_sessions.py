@@ -80,7 +80,7 @@ class RemoteSessionCache:
             raise
         if len(opened.session_id) != _SESSION_BYTES:
             channel.close()
-            raise Internal("the node answered an impossible session")
+            raise Internal("invalid answer to OpenSession: use the same version for client and node")
         session = RemoteSession(
             node, stub, opened.session_id, server, channel, LeaseReleaser(stub, opened, self._options, self._incidents)
         )

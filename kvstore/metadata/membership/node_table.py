@@ -45,7 +45,7 @@ CLOCK_STEP_MS: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class SilentBoot:
+class ForgettableBoot:
     """A boot that is to be forgotten.
 
     Attributes:
@@ -111,8 +111,8 @@ class NodeTable:
         self.updates = 0
         """Number of times that registrations, drain orders or the live nodes changed. Callers compare it to skip work."""
         self.members_token = 0
-        """Changes with the nodes, their volumes, zones and drain orders, and with who is alive. Equal at all servers. Caches of
-        engines do not count."""
+        """A hash of the nodes, their volumes, zones and drain orders, and of which are alive; equal at all servers. Caches of
+        engines are left out."""
 
     # ---- reading ----
     def view(self) -> MembershipView:
@@ -203,10 +203,10 @@ class NodeTable:
         return volume_epoch
 
     async def known_volume_epoch(self, node_id: NodeId, boot_id: BootId, volume_id: VolumeId) -> VolumeEpoch:
-        """As ``volume_epoch``. A boot that is unknown here may have registered at another server a moment ago.
+        """Return the volume epoch of a boot that may have registered at another server a moment ago.
 
         Raises:
-            NotFound: as there.
+            NotFound: the node did not register this volume.
             Unavailable: the index does not answer.
         """
         try:
@@ -279,7 +279,7 @@ class NodeTable:
             report = self._report_of(node_id)
             yield view.nodes[node_id], report.heartbeat if report is not None else None
 
-    def forgettable(self, forget_s: float) -> list[SilentBoot]:
+    def forgettable(self, forget_s: float) -> list[ForgettableBoot]:
         """Boots that were silent for ``forget_s`` and whose volumes no live node mounts. Caches of engines are forgotten soon."""
         now_s, view = self._clock.now_s(), self.view()
         silent = []
@@ -287,7 +287,7 @@ class NodeTable:
             silence_s, record = self._liveness.silence_s(node_id, now_s), view.nodes[node_id]
             is_cache = is_engine_cache(record)
             if silence_s is not None and silence_s > (min(forget_s, CACHE_FORGET_S) if is_cache else forget_s):
-                silent.append(SilentBoot(node_id, BootId(record.boot_id), silence_s, is_cache))
+                silent.append(ForgettableBoot(node_id, BootId(record.boot_id), silence_s, is_cache))
         mounted = {view.locations[epoch].node_id for epoch in self._mounting_nodes if epoch in view.locations} if silent else ()
         return [boot for boot in silent if boot.node_id not in mounted]
 
@@ -357,18 +357,18 @@ class NodeTable:
         return UnsharedChanges(self._exchange.take_unshared(), self._refusals.take_unshared())
 
     def write_failed(self, changes: UnsharedChanges) -> None:
-        """Changes could not be written. Further heartbeats replace them."""
+        """Handle that changes could not be written. Further heartbeats replace them."""
         self._exchange.write_failed(changes.beats)
 
     # ---- liveness ----
     def paused(self) -> None:
-        """This process or its host was stopped until now. Call it before the next :meth:`tick`."""
+        """Handle that this process or its host was stopped until now. Call it before the next :meth:`tick`."""
         self._counters.add(metadata_metrics.PAUSES)
         self._exchange.drop_unshared()
         self._liveness.paused(self._clock.now_s())
 
     def index_was_away(self) -> None:
-        """The index did not answer until now. Call it before the next :meth:`tick`."""
+        """Handle that the index did not answer until now. Call it before the next :meth:`tick`."""
         self._liveness.index_failed()
 
     def tick(self) -> None:

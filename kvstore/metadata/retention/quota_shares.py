@@ -49,11 +49,11 @@ from kvstore.observe.metric_definitions import metadata as metadata_metrics
 logger: Final = logging.getLogger(__name__)
 limited: Final = LimitedLog(logger)
 HEADROOM: Final = 8
-"""One n-th of a node's part of the quota by capacity is its headroom, whichever node holds the rest."""
+"""The headroom of a node is this fraction (1/n) of its part of the quota by capacity."""
 REST_TIMES: Final = 20
 """Making shares takes at most one n-th of the event loop's time."""
 KEPT_INTERVALS: Final = 4
-"""Intervals, two heartbeats of a node, for which a server hands out shares that it cannot compare with those of other servers."""
+"""Number of intervals (four are two heartbeats) for which a server hands out shares without a comparison with other servers."""
 SLICE_S: Final = 0.002
 """Time after which other calls run in between."""
 
@@ -148,8 +148,9 @@ class QuotaShares:
         """The rules and shares of a node.
 
         Returns:
-            None if the node has not reported what it holds: with a share that ignores its blocks it would evict blocks that it
-            may keep. Its previous rules and shares then stay in force.
+            None if the node has not reported what it holds (with a share that ignores its blocks it would evict blocks that it
+            may keep), or if this server has no shares that include the report, or none that are new enough. Its previous rules
+            and shares then stay in force.
         """
         if not settings.quotas and not settings.rules:
             return Retention(report=heartbeat.report)

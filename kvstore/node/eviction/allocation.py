@@ -60,17 +60,22 @@ def grant_slots(residency: Residency, grant: SlotGrant, positions: Sequence[int]
     piece = PIECE_BLOCKS
     while granted < len(positions):
         count = min(piece, len(positions) - granted)
-        over = residency.writes.nbytes > residency.pending_limit_bytes
-        own = over or make_room_in_quota(residency, namespace, count)
-        slots = allocate_dram(residency, namespace.shape, count) if own and not over else None
+        queue_full = residency.writes.nbytes > residency.pending_limit_bytes  # of write-back: more would only wait
+        quota_full = not queue_full and not make_room_in_quota(residency, namespace, count)
+        slots = None if queue_full or quota_full else allocate_dram(residency, namespace.shape, count)
         if slots is not None:
             grant.slots.update(zip((keys[position] for position in positions[granted : granted + count]), slots, strict=True))
             granted += count
             namespace.granted += count
-        elif piece > 1 and not over:
+        elif piece > 1 and not queue_full:
             piece = max(1, count // 2)
         # never wait for more slots while holding some (two large stores would deadlock), nor if none is needed
-        elif granted or share_below_one_block(namespace) or not space_may_free_up(residency, grant, own=not own) or not wait():
+        elif (
+            granted
+            or share_below_one_block(namespace)
+            or not space_may_free_up(residency, grant, own_only=quota_full)
+            or not wait()
+        ):
             break
         else:
             piece = PIECE_BLOCKS
@@ -78,7 +83,7 @@ def grant_slots(residency: Residency, grant: SlotGrant, positions: Sequence[int]
         for position in skipped:
             del residency.preparing[keys[position]]
             grant.outcomes[position] = StoreOutcome.SKIPPED
-        full = not over and quota_is_full(residency, namespace)
+        full = not queue_full and quota_is_full(residency, namespace)
         metric = node_metrics.STORE_SKIPPED_QUOTA_BLOCKS if full else node_metrics.STORE_SKIPPED_NO_SPACE_BLOCKS
         residency.counters.add(metric, len(skipped))
 

@@ -96,13 +96,13 @@ def share_below_one_block(namespace: NodeNamespace) -> bool:
     return share is not None and share < namespace.shape.block_bytes
 
 
-def space_may_free_up(residency: Residency, waiting: SlotGrant, *, own: bool) -> bool:
+def space_may_free_up(residency: Residency, waiting: SlotGrant, *, own_only: bool) -> bool:
     """Whether space in DRAM may free up: blocks are being written, read, stored or pinned by others.
 
-    ``own``: the tenant's share is full, so only its own blocks of namespaces that are not kept can free space.
+    ``own_only``: the tenant's share is full, so only its own blocks of namespaces that are not kept can free space.
     """
     account = waiting.namespace.account
-    if own and account is not None:
+    if own_only and account is not None:
         order = account.orders.get(Tier.DRAM)
         held = (residency.blocks[key] for key in order.keys) if order is not None else ()
         blocks: Iterable[Block] = (block for block in held if not block.namespace.kept)

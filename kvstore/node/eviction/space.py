@@ -2,8 +2,8 @@
 
 1. The coldest blocks are evicted in the order of the policy until slots are free. Blocks of other sizes that are colder are
    evicted with them. Their slots help only once a whole span is empty, so the search passes at most ``OTHERS_LIMIT`` of them.
-2. If that gives no space, or costs more per slot, the coldest span (or run of spans, for a large slot) is emptied: the one with
-   the largest fraction of the blocks that the search has passed. Descendants of its blocks are evicted with them, on any
+2. If that gives no space, or costs more per slot, the coldest span (or run of spans, for a large slot) is emptied: the one of
+   whose blocks the search has passed the largest fraction. Descendants of its blocks are evicted with them, on any
    volume. A span is skipped if one of these blocks may not be evicted.
 3. If only a span gives space, those with few descendants (``MOST_LEAVING``) come first: in mixed chains, all descendants of a
    span can be most of the volume.
@@ -31,7 +31,7 @@ SPANS_LIMIT = 1_024
 WARM = 2
 """Cost of evicting a block that is not among the coldest, relative to one that is."""
 MOST_LEAVING = 3
-"""Maximum number of blocks to evict for a span, as a multiple of its own, unless no span has so few."""
+"""Maximum number of blocks to evict for a span, as a multiple of its own. It does not apply if no span meets it."""
 
 
 class SpaceReclaimer:

@@ -338,7 +338,8 @@ class ChainEnd:
         """
         end: list[BlockKey] = []
         for key in reversed(keys):
-            if self.complete or key in protected or children.get(key, 0) > self._found:
+            own_children = 1 if self._found else 0
+            if self.complete or key in protected or children.get(key, 0) > own_children:
                 self.complete = True
                 break
             if key in children:

@@ -125,7 +125,7 @@ class Loader:
         self._clock = clock
         self._ahead_bytes = min(window_bytes, table.dram.usage().capacity_bytes // ARENA_SHARE)
         self.reads = WaitedReads(counters, clock)
-        """Loads that an engine waits for and that read."""
+        """Loads that an engine waits for and that read from a volume or peer. Reads ahead wait for them."""
         self.unasked = UnaskedKeys()
         """Blocks that are read ahead."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-load")

@@ -26,9 +26,9 @@ from kvstore.core.types import Outcome, Tier
 from kvstore.observe.metric_definitions import client as client_metrics
 
 _ARENA_SHARE = 4
-"""A layer-wise load holds all its blocks until it ends. A load of more than 1/4 of the arena is done block by block instead, as
-is the rest of a load that has to wait: it, or another such load, may be waiting for the space that it holds. Two calls whose
-blocks are copied at once hold at most this share, too."""
+"""A layer-wise load pins all its blocks until it ends. Beyond this fraction (1/n) of the arena, or once the node has to wait, it
+continues block by block: else loads could wait for space that they hold themselves. The same limit applies to two calls whose
+blocks are copied at once."""
 _LEASE_SHARE = 4
 """A layer-wise load of more than ``load_chunk_bytes`` should take at most this fraction (1/n) of the lease, judged by earlier
 loads. One that outlasts its leases brings nothing."""

@@ -9,12 +9,12 @@ Life of a request, as seen here:
    request with the same prefix would pin them, so that no preemption, end of the request or sliding window frees the pages before
    they are read. ``on_worker_output`` unpins them after all workers have finished.
 
-A load that failed is remembered: the request is not offered its prefix again, so it is computed, and cannot fail in a circle.
+A load that failed is remembered: the request is not offered its prefix again, so it is computed and not loaded again.
 The engine enters the pages of a layer-wise load into its prefix cache before they are loaded, and with the policy ``recompute``
 leaves them there. So the connector evicts them, and all pages that the step computed after them, before another request hits.
 
-Where several workers compute a step together, a layer-wise load that fails in one makes wrong what the others compute: hidden
-states are mixed. A worker knows only its own loads. So the blocks of such a step wait for the output of all workers, and go with
+Where several workers compute a step together, a layer-wise load that fails in one corrupts the results of all: hidden states
+are mixed. A worker knows only its own loads. So the blocks of such a step wait for the output of all workers, and go with
 the next step's plan.
 """
 
@@ -152,7 +152,7 @@ class SchedulerConnector:
         """By request of a step with layer-wise loads: its pages, by group."""
         self._epoch = 0
         self._weights_epoch = ""
-        self._give_up_saves = False
+        self._cancel_stores = False
 
     def connect(self, finder: BackgroundLookup, epoch: int, weights_epoch: str) -> None:
         """Look up in these namespaces from now on, after start or after a change of the weights.
@@ -302,8 +302,8 @@ class SchedulerConnector:
     def _shares_a_load(self, state: RequestState, computed_tokens: int) -> bool:
         """Whether tokens that the engine regards as computed are still being loaded, layer by layer, in this step.
 
-        Should that load fail, the engine has one request compute it and believes it for all that share it, even if that one
-        computes it in pieces, or ends. A step later it is known.
+        If such a load fails, the engine has one of the requests that share it compute it, and treats it as valid in all, even if
+        that one computes it in pieces, or ends. So the others wait one step, until the result of the load is known.
         """
         for load in self._loads:
             first = min((part.first_page for part in load.groups), default=0)  # one group: a page is a block
@@ -315,7 +315,7 @@ class SchedulerConnector:
         return False
 
     def _is_answered(self, lookup: Future[PrefixMatch]) -> bool:
-        """Whether it is, after a moment that all lookups of a step share."""
+        """Whether a lookup has ended, after a wait that all lookups of a step share."""
         if not lookup.done() and self._wait_left_s > 0:
             began_s = time.monotonic()
             wait((lookup,), self._wait_left_s)
@@ -385,11 +385,11 @@ class SchedulerConnector:
         """
         if not scheduled and self._pending and not self._loads:  # nothing else to do: rather than spin
             wait(self._pending.values(), self._options.idle_wait_s, FIRST_COMPLETED)
-        chain = self._prefix_lookup.chain.spec.namespace if self._prefix_lookup is not None else b""
+        namespace = self._prefix_lookup.chain.spec.namespace if self._prefix_lookup is not None else b""
         held, self._deferred = self._deferred, []
-        plan = StepPlan(self._epoch, self._weights_epoch, chain, self._loads, held, bool(scheduled))
+        plan = StepPlan(self._epoch, self._weights_epoch, namespace, self._loads, held, bool(scheduled))
         stores = self._deferred if self.defers_stores(plan) else plan.stores
-        plan.cancel_stores, self._give_up_saves = self._give_up_saves, False
+        plan.cancel_stores, self._cancel_stores = self._cancel_stores, False
         plan.weights_check = self.weights.plan_check(computes=bool(scheduled))
         plan.hints = self._hints.take()
         plan.ahead, plan.ahead_ended = self._ahead.plan(self._loadable)
@@ -458,7 +458,10 @@ class SchedulerConnector:
         state.idle_until = min(store, watched)
 
     def _chunks(self, scheduled: Mapping[str, int], plan: StepPlan) -> list[tuple[int, int]] | None:
-        """Return the tokens that a step computes: by request, those in the cache and the new ones; None: it does more."""
+        """Return the tokens that a step computes: by request, those in the cache and the new ones.
+
+        None: the step also loads by layer, or checks weights.
+        """
         if plan.weights_check or any(job.layerwise for job in plan.loads):
             return None
         states = [(self._requests.get(request_id), tokens) for request_id, tokens in scheduled.items()]
@@ -502,7 +505,7 @@ class SchedulerConnector:
         self.on_worker_output(WorkerOutput(dict.fromkeys(jobs, self._workers), set(jobs)))
 
     def _settled(self, state: RequestState) -> bool:
-        """Whether it is known what the store holds of a request: until then, later steps store what this one computes.
+        """Whether the lookup of a request has ended. Until then, later steps store what this one computes.
 
         vLLM computes a request that reads no prefix (one that wants logprobs of its prompt) without waiting for the lookup.
         """
@@ -547,7 +550,7 @@ class SchedulerConnector:
     def _end_store(self, state: RequestState, counter: str) -> None:
         state.store_ended = True
         self.counters.add(counter)
-        _log.info("nothing more of request %s is stored (%s)", state.request.request_id, counter)
+        _log.info("no more blocks of request %s are stored (counter=%s)", state.request.request_id, counter)
 
     # ---- answers ----
     def on_worker_output(self, answer: WorkerOutput) -> None:
@@ -610,7 +613,7 @@ class SchedulerConnector:
             ):
                 state.load_failed = True
                 state.loading = {}
-                state.stored_blocks = 0  # what was promised is not all there: the store says itself what it lacks
+                state.stored_blocks = 0  # blocks are missing in the store: offer all again, it skips those that it holds
                 state.idle_until = 0
                 if self._verdicts is None or self._verdicts.probe_limit_s(request_id) is None:
                     self.counters.add("loads_failed")
@@ -662,7 +665,7 @@ class SchedulerConnector:
         if not self._pins:
             return
         if release_pages is None:
-            self._give_up_saves = True
+            self._cancel_stores = True
         else:
             self.on_worker_output(release_pages())
 
