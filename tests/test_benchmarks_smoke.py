@@ -29,8 +29,9 @@ def write_trace(file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-THOROUGH = {"netlab_engines", "netlab_traffic_class"}
-"""Scripts whose beds ``tests/netlab`` runs. Their records and reports are made with ``--thorough`` alone."""
+THOROUGH = {"netlab_engines", "netlab_traffic_class", "server_scaling", "server_rest", "large_index"}
+"""Scripts whose beds other tests run: ``tests/netlab``, and those of servers with an index in Valkey (``sharded_index``,
+``audit_cost``). Their records and reports are made with ``--thorough`` alone."""
 
 
 def marked(script: str) -> Any:
