@@ -170,7 +170,9 @@ class Record:
 
 
 def interleave(contestants: Mapping[str, Callable[[], float]], repetitions: int, *, warm_up: int = 1) -> dict[str, list[float]]:
-    """Run every contestant once per round, in rotating order, and return the samples of each.
+    """Run every contestant once per round, and return the samples of each.
+
+    The order rotates, and every second round runs backwards: no contestant always runs after the same other one.
 
     Args:
         contestants: callables that measure once and return the figure (not the time, unless the figure is a time).
@@ -180,11 +182,11 @@ def interleave(contestants: Mapping[str, Callable[[], float]], repetitions: int,
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     order = list(contestants)
     for round_number in range(-warm_up, repetitions):
-        for name in order:
+        for name in reversed(order) if round_number % 2 else order:
             value = contestants[name]()
             if round_number >= 0:
                 samples[name].append(value)
-        order.append(order.pop(0))  # no contestant always runs after the same other one
+        order.append(order.pop(0))
     return samples
 
 
