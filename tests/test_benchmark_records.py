@@ -39,6 +39,15 @@ def test_interleave_alternates_the_first_runner() -> None:
     assert all(len(values) == 3 and min(values) > 3 for values in samples.values())
 
 
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
+def test_interleave_no_contestant_follows_one_other_alone(names: str) -> None:
+    order: list[str] = []
+    harness.interleave({name: lambda name=name: order.append(name) or 0.0 for name in names}, 8, warm_up=0)
+    rounds = [order[i : i + len(names)] for i in range(0, len(order), len(names))]
+    after = {pair for one in rounds for pair in zip(one, one[1:], strict=False)}
+    assert all((second, first) in after for first, second in after)
+
+
 def test_ratio_is_taken_round_by_round() -> None:
     assert harness.ratio([1.0, 10.0, 100.0], [2.0, 20.0, 100.0]) == 0.5
     assert harness.ratio([4.0, 4.0], [2.0]) == 2.0
