@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -32,11 +33,11 @@ def test_interleave_alternates_the_first_runner() -> None:
         order.append(name)
         return float(len(order))
 
-    samples = harness.interleave({name: lambda name=name: contestant(name) for name in "abc"}, 3, warm_up=1)
-    rounds = [order[i : i + 3] for i in range(0, 12, 3)]
-    assert [sorted(names) for names in rounds] == [["a", "b", "c"]] * 4
+    samples = harness.interleave({name: lambda name=name: contestant(name) for name in "abc"}, 5, warm_up=1)
+    rounds = [order[i : i + 3] for i in range(0, 18, 3)]
+    assert [sorted(names) for names in rounds] == [["a", "b", "c"]] * 6
     assert len({names[0] for names in rounds}) == 3
-    assert all(len(values) == 3 and min(values) > 3 for values in samples.values())
+    assert all(len(values) == 5 and min(values) > 3 for values in samples.values())
 
 
 @pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
@@ -44,7 +45,7 @@ def test_interleave_no_contestant_follows_one_other_alone(names: str) -> None:
     order: list[str] = []
     harness.interleave({name: lambda name=name: order.append(name) or 0.0 for name in names}, 8, warm_up=0)
     rounds = [order[i : i + len(names)] for i in range(0, len(order), len(names))]
-    after = {pair for one in rounds for pair in zip(one, one[1:], strict=False)}
+    after = {pair for one in rounds for pair in itertools.pairwise(one)}
     assert all((second, first) in after for first, second in after)
 
 
