@@ -172,7 +172,8 @@ class Record:
 def interleave(contestants: Mapping[str, Callable[[], float]], repetitions: int, *, warm_up: int = 1) -> dict[str, list[float]]:
     """Run every contestant once per round, and return the samples of each.
 
-    The order rotates, and two of four rounds run backwards: no contestant always runs after the same other one.
+    The order rotates, and after each full rotation the direction changes. So all places are equally frequent, and no contestant
+    always runs after the same other one.
 
     Args:
         contestants: callables that measure once and return the figure (not the time, unless the figure is a time).
@@ -182,7 +183,7 @@ def interleave(contestants: Mapping[str, Callable[[], float]], repetitions: int,
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     order = list(contestants)
     for round_number in range(-warm_up, repetitions):
-        for name in reversed(order) if round_number // 2 % 2 else order:
+        for name in reversed(order) if round_number // len(order) % 2 else order:
             value = contestants[name]()
             if round_number >= 0:
                 samples[name].append(value)

@@ -43,10 +43,11 @@ def test_interleave_alternates_the_first_runner() -> None:
 @pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
 def test_interleave_no_contestant_follows_one_other_alone(names: str) -> None:
     order: list[str] = []
-    harness.interleave({name: lambda name=name: order.append(name) or 0.0 for name in names}, 8, warm_up=0)
+    harness.interleave({name: lambda name=name: order.append(name) or 0.0 for name in names}, 2 * len(names), warm_up=0)
     rounds = [order[i : i + len(names)] for i in range(0, len(order), len(names))]
     after = {pair for one in rounds for pair in itertools.pairwise(one)}
     assert all((second, first) in after for first, second in after)
+    assert all(sorted(place) == sorted(2 * names) for place in zip(*rounds, strict=True))
 
 
 def test_ratio_is_taken_round_by_round() -> None:

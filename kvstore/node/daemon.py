@@ -159,7 +159,7 @@ class NodeDaemon:
             volume_id=VolumeId(f"{config.node_id}/dram"),
             capacity_bytes=config.dram_bytes,
             huge_pages=config.huge_pages,
-            prefault_threads=int(config.prefault),
+            prefault=config.prefault,
             counters=self.counters,
         )
         self._opened = open_volumes(config, self.counters)

@@ -3,8 +3,8 @@
 The memory is a memfd. It is not in a file system, so a killed process leaves no file, and other processes can
 receive its descriptor (``SCM_RIGHTS``) and read blocks without a copy. ``backing`` names the memory in use.
 
-The kernel zeroes a page at its first use, which costs more than a copy into it. So background threads touch the memory in
-advance (``prefault``), while the arena is already in use, and have the kernel exchange it for huge pages (``shared_memory``).
+The kernel zeroes a page at its first use, which costs more than a copy into it. So a background thread touches the memory in
+advance (``prefault``), while the arena is already in use, and has the kernel exchange it for huge pages (``shared_memory``).
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from kvstore.core.types import BlockShape, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.process.memory.host_memory import memory_total
-from kvstore.process.memory.shared_memory import COLLAPSE, HUGE_PAGE_BYTES, POPULATE_WRITE, advise, map_shared
+from kvstore.process.memory.shared_memory import COLLAPSE, HUGE_PAGE_BYTES, POPULATE_WRITE, PREFER_HUGE, advise, map_shared
 from kvstore.tiers.contract import MappedVolume, Slot
 from kvstore.tiers.slot_pool import MemoryVolume, SlotPool
 
 _log = logging.getLogger(__name__)
 
 _PREFAULT_BYTES = 32 << 20
+_EXCHANGE_ATTEMPTS = 4
+_EXCHANGE_PAUSE_S = 5.0
 _COPY_WITHOUT_GIL_BYTES = 16 << 10
 """From this size on, a copy by numpy, which releases the GIL, is worth its overhead."""
 _CLOSE_TIMEOUT_S = 10.0
@@ -41,8 +43,8 @@ class DramArena(MemoryVolume, MappedVolume):
         volume_id: name of the volume.
         capacity_bytes: size; rounded up to whole pages of the backing.
         huge_pages: use reserved huge pages, if the host has enough.
-        prefault_threads: number of background threads that touch the memory and exchange it for transparent huge pages; 0: each
-            page is touched at its first use.
+        prefault: touch the memory in the background, and exchange it for transparent huge pages; False: each page is touched at
+            its first use.
         counters: counts fallbacks and corrupt blocks.
 
     Raises:
@@ -59,7 +61,7 @@ class DramArena(MemoryVolume, MappedVolume):
         capacity_bytes: int,
         *,
         huge_pages: bool = False,
-        prefault_threads: int = 0,
+        prefault: bool = False,
         counters: Counters | None = None,
     ) -> None:
         self.volume_id = volume_id
@@ -67,21 +69,17 @@ class DramArena(MemoryVolume, MappedVolume):
         self._counters = counters or Counters()
         self.slot_pool = SlotPool(capacity_bytes)
         self._closing = threading.Event()
-        self._reserved = False
+        self._reserved = self._refused = False
+        """The memory is in reserved huge pages; transparent ones were refused."""
         self._huge_bytes: list[int] = []
         """Lengths of the pieces that were exchanged for huge pages."""
         self._fd, self._map, self._memory = self._make_memory(capacity_bytes, huge_pages)
         self._array = np.frombuffer(self._memory, np.uint8)
         self.mapped_bytes = len(self._array)
         """Size of the mapping of ``fileno``."""
-        self._prefaulters = [
-            threading.Thread(
-                target=self._prefault, args=(first, prefault_threads), name=f"prefault-{volume_id}-{first}", daemon=True
-            )
-            for first in range(prefault_threads)
-        ]
-        for thread in self._prefaulters:
-            thread.start()
+        self._prefaulter = threading.Thread(target=self._prefault, name=f"prefault-{volume_id}", daemon=True)
+        if prefault:
+            self._prefaulter.start()
         _log.info("arena mapped: %s (mib=%d, memory=%s)", volume_id, capacity_bytes >> 20, self.backing)
 
     # ---- memory ----
@@ -100,44 +98,66 @@ class DramArena(MemoryVolume, MappedVolume):
                 self._reserved = True
                 return made
             self._counters.add(volumes_metrics.ARENA_HUGE_PAGES_REFUSED)
-            _log.warning("too few huge pages reserved: %s (vm.nr_hugepages); transparent ones are tried", self.volume_id)
+            _log.warning("too few huge pages reserved: %s (raise vm.nr_hugepages, or unset node.huge_pages)", self.volume_id)
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, capacity_bytes)
-            return fd, *map_shared(fd, capacity_bytes)
+            owner, memory = map_shared(fd, capacity_bytes)
         except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
             raise CapacityExceeded(
                 "the memory of the DRAM arena cannot be allocated; lower node.dram",
                 bytes=capacity_bytes, reason=error,
             ) from error  # fmt: skip
+        advise(np.frombuffer(memory, np.uint8).ctypes.data, capacity_bytes, PREFER_HUGE)  # no effect on most hosts
+        return fd, owner, memory
 
-    def _prefault(self, first: int, threads: int) -> None:
-        """Touch every ``threads``-th piece, and exchange it for huge pages. The content does not change."""
-        exchanges = not self._reserved
-        for start in range(first * _PREFAULT_BYTES, len(self._array), threads * _PREFAULT_BYTES):
+    def _prefault(self) -> None:
+        """Touch the memory piece by piece, and exchange it for huge pages. The content does not change."""
+        left: list[tuple[int, int]] = []
+        for start in range(0, self.mapped_bytes, _PREFAULT_BYTES):
             if self._closing.is_set():
                 return
-            address, length = self.address + start, min(_PREFAULT_BYTES, len(self._array) - start)
+            address, length = self.address + start, min(_PREFAULT_BYTES, self.mapped_bytes - start)
             if failed := advise(address, length, POPULATE_WRITE):
                 # an older kernel (EINVAL), or not enough memory: pages are added at their first use
                 self._counters.add(volumes_metrics.ARENA_PREFAULT_STOPPED)
                 _log.warning("arena prefault stopped: %s (error=%s)", self.volume_id, _name(failed))
                 return
             whole = length - length % HUGE_PAGE_BYTES
-            if not exchanges or not whole:
-                continue
-            refused = advise(address, whole, COLLAPSE)
-            if not refused:
-                self._huge_bytes.append(whole)
-            elif refused not in (errno.EAGAIN, errno.EBUSY):  # else: pages of this piece alone are in use by a device
-                exchanges = False
-                self._counters.add(volumes_metrics.ARENA_HUGE_PAGES_REFUSED)
-                _log.info("arena keeps pages of 4 KiB: %s (error=%s, mib=%d)", self.volume_id, _name(refused), start >> 20)
+            if whole and not self._reserved and not self._exchange(address, whole):
+                left.append((address, whole))
+        for _ in range(_EXCHANGE_ATTEMPTS - 1):
+            if not left or self._refused or self._closing.wait(_EXCHANGE_PAUSE_S):
+                break
+            left = [piece for piece in left if not self._exchange(*piece)]
+        if left and not self._closing.is_set():
+            self._refuse_huge_pages()
+        _log.info("arena touched: %s (memory=%s)", self.volume_id, self.backing)
+
+    def _exchange(self, address: int, length: int) -> bool:
+        """Exchange memory for huge pages. False: some are left, for a later attempt if huge pages were not refused."""
+        if self._refused:
+            return False
+        failed = advise(address, length, COLLAPSE)
+        if not failed:
+            self._huge_bytes.append(length)
+        elif failed not in (errno.EAGAIN, errno.ENOMEM):  # these pages are in use now, or no huge page is free now
+            self._refuse_huge_pages()
+            _log.info("huge pages refused: %s (error=%s; EBUSY: the memory limit)", self.volume_id, _name(failed))
+        return not failed
+
+    def _refuse_huge_pages(self) -> None:
+        if not self._refused:
+            self._refused = True
+            self._counters.add(volumes_metrics.ARENA_HUGE_PAGES_REFUSED)
 
     @property
     def backing(self) -> str:
-        """The memory in use, e.g. ``memfd, reserved huge pages of 2 MiB`` or ``memfd, 100 % transparent huge pages``."""
+        """The memory in use, e.g. ``memfd, reserved huge pages of 2 MiB`` or ``memfd, 100 % transparent huge pages``.
+
+        The share is a lower bound: pieces that were exchanged in part do not count.
+        """
         if self._reserved:
             return "memfd, reserved huge pages of 2 MiB"
         share = 100 * sum(self._huge_bytes) // self.mapped_bytes
@@ -175,8 +195,8 @@ class DramArena(MemoryVolume, MappedVolume):
         if self._closing.is_set():
             return
         self._closing.set()
-        for thread in self._prefaulters:
-            thread.join(_CLOSE_TIMEOUT_S)
+        if self._prefaulter.ident is not None:
+            self._prefaulter.join(_CLOSE_TIMEOUT_S)
         os.close(self._fd)
         del self._array
         self._memory.release()

@@ -13,7 +13,7 @@ from kvstore.tiers.nvme.slab import NvmeSlab
 
 class TestDramArena(MappedVolumeSuite):
     def open_volume(self, folder: Path, capacity_bytes: int) -> MappedVolume:
-        return DramArena(VolumeId("arena"), capacity_bytes, prefault_threads=2)
+        return DramArena(VolumeId("arena"), capacity_bytes, prefault=True)
 
 
 class TestNvmeSlab(DurableVolumeSuite):

@@ -12,7 +12,7 @@ ARENA_CLOSED_WITH_VIEWS: Final = group.counter(
 )
 ARENA_CORRUPT_BLOCKS: Final = group.counter("arena_corrupt_blocks_total", "blocks in DRAM with a wrong checksum")
 ARENA_HUGE_PAGES_REFUSED: Final = group.counter(
-    "arena_huge_pages_refused_total", "arenas without the reserved huge pages that were asked for, or without transparent ones"
+    "arena_huge_pages_refused_total", "refusals of the reserved huge pages that an arena asked for, or of transparent ones"
 )
 ARENA_PREFAULT_STOPPED: Final = group.counter(
     "arena_prefault_stopped_total", "arenas whose memory could not be allocated in advance"

@@ -5,18 +5,22 @@ few hundred. So reads into scattered pages are cut into small requests: a virtua
 of 2 MiB avoid this, and cost less in the TLB.
 
 Most hosts give shared memory no transparent huge pages (``shmem_enabled`` is ``never``), but Linux 6.1 and later exchange pages
-that exist for a huge one on request (``COLLAPSE``), with any setting. Contents stay, also while others use them.
+that exist for a huge one on request (``COLLAPSE``), unless that setting is ``deny``. Contents stay, also while others use them.
+Pages that a device or a call is using stay as they are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from typing import Final
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 POPULATE_WRITE: Final = 23
 """Add missing pages, writable (``MADV_POPULATE_WRITE``, Linux 5.14)."""
+PREFER_HUGE: Final = 14
+"""Add huge pages where pages are missing, if ``shmem_enabled`` allows it (``MADV_HUGEPAGE``)."""
 COLLAPSE: Final = 25
 """Exchange pages for huge ones (``MADV_COLLAPSE``, Linux 6.1)."""
 _FIXED: Final = 0x10
@@ -32,6 +36,9 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 def map_shared(descriptor: int, size: int) -> tuple[mmap.mmap, memoryview]:
     """Map a file at an address that is a multiple of the size of a huge page, if that is possible.
 
+    For a moment the kernel counts as much private memory: where it may promise no more (``vm.overcommit_memory`` 2), the address
+    is any.
+
     Args:
         descriptor: of the file.
         size: bytes from its start.
@@ -40,8 +47,10 @@ def map_shared(descriptor: int, size: int) -> tuple[mmap.mmap, memoryview]:
         The owner of the mapping, which unmaps it, and the mapped memory.
 
     Raises:
-        OSError, ValueError, OverflowError: the file cannot be mapped.
+        OSError, ValueError, OverflowError: the file cannot be mapped, or is smaller.
     """
+    if os.fstat(descriptor).st_size < size:
+        raise ValueError("the file is smaller than the mapping")
     try:
         owner = mmap.mmap(-1, size + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     except OSError:

@@ -60,5 +60,9 @@ def _allowed(kv_pages: int, pool: LeadingPages | TrailingPages) -> set[int]:
     """Return the prefix lengths at which a pool has the pages that it requires."""
     if isinstance(pool, LeadingPages):
         return set(range(1, min(kv_pages, pool.held) + 1))
-    lengths = range(1, min(kv_pages, len(pool.held)) + 1)
-    return {length for length in lengths if all(pool.held[max(0, length - pool.window) : length])}
+    allowed, in_a_row = set(), 0
+    for length, held in enumerate(pool.held[:kv_pages], 1):
+        in_a_row = in_a_row + 1 if held else 0
+        if in_a_row >= min(length, pool.window):
+            allowed.add(length)
+    return allowed
