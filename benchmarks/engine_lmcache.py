@@ -179,6 +179,7 @@ def plugin(cluster: LocalCluster, node: str, verify: str) -> dict[str, Any]:
         "salt": node,  # the nodes do not load from each other
         "verify": verify,
         "weights_epoch": "1",
+        "object_bytes": [OBJECT_BYTES],  # LMCache's bench states no dtype
     }
     return {
         "type": "plugin",
