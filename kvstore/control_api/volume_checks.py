@@ -32,8 +32,8 @@ class BeginCheck(RequestModel):
         default=None,
         ge=LEAST_BYTES_PER_S,
         le=2**53,
-        description="read rate limit in bytes per second; null: a tenth of the volume's measured read rate, at least 200 MB/s"
-        " or half of it",
+        description="read rate limit in bytes per second; null: a tenth of the volume's measured read rate; below 2 GB/s,"
+        " 200 MB/s, but at most half of the rate",
         examples=[200_000_000],
     )
 

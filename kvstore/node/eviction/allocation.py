@@ -60,7 +60,7 @@ def grant_slots(residency: Residency, grant: SlotGrant, positions: Sequence[int]
     piece = PIECE_BLOCKS
     while granted < len(positions):
         count = min(piece, len(positions) - granted)
-        queue_full = residency.writes.nbytes > residency.pending_limit_bytes  # of write-back: more would only wait
+        queue_full = residency.writes.nbytes > residency.pending_limit_bytes  # the queue of write-back
         quota_full = not queue_full and not make_room_in_quota(residency, namespace, count)
         slots = None if queue_full or quota_full else allocate_dram(residency, namespace.shape, count)
         if slots is not None:

@@ -114,7 +114,7 @@ def evict(config: Config, *, volume: str, percent: int, yes: bool) -> CommandOut
     "--rate",
     callback=param_types.some_size,
     metavar="SIZE",
-    help="Read rate limit per second (default: a tenth of the measured rate, at least 200MB or half of it).",
+    help="Read rate limit per second (default: a tenth of the measured rate; below 2GB/s 200MB, at most half).",
 )
 @store_change
 def check(
