@@ -183,7 +183,8 @@ def interleave(contestants: Mapping[str, Callable[[], float]], repetitions: int,
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     order = list(contestants)
     for round_number in range(-warm_up, repetitions):
-        for name in reversed(order) if round_number // len(order) % 2 else order:
+        backwards = round_number > 0 and round_number // len(order) % 2  # the first of all rounds runs in the given order
+        for name in reversed(order) if backwards else order:
             value = contestants[name]()
             if round_number >= 0:
                 samples[name].append(value)
