@@ -9,7 +9,7 @@ Links are slow enough to be the bottleneck instead of the CPU. Computing this sm
 so the figures do not compare loading with computing.
 
 On two further beds one engine answers alone: by the connector, and by vLLM's own offloading with the store as its secondary tier.
-The other host has no engine, and its storage link is that of an idle host. Requires root, iproute2 and vLLM.
+The other host runs only a node: its storage link is that of an idle host. Requires root, iproute2 and vLLM.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Bed:
             with grpc.insecure_channel(self.cluster.node(name).address) as channel:
                 node = node_pb2_grpc.NodeStub(channel)
                 if not node.Flush(node_pb2.FlushRequest(timeout_ms=int(_CALL_S * 1000)), timeout=_CALL_S + 1).complete:
-                    sys.exit(f"node {name} does not store what was computed")
+                    sys.exit(f"node {name} does not store the computed blocks")
                 node.Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=common_pb2.TIER_DRAM), timeout=_CALL_S)
 
 
@@ -245,7 +245,7 @@ class ConnectorBed(Bed):
         self._asking.submit(engine.reset_prefix_cache).result()
 
     def _await_stores(self, engine: ServedEngine) -> None:
-        """Wait until a reset of the engine's cache disturbs no store. The connector finishes its stores by itself."""
+        """Wait until a reset of the engine's cache disturbs no store. The connector finishes its stores without it."""
 
     def _load_seconds(self, grown: Mapping[str, float]) -> float:
         return grown.get("load_seconds", 0)
@@ -293,7 +293,7 @@ def bytes_by_path(counts: Mapping[str, float]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Series:
-    """What is measured on one kind of bed."""
+    """The figures of one kind of bed."""
 
     bed: type[Bed]
     name: str
@@ -370,7 +370,7 @@ def _keep_figures(
 
     Args:
         options: of the benchmark.
-        series: what was measured.
+        series: the measured times.
         shared: parameters of all figures.
         samples: by policy: times to first token.
         answers: by policy: answers, also those of warm-up rounds before ``samples``.

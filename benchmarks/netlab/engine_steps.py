@@ -27,7 +27,7 @@ class StepBed:
         label: hosts that prefill and decode.
         links: hosts and links.
         agents: number of agents in a full, a quick and a smoke run.
-        at_once: concurrent agents likewise; None: all.
+        at_once: concurrent agents in a full, a quick and a smoke run; None: all.
         append: factor of the tokens that a turn appends.
         layer_group: layers that layer-wise variants read together.
         least_gain: target of the whole over loads over prefill hosts alone; None: no target.
@@ -45,14 +45,14 @@ class StepBed:
 FEW = StepBed("1P2D", LabBed(1, 2, 1, 160.0, 1280.0, 1920.0), (12, 6, 2), (3, 3, 2), APPEND, GROUPS, None)
 """Few requests at once: with many, the steps after the second path only change who waits for links that are full.
 
-What is appended requires a good part of the time to compute that one link takes to load what hits, so that an engine gains by
-doing both at once; layer-wise variants read storage in groups of layers. Two decode hosts, so that there is a choice.
+Computing the appended tokens lasts a good part of the time in which one link loads the hit, so that an engine gains by doing both
+at once; layer-wise variants read storage in groups of layers. Two decode hosts, so that there is a choice.
 """
 PAIRS = StepBed("2P2D", LabBed(2, 2, 1, 60.0, 480.0, 960.0), (48, 16, 4), None, 1.0, 0, 1.8)
 """Bound by storage links, with a choice among engines of both kinds, and more requests than are served at once.
 
 Links are so slow that two cores are enough: at twice the rate they were busy at 95 % without the second path. The first and the
-last requests, which leave links idle, take a second: a job of 24 agents gained 1.68, and loads twice as fast at most 2."""
+last requests leave links idle for a second, so the job is long. Loads twice as fast gain at most 2."""
 
 
 def run_steps(options: Options, bed: StepBed) -> None:

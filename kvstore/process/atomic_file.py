@@ -26,7 +26,7 @@ def open_private(path: str, flags: int) -> int:
 
 @contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Keep other processes from writing a file. The lock has a file of its own, because the file is replaced.
+    """Keep other processes from writing a file. The lock is on another file, because this one is replaced.
 
     Raises:
         OSError: the lock file cannot be opened, or another process holds the lock for ``LOCK_S``.

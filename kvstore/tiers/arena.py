@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _PREFAULT_BYTES = 32 << 20
 _EXCHANGE_ATTEMPTS = 4
 _EXCHANGE_PAUSE_S = 5.0
+_REFUSALS = {errno.EINVAL: "this kernel makes none of this memory", errno.EBUSY: "the memory limit of the control group"}
 _COPY_WITHOUT_GIL_BYTES = 16 << 10
 """From this size on, a copy by numpy, which releases the GIL, is worth its overhead."""
 _CLOSE_TIMEOUT_S = 10.0
@@ -133,7 +134,7 @@ class DramArena(MemoryVolume, MappedVolume):
             left = [piece for piece in left if not self._exchange(*piece)]
         if left and not self._closing.is_set():
             self._refuse_huge_pages()
-        _log.info("arena touched: %s (memory=%s)", self.volume_id, self.backing)
+        _log.info("arena prefaulted: %s (memory=%s)", self.volume_id, self.backing)
 
     def _exchange(self, address: int, length: int) -> bool:
         """Exchange memory for huge pages. False: some are left, for a later attempt if huge pages were not refused."""
@@ -144,7 +145,7 @@ class DramArena(MemoryVolume, MappedVolume):
             self._huge_bytes.append(length)
         elif failed not in (errno.EAGAIN, errno.ENOMEM):  # these pages are in use now, or no huge page is free now
             self._refuse_huge_pages()
-            _log.info("huge pages refused: %s (error=%s; EBUSY: the memory limit)", self.volume_id, _name(failed))
+            _log.info("huge pages refused: %s (reason=%s)", self.volume_id, _REFUSALS.get(failed, _name(failed)))
         return not failed
 
     def _refuse_huge_pages(self) -> None:

@@ -2,7 +2,7 @@
 
 1. A session protects a prefix of its chain: the longest that fits into its tenant's limit. Blocks that several sessions of a
    namespace protect count once, and are protected until the last of these sessions ends or expires.
-2. A session beyond the limit displaces sessions of its own tenant that matter less: first those of lower priority, then those
+2. A session beyond the limit displaces sessions of the same tenant that matter less: first those of lower priority, then those
    whose next turn is expected later. It never displaces sessions of other tenants.
 3. A session protects nothing after its time to live, or once it has ended.
 4. A long chain is kept in parts of ``PART_KEYS`` keys, so that a caller can release its lock between two parts. Within a session,
@@ -31,7 +31,7 @@ class HintedNamespace(Protocol):
 
 
 class SessionHint(NamedTuple):
-    """What an application says about one of its sessions.
+    """An application's hint about one of its sessions.
 
     Attributes:
         name: of the session, unique in its namespace.
@@ -160,14 +160,14 @@ class HintLedger:
         now_s: float,
         part: int = 0,
     ) -> Kept:
-        """Protect a session, or a part of one, instead of what it protected before.
+        """Protect a session, or a part of one, instead of the blocks that it protected before.
 
         A later part requires that the part before it is protected when this is called.
 
         Args:
             tenant: of the namespace.
             namespace: of the session.
-            hint: what the application says; its keys are those of the part.
+            hint: the application's; its keys are those of the part.
             block_bytes: size of a block; it applies to all blocks of the namespace.
             limits: bytes that may be protected.
             now_s: present time.
@@ -320,12 +320,12 @@ def _still_unprotected(released: Released) -> Released:
 class ChainEnd:
     """The end of an ended session's chain that no other chain shares, found part by part, the last part first.
 
-    The end begins behind the last block that is protected, or that has another child: there, other sessions forked.
+    The end begins after the last block that is protected, or that has another child because other sessions forked there.
     """
 
     def __init__(self) -> None:
         self.complete = False
-        """Whether the block where the end begins was found."""
+        """Whether the block was found at which the end begins."""
         self._found = False
 
     def take(self, keys: Sequence[BlockKey], children: dict[BlockKey, int], protected: dict[BlockKey, int]) -> list[BlockKey]:

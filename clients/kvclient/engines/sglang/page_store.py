@@ -157,8 +157,7 @@ class SinglePages:
 
     def load(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:  # noqa: ARG002  # see held
         """Load pages from this host's node, then the missing ones from the nodes in the index."""
-        keys, ends_s = self._keys.of(hashes[:_MOST_KEYS]), time.monotonic() + self._load_deadline_s
-        buffer = pick_blocks(buffer, np.arange(len(keys))) if len(keys) < len(hashes) else buffer
+        keys, ends_s = self._keys.of(hashes), time.monotonic() + self._load_deadline_s
         hits = np.zeros(len(keys), bool)
         if self._client.local_node is not None:
             hits = self._client.load(HeadLookup(keys), buffer, deadline_s=self._load_deadline_s).outcomes == Outcome.HIT
@@ -169,7 +168,7 @@ class SinglePages:
                 result = self._client.load(found, pick_blocks(buffer, missing), deadline_s=left_s)
                 hits[missing] = result.outcomes == Outcome.HIT
         flags: list[bool] = hits.tolist()
-        return flags + [False] * (len(hashes) - len(keys))
+        return flags
 
     def store(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:  # noqa: ARG002  # see held
         result = self._client.store_heads(self._keys.of(hashes), buffer, deadline_s=self._store_deadline_s)

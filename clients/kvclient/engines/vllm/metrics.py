@@ -46,7 +46,7 @@ class StoreStats(KVConnectorStats):
         return shown
 
     def is_empty(self) -> bool:
-        """Whether there are no counts."""
+        """Whether nothing was counted."""
         return not self.data
 
 
