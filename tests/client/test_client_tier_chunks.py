@@ -97,6 +97,33 @@ def test_hint_of_a_request_protects_its_chunks(opened: list[ChunkStore], cluster
     wait_until(lambda: counter("dropped") == 12)
 
 
+@pytest.mark.parametrize("position", [0, None])
+def test_slow_lookup_leaves_less_time_to_its_load(position: int | None, cluster: LocalCluster, spec: CacheSpec) -> None:
+    """Else one load of the tier may take twice as long as its deadline says."""
+    deadlines_s: list[float] = []
+
+    class SlowIndex(KVClient):
+        def lookup(self, keys: Any, **how: Any) -> Any:
+            time.sleep(0.5)
+            return super().lookup(keys, **how)
+
+        def lookup_heads(self, keys: Any, **how: Any) -> Any:
+            time.sleep(0.5)
+            return super().lookup_heads(keys, **how)
+
+        def load(self, what: Any, buffer: object, *, deadline_s: float | None = None, **how: Any) -> Any:
+            deadlines_s.append(deadline_s or DEADLINE_S)
+            return super().load(what, buffer, deadline_s=deadline_s, **how)
+
+    store = ChunkStore(SlowIndex.connect(cluster.metadata_address, spec, node=cluster.node("n").local_socket))
+    name = hashes(11, 1)
+    for left_s, longest_s in ((20.0, 19.5), (0.3, 0.01)):
+        arrived, _, why = store.load(chunks(name, [position]), name, None, time.monotonic() + left_s)
+        assert (arrived, bool(why)) == ([], True)
+        assert deadlines_s.pop() <= longest_s
+    store.close()
+
+
 def test_chunks_missing_are_not_reported_as_loaded(opened: list[ChunkStore]) -> None:
     store, chain = opened[0], hashes(2, 6)
     store.store(chunks(chain[:4], range(4), seed=6), chain, end_s())

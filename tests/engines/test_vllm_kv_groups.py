@@ -35,6 +35,7 @@ from kvclient.engines.vllm.memory.pages import GroupPages, Pages
 from kvclient.engines.vllm.options import ConnectorOptions
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")
+NO_CONNECTOR = "run the engine without a connector"
 TIER = "use KVStoreOffloadingConnector"
 BLOCKS = 9
 
@@ -224,13 +225,13 @@ REFUSALS: dict[str, tuple[Callable[[], object], str, str]] = {
         "latent attention with sliding windows",
         TIER,
     ),
-    "encoder": (refuse_groups(of_kind(interface.EncoderOnlyAttentionSpec)), "encoder attention", TIER),
-    "cross attention": (refuse_groups(of_kind(interface.CrossAttentionSpec)), "cross attention", TIER),
+    "encoder": (refuse_groups(of_kind(interface.EncoderOnlyAttentionSpec)), "encoder attention", NO_CONNECTOR),
+    "cross attention": (refuse_groups(of_kind(interface.CrossAttentionSpec)), "cross attention", NO_CONNECTOR),
     "sink pages": (refuse_groups(of_kind(interface.SinkFullAttentionSpec, sink_len=4)), "sink pages", TIER),
     "reference windows": (refuse_groups(of_kind(interface.RSWASpec, rswa_window=64)), "RSWASpec", TIER),
     "page sizes": (refuse_groups(full(), replace(full(), block_size=48)), "multiples of the smallest", TIER),
     "NVFP4": (refuse_groups(full(kv_quant_mode=interface.KVQuantMode.NVFP4)), "quantization", "use another kv_cache_dtype"),
-    "no KV cache": (refuse_groups(), "without a KV cache", "run the engine without a connector"),
+    "no KV cache": (refuse_groups(), "without a KV cache", NO_CONNECTOR),
     "decode context": (
         refuse_groups(full(), decode_context_parallel_size=2),
         "context parallelism",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters
 from kvclient.engines.vllm.identity.kv_groups import GroupView
 from kvclient.engines.vllm.pd.options import PdOptions
-from kvclient.engines.vllm.pd.params import Role, Transfer, read_transfer
+from kvclient.engines.vllm.pd.params import Role, Transfer, not_handed_over, read_transfer
 from kvclient.engines.vllm.pd.plan import AbandonJob, PdPlan, PdWorkerOutput
 from kvclient.engines.vllm.pd.scheduler import PdScheduler, TransferState
 from kvclient.engines.vllm.plan import WorkerOutput
@@ -49,8 +50,12 @@ def test_transfer_prefill_answer_is_read_by_decode() -> None:
     told = {"do_remote_decode": True, "transfer_id": "a.b-c_1", "decode_node": "d0", "other": [1]}
     transfer = read_transfer(told)
     assert transfer == Transfer(Role.PREFILL, "a.b-c_1", "d0")
-    assert read_transfer(transfer.for_decode()) == Transfer(Role.DECODE, "a.b-c_1")
-    assert read_transfer(transfer.for_decode(whole=False)) is None, "nobody waits for what will not come"
+    received = read_transfer(transfer.for_decode(b"\x01" * 16))
+    assert received == Transfer(Role.DECODE, "a.b-c_1", namespace="01" * 16)
+    assert received.can_come_to(b"\x01" * 16)
+    assert not received.can_come_to(b"\x02" * 16)
+    assert Transfer(Role.DECODE, "t").can_come_to(b"\x02" * 16), "routers that ask both engines at once do not know"
+    assert read_transfer(transfer.for_decode(None)) is None, "nobody waits for what will not come"
 
 
 def test_tail_keys_of_two_transfers_differ() -> None:
@@ -108,6 +113,31 @@ def prompt(tokens: int, name: str = "r") -> Request:
 
 def step(made: PdScheduler, scheduled: dict[str, int] | None = None, pages: Any = None) -> PdPlan:
     return made.build_step_plan(scheduled or {}, {}, lambda _request_id: pages)
+
+
+def test_decode_prompt_of_another_namespace_is_not_awaited() -> None:
+    """Else each request of a pair with different tensor-parallel sizes waits for the deadline."""
+    counters = ConnectorCounters()
+    made = PdScheduler(BLOCK, [lambda _token: 0], 0.5, counters)
+    for name, namespace in (("ours", CHAIN.spec.namespace), ("other", b"\x02" * 16)):
+        made.on_new_request(prompt(10, name), replace(HERE, namespace=namespace.hex()), CHAIN)
+    assert [job.request_id for job in step(made).awaits] == ["ours"]
+    assert made.pop_given_up("other"), "served like any other request"
+    assert counters.totals()["prompts_of_other_namespaces"] == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"do_remote_decode": True, "transfer_id": "t", "decode_node": "d0"}, False),
+        ({"do_remote_prefill": True, "transfer_id": "t"}, None),
+        ({"do_remote_decode": True}, None),
+        (None, None),
+    ],
+)
+def test_prefill_without_transfer_tells_the_decode_engine(params: dict[str, Any] | None, told: bool | None) -> None:
+    answer = not_handed_over(params)
+    assert (answer and answer["do_remote_prefill"]) is told
 
 
 def test_decode_prompt_is_awaited_arrives_and_is_copied() -> None:
@@ -280,7 +310,7 @@ def test_prefill_sends_each_block_once_when_complete(chunks: list[int]) -> None:
     assert [page for _, page in sent] == pages[0][: len(sent)]
     one.all_token_ids.append(1)
     assert not step(made, {"r": 1}, pages).sends, "what is generated is not the prompt's"
-    assert made.request_finished("r") == THERE.for_decode()
+    assert made.request_finished("r") == THERE.for_decode(CHAIN.spec.namespace)
     assert not made.has_abandons
 
 
@@ -298,7 +328,7 @@ def test_prefill_failed_handoff_is_retried_once() -> None:
         one.num_computed_tokens += chunk
     assert not pool.pinned
     assert not made.has_pins
-    assert made.request_finished("r") == THERE.for_decode(whole=False)
+    assert made.request_finished("r") == THERE.for_decode(None)
     assert not made.has_abandons, "said once"
 
 
@@ -315,7 +345,7 @@ def test_prefill_defers_blocks_of_step_with_unconfirmed_load(then: str) -> None:
         jobs = step(made, {"r": 3}, pages).sends
         assert [(job.first_block, len(job.keys)) for job in jobs] == [(0, 2), (2, 1)]
         made.on_worker_output(PdWorkerOutput(WorkerOutput({job.job_id: 2 for job in jobs}, set())))
-        assert made.request_finished("r") == THERE.for_decode()
+        assert made.request_finished("r") == THERE.for_decode(CHAIN.spec.namespace)
     elif then == "failed":
         made.drop_deferred()
         assert not pool.pinned
@@ -335,7 +365,7 @@ def test_prefill_handoff_failed_after_request_is_abandoned() -> None:
     made = decisions(workers=2)
     made.on_new_request(prompt(9), THERE, CHAIN)
     (job,) = step(made, {"r": 9}, [[1, 2, 3]]).sends
-    assert made.request_finished("r") == THERE.for_decode()
+    assert made.request_finished("r") == THERE.for_decode(CHAIN.spec.namespace)
     made.on_worker_output(PdWorkerOutput(WorkerOutput({job.job_id: 1}, {job.job_id})))
     made.on_worker_output(PdWorkerOutput(WorkerOutput({job.job_id: 1}, {job.job_id})))
     assert step(made).abandons == [AbandonJob("d0", "t1")], "once, however many workers failed"
@@ -345,7 +375,7 @@ def test_prefill_request_ended_early_is_abandoned() -> None:
     made = decisions()
     made.on_new_request(prompt(12), THERE, CHAIN)
     step(made, {"r": 5}, [[1, 2, 3]])
-    assert made.request_finished("r") == THERE.for_decode(whole=False)
+    assert made.request_finished("r") == THERE.for_decode(None)
     assert step(made).abandons == [AbandonJob("d0", "t1")]
 
 
@@ -359,7 +389,7 @@ def test_prefill_pinned_pages_are_bounded() -> None:
     assert not skipped.sends
     assert skipped.abandons == [AbandonJob("d0", "t1")], "whoever waits for it is told"
     assert len(pool.pinned) == 8
-    assert made.request_finished("b") == THERE.for_decode(whole=False)
+    assert made.request_finished("b") == THERE.for_decode(None)
 
 
 def test_changed_weights_end_pending_transfers() -> None:

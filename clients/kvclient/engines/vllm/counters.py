@@ -64,6 +64,7 @@ COUNTERS = {
     "handoffs_skipped": "Requests whose prompt is not handed over: too many pages wait already.",
     "prompts": "Prompts received whole, per worker.",
     "prompts_incomplete": "Prompts that did not arrive whole in time, per worker: the rest was loaded or computed.",
+    "prompts_of_other_namespaces": "Prompts not awaited: the prefill engine's pages are of another namespace.",
     "prompts_failed": "Prompts received but not copied: loaded or computed instead.",
     "prompt_bytes": "Bytes of prompts that were copied into the engine.",
     "transfers_abandoned": "Prompts that are not handed over whole; their decode hosts are notified.",

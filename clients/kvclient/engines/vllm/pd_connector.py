@@ -24,7 +24,7 @@ from kvclient.engines.vllm.connector import KVStoreConnector, StepMetadata, Work
 from kvclient.engines.vllm.identity.keys import is_hashable
 from kvclient.engines.vllm.identity.kv_groups import check_handoffs
 from kvclient.engines.vllm.pd.options import PdOptions
-from kvclient.engines.vllm.pd.params import Role, Transfer, read_transfer
+from kvclient.engines.vllm.pd.params import Role, Transfer, not_handed_over, read_transfer
 from kvclient.engines.vllm.pd.plan import PdPlan, PdWorkerOutput
 from kvclient.engines.vllm.pd.receiver import Receiver
 from kvclient.engines.vllm.pd.scheduler import PdScheduler, TransferState
@@ -187,6 +187,8 @@ class KVStorePDConnector(KVStoreConnector):
         """Forget a request that has ended. For a prefill, return the parameters for the decode engine."""
         delayed, params = super().request_finished_all_groups(request, block_ids)
         for_decode = self._pd_side.request_finished(request.request_id)
+        if for_decode is None:
+            for_decode = not_handed_over(request.kv_transfer_params)
         return delayed, for_decode if for_decode is not None else params
 
     def has_pending_push_work(self) -> bool:

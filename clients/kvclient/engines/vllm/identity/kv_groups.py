@@ -19,6 +19,8 @@ from typing import Any
 from kvclient import BlockKey, InvalidArgument
 
 INSTEAD = "use KVStoreOffloadingConnector (kvclient.engines.vllm.tier) instead"
+_NO_CONNECTOR = "run the engine without a connector"
+"""For what vLLM's offloading does not support either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,8 @@ def _kind(spec: Any) -> str:  # noqa: ANN401
     if type(spec) is interface.ChunkedLocalAttentionSpec:
         return f"chunked:{spec.attention_chunk_size}"
     feature = _FEATURES.get(interface.get_kv_cache_spec_kind(spec).value, type(spec).__name__)
-    raise InvalidArgument(f"{feature} is not supported: {INSTEAD}", kind=type(spec).__name__)
+    instead = _NO_CONNECTOR if isinstance(spec, interface.EncoderOnlyAttentionSpec | interface.CrossAttentionSpec) else INSTEAD
+    raise InvalidArgument(f"{feature} is not supported: {instead}", kind=type(spec).__name__)
 
 
 _FEATURES = {

@@ -9,7 +9,8 @@ A router that chose a prefill and a decode engine sends requests to both, at onc
 ID is any name of up to 64 characters, a new one for each attempt. The prefix is read over the storage links of both hosts;
 ``"path_policy": NAME`` may choose for this request, see ``request_paths``. The prefill engine's answer contains the
 parameters for the decode engine, for routers that send the requests in sequence. ``"do_remote_prefill": false`` in it means that
-the prompt could not be handed over. Unknown fields are ignored: they may belong to other components.
+the prompt could not be handed over, and ``"namespace"`` names the namespace of what was: a decode engine with other pages (other
+weights, another tensor-parallel size) does not wait for it. Unknown fields are ignored: they may belong to other components.
 
 The fields come from clients and are not trusted. Invalid fields are ignored, and the request is served without them. They never
 raise an error that could stop an engine.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -47,23 +49,35 @@ class Transfer:
         role: role of this engine.
         transfer_id: id of the attempt.
         decode_node: the store's node on the decode engine's host; only the prefill engine knows it.
+        namespace: of the chain that the prefill engine hands over, in hex; empty: not known.
     """
 
     role: Role
     transfer_id: str
     decode_node: str = ""
+    namespace: str = ""
 
     def tail_key(self, key: BlockKey) -> BlockKey:
         """The key of the partial last block of this attempt, unique so that no other request consumes the block."""
         mask = hashlib.sha256(self.transfer_id.encode()).digest()[: len(key)]
         return BlockKey((np.frombuffer(key, np.uint8) ^ np.frombuffer(mask, np.uint8)).tobytes())
 
-    def for_decode(self, *, whole: bool = True) -> dict[str, Any]:
+    def for_decode(self, namespace: bytes | None) -> dict[str, Any]:
         """Return the parameters for the decode engine.
 
-        If not ``whole``, the prompt was not handed over and must not be awaited.
+        Args:
+            namespace: of the chain that was handed over; None: the prompt was not handed over and must not be awaited.
         """
-        return {"do_remote_prefill": whole, "do_remote_decode": False, "transfer_id": self.transfer_id}
+        params: dict[str, Any] = {
+            "do_remote_prefill": bool(namespace),
+            "do_remote_decode": False,
+            "transfer_id": self.transfer_id,
+        }
+        return params | {"namespace": namespace.hex()} if namespace else params
+
+    def can_come_to(self, namespace: bytes) -> bool:
+        """Whether the prompt can be handed over to an engine whose chain has this namespace, as far as is known."""
+        return not self.namespace or self.namespace == namespace.hex()
 
 
 def read_transfer(params: object) -> Transfer | None:
@@ -83,8 +97,21 @@ def read_transfer(params: object) -> Transfer | None:
     if not isinstance(transfer_id, str) or not _ID.fullmatch(transfer_id):
         raise InvalidArgument("a transfer has an id of letters, digits, dots and dashes", got=type(transfer_id).__name__)
     if receives:
-        return Transfer(Role.DECODE, transfer_id)
+        namespace = params.get("namespace", "")
+        return Transfer(Role.DECODE, transfer_id, namespace=namespace if isinstance(namespace, str) else "")
     node = params.get("decode_node")
     if not isinstance(node, str) or not NODE.fullmatch(node):
         raise InvalidArgument("a prompt is handed over to a node of the store by its id", got=type(node).__name__)
     return Transfer(Role.PREFILL, transfer_id, node)
+
+
+def not_handed_over(params: object) -> dict[str, Any] | None:
+    """Return the parameters for the decode engine of a prompt that was served without the transfer it was to have.
+
+    None: no transfer was asked for. The reason may be weights that are not identified, or have changed meanwhile.
+    """
+    with suppress(InvalidArgument):  # counted when the request came
+        transfer = read_transfer(params)
+        if transfer is not None and transfer.role is Role.PREFILL:
+            return transfer.for_decode(None)
+    return None

@@ -32,8 +32,10 @@ from kvclient.engines.vllm.pd.plan import AbandonJob, AwaitJob, CopyJob, PdPlan,
 from kvclient.engines.vllm.plan import WorkerOutput
 from kvclient.engines.vllm.scheduler.contracts import BlockPool
 from kvclient.engines.vllm.scheduler.pinned_pages import PinnedPages
+from kvstore.observe.limited_log import LimitedLog
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
 _SEND_FAILURES = 2
 """Handoffs of a request that may fail before no more of it is handed over."""
 
@@ -54,6 +56,8 @@ class Sending:
     request: VllmRequest
     transfer: Transfer
     keys: RequestKeys
+    namespace: bytes
+    """Of the chain of its keys."""
     adapter: AdapterWeights | None = None
     sent_blocks: int = 0
     """Number of leading full blocks that are handed over or in progress."""
@@ -146,11 +150,12 @@ class PdScheduler:
     ) -> None:
         """A request that is prefilled in one engine and decoded in another; ``adapter``: the weights of its adapter, if any.
 
-        One that reads no prefix, since it wants logprobs of its prompt, awaits nothing: vLLM computes all of it.
+        One that reads no prefix, since it wants logprobs of its prompt, awaits nothing: vLLM computes all of it. Nor does one
+        whose prefill engine has pages of another namespace.
         """
         keys = RequestKeys(chain, request_extras(request, adapter, self._block_tokens))
         if transfer.role is Role.PREFILL:
-            self._sending[request.request_id] = Sending(request, transfer, keys, adapter)
+            self._sending[request.request_id] = Sending(request, transfer, keys, chain.spec.namespace, adapter)
             return
         tokens = request.num_tokens
         packed = list(keys.upto(request.all_token_ids, tokens // self._block_tokens))
@@ -159,7 +164,14 @@ class PdScheduler:
         needed = [first(tokens - 1) // self._block_tokens for first in self._first_needed]  # of the last token, computed here
         job = AwaitJob(request.request_id, packed, needed, transfer.transfer_id)
         receiving = self._receiving[request.request_id] = Receiving(request, keys, job, adapter)
-        if request.skip_reading_prefix_cache:
+        fits = transfer.can_come_to(chain.spec.namespace)
+        if not fits:
+            self._counters.add("prompts_of_other_namespaces")
+            _limited.warning(
+                "prompts of another namespace are not awaited, but loaded or computed: the prefill engine has other weights,"
+                " another tensor-parallel size or another page format"
+            )
+        if request.skip_reading_prefix_cache or not fits:
             receiving.state = TransferState.ENDED
         else:
             self._plan.awaits.append(job)
@@ -389,7 +401,7 @@ class PdScheduler:
             return None
         if not sending.tail_sent:
             self._abandon(sending)
-        return sending.transfer.for_decode(whole=not sending.abandoned)
+        return sending.transfer.for_decode(None if sending.abandoned else sending.namespace)
 
     def forget(self) -> None:
         """Abandon all transfers, since the weights have changed."""

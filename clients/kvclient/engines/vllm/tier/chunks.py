@@ -11,7 +11,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from kvclient import CacheSpec, KVClient, KVStoreError, Lookup, Outcome, Paths
+from kvclient import CacheSpec, HeadLookup, KVClient, KVStoreError, Lookup, Outcome, Paths
 from kvclient.call.request_hint import RequestHint
 from kvclient.results import HELD
 from kvstore.core.types import KEY_BYTES, BlockKey
@@ -19,6 +19,8 @@ from kvstore.core.types import KEY_BYTES, BlockKey
 Row = npt.NDArray[np.uint8]
 GROUP_BYTES = 4
 """Bytes of vLLM's keys after the hash: the group."""
+_SHORTEST_S = 0.001
+"""Deadline of a load whose time has passed: it ends at once, with every block missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,8 @@ class ChunkStore:
             start = run[0].position
             if start is None:
                 heads = self._client.lookup_heads(keys, deadline_s=left_s)
-                result, failed = self._client.load(heads, rows, deadline_s=left_s, paths=paths), heads.error
+                what: Lookup | HeadLookup = heads
+                failed = heads.error
             else:
                 stop = start + len(run)
                 if found is None or found.hit_blocks < stop or list(found.keys[start:stop]) != keys:
@@ -137,8 +140,10 @@ class ChunkStore:
                 if list(part.keys) != keys:
                     why = "chunks of another prompt"
                     continue
-                whole = Lookup(part.keys, len(part.keys), part.runs, part.parent, part.depth)
-                result, failed = self._client.load(whole, rows, deadline_s=left_s, paths=paths), found.error
+                what = Lookup(part.keys, len(part.keys), part.runs, part.parent, part.depth)
+                failed = found.error
+            left_s = max(_SHORTEST_S, end_s - time.monotonic())  # a slow lookup leaves less
+            result = self._client.load(what, rows, deadline_s=left_s, paths=paths)
             hits = result.outcomes == Outcome.HIT
             arrived += [chunk.key for chunk, hit in zip(run, hits.tolist(), strict=True) if hit]
             sizes.update(result.bytes_by_path)
