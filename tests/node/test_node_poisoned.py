@@ -76,6 +76,8 @@ def test_block_that_cannot_leave_dram_delays_no_other(
         node.write_back()
     assert node.is_resident([keys[7]]) == [True]
     assert node.counters.get("eviction_bugs_total") == 1
+    (block,) = (block for block in node.table.snapshot() if block.key == keys[7])
+    assert (block.pins, node.table.residency.pins_that_end(block)) == (1, 0), "no store waits for its space"
     assert node.store(99, 0, 8) == [StoreOutcome.STORED] * 8
     end(node, monkeypatch)
 
