@@ -1,4 +1,4 @@
-"""Every benchmark runs with tiny sizes. Its figures are not checked."""
+"""Benchmarks run with tiny sizes: those that take seconds, and with ``--thorough`` all. Their figures are not checked."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ def write_trace(file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-THOROUGH = {"netlab_engines", "netlab_traffic_class", "server_scaling", "server_rest", "large_index"}
-"""Scripts whose beds other tests run: ``tests/netlab``, and those of servers with an index in Valkey (``sharded_index``,
-``audit_cost``). Their records and reports are made with ``--thorough`` alone."""
+THOROUGH = {
+    "audit_cost", "device_copies", "device_pipeline", "forwarding", "gds_read", "hbm_pool", "large_index", "load_choice",
+    "netlab_engines", "netlab_traffic_class", "nixl_transport", "node_memory", "scheduling", "server_rest", "server_scaling",
+    "sharded_index", "simulate_lab", "simulate_paper", "verified_cpu",
+}  # fmt: skip
+"""Scripts that take long even with tiny sizes. The checks of types read them in every run."""
 
 
 def marked(script: str) -> Any:

@@ -84,7 +84,7 @@ def expect_all(reader: Engine, store: Store, node: str, chains: dict[str, int]) 
         assert result.bytes_by_tier == {Tier.NVME: blocks * reader.spec.block_bytes}, (chain, result.error, result.outcomes)
 
 
-@pytest.mark.parametrize("shards", [0, VALKEY])
+@pytest.mark.parametrize("shards", [pytest.param(0, marks=pytest.mark.thorough), VALKEY])
 def test_owner_killed_under_load_no_durable_block_is_lost(make_store: MakeStore, tmp_path: Path, shards: int) -> None:
     store = shared(make_store, tmp_path, shards=shards)
     writer = store.engine("owner")
@@ -172,7 +172,7 @@ def status(store: Store) -> str:
     return subprocess.run(asked, check=False, capture_output=True, timeout=30, text=True).stdout
 
 
-@pytest.mark.parametrize("shards", [0, VALKEY])
+@pytest.mark.parametrize("shards", [pytest.param(0, marks=pytest.mark.thorough), VALKEY])
 def test_two_candidates_one_adopts_and_next_one_follows(make_store: MakeStore, tmp_path: Path, shards: int) -> None:
     store = shared(make_store, tmp_path, adopters=2, shards=shards, after="1s")
     chains = {f"c{turn}": 20 for turn in range(10)}

@@ -68,7 +68,7 @@ async def statuses(peers: list[Peer]) -> list[list[pb.NodeStatus]]:
     return [list((await call_aio(peer.stub.ListNodes, pb.ListNodesRequest(), TIMEOUT_S)).nodes) for peer in peers]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.thorough), 2])
 async def test_server_paused_hides_no_node_on_waking(tmp_path: Path, workers: int) -> None:
     with server_process(tmp_path, workers=workers, ttl_ms=TTL_MS) as server:
         assert server.process is not None

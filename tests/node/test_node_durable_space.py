@@ -36,7 +36,7 @@ def play(node: SessionHarness, turns: int) -> None:
         node.clock.advance(1.0)
 
 
-@pytest.mark.parametrize("how", ["fails", "read-only"])
+@pytest.mark.parametrize("how", ["fails", pytest.param("read-only", marks=pytest.mark.thorough)])
 def test_volume_without_changes_delays_no_other(node: SessionHarness, how: str) -> None:
     play(node, 80)
     bad = node.slabs[1]

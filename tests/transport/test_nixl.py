@@ -28,8 +28,9 @@ HERE = Path(__file__).parent
     ("cases", "which"),
     [
         ("nixl_conformance_cases.py", "TestUcxTcp"),
-        ("nixl_conformance_cases.py", "TestCma"),
-        ("nixl_fault_cases.py", "test"),
+        pytest.param("nixl_conformance_cases.py", "TestCma", marks=pytest.mark.thorough),
+        ("nixl_fault_cases.py", "killed or refused"),
+        pytest.param("nixl_fault_cases.py", "not killed and not refused", marks=pytest.mark.thorough),
     ],
 )
 def test_nixl_cases_in_own_process_pass(cases: str, which: str, tmp_path: Path) -> None:
