@@ -34,6 +34,7 @@ def shown(one: Controller, keys: list[Any], **stated: Any) -> None:
     wait_until(lambda: one.find(keys, **stated) == list(range(len(keys))), "lookups show the objects")
 
 
+@pytest.mark.thorough
 def test_lmcache_bench_verifies_all_bytes(store: StoreAddress) -> None:
     """LMCache's own test of adapters, in two processes: one stores, the other loads."""
     params = {"metadata": store.metadata, "node": store.node, "salt": "bench", "weights_epoch": "1", "object_bytes": [262_144]}

@@ -87,7 +87,7 @@ def counter(router: RouterProcess, name: str) -> int:
     return next((int(float(line.split()[1])) for line in lines if line.startswith(f"kvstore_{name} ")), 0)
 
 
-@pytest.fixture(params=["plain", "pairs"])
+@pytest.fixture(params=[pytest.param("plain", marks=pytest.mark.thorough), "pairs"])
 def router(request: pytest.FixtureRequest) -> RouterProcess:
     found: RouterProcess = request.getfixturevalue(request.param)
     return found

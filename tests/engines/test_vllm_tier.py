@@ -14,15 +14,18 @@ import torch
 pytest.importorskip("vllm")
 
 from docs_site.markdown import fences
-from tier_bed import FAMILIES, engine
+from tier_bed import engine
 from vllm_bed import BLOCK, text, tiny
 
 from kvclient import InvalidArgument
 from kvstore.embedded.cluster import LocalCluster
 from kvstore.testing.connector.driver import StoreAddress
 from nursery import run_engine
+from samples import sample
 
 TIMEOUT_S = 280.0
+FAMILIES = ["llama", "gemma3", "lfm2", "gemma4", "llama4"][: sample(3, of=5)]
+"""Plain attention, windows, states, two page sizes, chunks of the context."""
 PROMPTS = [text(1, 700), text(2, 580), text(3, BLOCK * 4), text(4, 31)]
 TOKENS_BETWEEN_HITS = {"gemma4": 2 * BLOCK}
 """Hits end at a page of every group: Gemma 4 has pages of two sizes."""
@@ -34,7 +37,7 @@ def elsewhere(folder: Path, store: StoreAddress, tmp_path_factory: pytest.TempPa
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.json"
     prompts.write_text(json.dumps(PROMPTS))
     script = Path(__file__).with_name("tier_bed.py")
-    argv = [sys.executable, str(script), store.metadata, store.node, str(folder), str(prompts)]
+    argv = [sys.executable, str(script), store.metadata, store.node, str(folder), str(prompts), *FAMILIES]
     done = run_engine(argv, TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

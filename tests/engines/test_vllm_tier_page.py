@@ -23,6 +23,7 @@ ANSWER = re.compile(r"answer (\[.+\]): (\d+) of 700 tokens were cached")
 STEP_S = 180.0
 
 
+@pytest.mark.thorough
 def test_tier_page_second_process_hits(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(page_session, "WAIT_S", STEP_S)

@@ -15,8 +15,6 @@ from vllm_bed import BLOCK, MIB, MOST_TOKENS, abort_after, tiny
 
 from kvstore.testing.connector.driver import Generated, StoreAddress
 
-FAMILIES = ("llama", "gemma3", "gemma4", "llama4", "lfm2")
-"""Plain attention, windows, two page sizes, chunks of the context, states."""
 SETTLED_S = 30.0
 SHOWN_S = 5.0
 PRIMARY_BYTES = 64 * MIB
@@ -255,10 +253,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("metadata", "node", "folder", "prompts"):
         parser.add_argument(name)
+    parser.add_argument("families", nargs="+")
     given = parser.parse_args()
     prompts = json.loads(Path(given.prompts).read_text())
     answers: dict[str, Any] = {}
-    for family in FAMILIES:
+    for family in given.families:
         model = tiny(family, Path(given.folder))
         with engine(model, None) as alone:
             answers[family] = [answer.tokens for answer in alone.answers(prompts)]

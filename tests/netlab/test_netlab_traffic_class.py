@@ -13,7 +13,7 @@ KV_AT_MOST = {"class": 1.05, "cap": 0.85}
 """Of the link."""
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(480)  # three stores on shared hosts, a machine of which others take most
 @pytest.mark.usefixtures("lab_possible")
 def test_a_latency_critical_flow_keeps_its_latency_beside_kv() -> None:
