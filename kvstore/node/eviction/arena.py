@@ -18,7 +18,7 @@ CASCADE_AT_ONCE = 256
 
 _CLEAN: Final = int(DramState.CLEAN)
 _LEAVING_MASK: Final = IN_TRANSFER | _CLEAN
-"""Bits of the states in which a block may be evicted without a write."""
+"""Bits that decide whether a block may be evicted without a write: of these, exactly CLEAN must be set."""
 
 
 class ArenaEvictor:
@@ -45,7 +45,7 @@ class ArenaEvictor:
         self._idle = idle
         self._node_volumes = node_volumes
         self.version = 0
-        """Changes with the order, except if blocks were only used."""
+        """Grows when iterators of the order become invalid: with insertions, removals and searches, but not with uses."""
         self.reclaimer = SpaceReclaimer(dram, blocks, policy)
 
     @property
@@ -99,9 +99,9 @@ class ArenaEvictor:
         return self.reclaimer.held.get(namespace, 0)
 
     def every(self) -> Iterator[BlockKey]:
-        """All keys, coldest first, children before parents.
+        """Keys that a search for victims could meet, coldest first, children before parents.
 
-        Those of kept namespaces, and blocks that hints protect, may be left out.
+        Blocks that an earlier search skipped, of kept namespaces or protected by hints, are not among them.
         """
         self.version += 1
         return self._policy.coldest(lambda _key: True)
@@ -123,7 +123,7 @@ class ArenaEvictor:
     def victims(self, shape: BlockShape, count: int) -> tuple[list[Block], list[Block]]:
         """Blocks to evict for ``count`` slots or some of them (none: no space can be freed), and dirty blocks to write back.
 
-        The latter are colder, or in the same span: at most ``CASCADE_AT_ONCE``.
+        The dirty ones are colder than these, or in the same span: at most ``CASCADE_AT_ONCE``.
         """
         blocks, idle, is_last_tier = self._blocks, self._idle, self.is_last_tier
         self.version += 1

@@ -1,4 +1,4 @@
-"""Kept namespaces, whose blocks stay while there is another choice, and counts of blocks that left although they should not.
+"""Kept namespaces, whose blocks stay while there is a choice, and counts of blocks evicted despite a rule or hint.
 
 Called under the table's lock.
 """
@@ -19,8 +19,8 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
 
 _limited: Final = LimitedLog(logging.getLogger(__name__))
-KEPT_PART: Final = 2
-"""Kept namespaces may hold this fraction (1/n) of a tier; their coldest blocks beyond it are evicted first."""
+KEPT_DIVISOR: Final = 2
+"""Kept namespaces may hold the capacity of a tier divided by this; their coldest blocks beyond it are evicted first."""
 
 
 def count_protected(residency: Residency, victims: Sequence[Block], tier: Tier) -> None:
@@ -39,13 +39,13 @@ def count_protected(residency: Residency, victims: Sequence[Block], tier: Tier) 
 
 
 def beyond_kept(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrder, int]]:
-    """If kept namespaces exceed their part of a tier: the orders of the largest, and the excess in bytes."""
+    """If kept namespaces exceed their part of a tier: their orders, largest first, each with the bytes still to free."""
     kept = residency.accounts.kept
     if not kept:
         return
     volumes = [residency.dram] if tier is Tier.DRAM else [node_volume.volume for node_volume in residency.node_volumes]
-    taken = {namespace: _slot_bytes(residency, namespace, tier) for namespace in kept}
-    excess = sum(taken.values()) - sum(volume.usage().capacity_bytes for volume in volumes) // KEPT_PART
+    taken = {namespace: _taken_bytes(residency, namespace, tier) for namespace in kept}
+    excess = sum(taken.values()) - sum(volume.usage().capacity_bytes for volume in volumes) // KEPT_DIVISOR
     for namespace in sorted(kept, key=lambda one: -taken[one]):
         if excess <= 0:
             return
@@ -53,8 +53,8 @@ def beyond_kept(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrde
         excess -= taken[namespace]
 
 
-def _slot_bytes(residency: Residency, namespace: NodeNamespace, tier: Tier) -> int:
-    """Bytes of slots that a namespace takes in a tier, without evictions in progress."""
+def _taken_bytes(residency: Residency, namespace: NodeNamespace, tier: Tier) -> int:
+    """Bytes that a namespace takes, without evictions in progress: payload and granted slots in DRAM, slots on volumes."""
     if tier is Tier.DRAM:
         return held_bytes(residency, [namespace], tier)
     return (residency.volume_evictor.held(namespace) - namespace.evicting_blocks) * namespace.slot_bytes

@@ -1,9 +1,9 @@
 """Tenants' quotas on this node: the usage of each tenant, and its limit here.
 
 1. A quota holds for the whole cluster. The metadata server sends each node its *share* with every heartbeat. A store beyond the
-   share evicts its own tenant's coldest blocks, and is skipped as far as none can be evicted. If space is needed, tenants over
-   their share are evicted first. A tenant that is over it for another reason (a smaller share, or loads, which are never
-   refused) is brought down soon after. No engine sees an error.
+   share evicts its own tenant's coldest blocks, and blocks for which none can be evicted are skipped. If space is needed,
+   tenants over their share are evicted first. A tenant that is over it for another reason (a smaller share, or loads, which are
+   never refused) is brought down soon after. No engine sees an error.
 2. Usage is counted in blocks per namespace and volume (``SpaceReclaimer.held``), with or without quotas. Only tenants with a
    quota have an order of eviction of their own, in addition to the common one: a search for a tenant's coldest blocks sees no
    others.
@@ -137,7 +137,7 @@ def _may_leave_dram(residency: Residency, order: EvictionOrder, block: Block, me
     if block.namespace.kept and not order.of_kept:
         return None  # skipped until the namespace is no longer kept
     if residency.arena_evictor.is_last_tier and block.key in block.namespace.hinted and not order.of_kept:
-        return None  # skipped until no hint protects it: hints protect a part of a quota only
+        return None  # skipped until no hint protects it: hints protect a part of a quota only, so there are other victims
     if not residency.is_idle(block):
         return False
     if not block.clean and len(met_dirty) < EVICT_BATCH_BLOCKS:
@@ -174,13 +174,13 @@ def _coldest(
 ) -> Iterator[Block]:
     """Blocks of an order, coldest first, until their bytes suffice or there are ``EVICT_BATCH_BLOCKS``."""
     blocks = residency.blocks
-    given = 0
+    found_bytes = 0
     if order.entering:
-        return
+        return  # incomplete: a parent would look like a leaf
     for number, key in enumerate(order.policy.coldest(lambda key: may_leave(blocks[key]))):
-        if given >= wanted_bytes or number >= EVICT_BATCH_BLOCKS:
+        if found_bytes >= wanted_bytes or number >= EVICT_BATCH_BLOCKS:
             return
-        given += blocks[key].nbytes
+        found_bytes += blocks[key].nbytes
         yield blocks[key]
 
 
@@ -194,12 +194,12 @@ def over_share(residency: Residency, tier: Tier) -> Iterator[tuple[EvictionOrder
 
 def evict_over_quota(residency: Residency) -> bool:
     """Evict blocks of tenants over their share, and of kept namespaces beyond their part, from DRAM. Whether there were any."""
-    given = [
+    evicted_bytes = [
         evict_tenant_dram(residency, order, excess)
         for find in (over_share, beyond_kept)
         for order, excess in find(residency, Tier.DRAM)
     ]
-    return sum(given) > 0
+    return sum(evicted_bytes) > 0
 
 
 def mark_over_quota_evicting(residency: Residency) -> list[Block]:

@@ -3,7 +3,7 @@
 1. A block has a state in DRAM and a replica on a durable volume, in one byte together: one bit per state, so that a predicate
    over several states is one mask.
 2. ``CLEAN`` means that the block may leave DRAM as it is: it is durable elsewhere, or write-back gave it up, or it is only a copy
-   of another node's block. A ``DIRTY`` block must be written first.
+   of another node's block, or the node writes nothing back. A ``DIRTY`` block must be written first.
 3. Every change goes through ``Residency``, which checks it against the tables below and records it in a ``Story``. A change that
    the tables do not have is a bug: it raises ``InvalidTransition`` with the earlier transitions of the block.
 """
