@@ -72,6 +72,7 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
                 child.ask("forget")
             assert name == "recompute" or child.ask("prompt", tokens=[*prefixes[0], *next(tails)])["cached"] == len(prefixes[0])
         turn = 0
+        waited_ms: dict[str, list[float]] = {}
 
         def first_token(name: str, *, cold: bool = False) -> float:
             nonlocal turn
@@ -91,6 +92,9 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
             expected = 0 if name == "recompute" else len(prefixes[0])
             if answer["cached"] != expected:
                 raise RuntimeError(f"{name}: {answer['cached']} tokens were cached, {expected} should be")
+            waited_ms.setdefault({"store": "nvme" if cold else "dram"}.get(name, name), []).append(
+                float(answer["waited_s"]) * 1e3
+            )
             return float(answer["seconds"]) * 1e3
 
         samples = harness.interleave(
@@ -106,6 +110,7 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
             options.repetitions,
         )
     report(options, tokens, samples)
+    report_waits(options, tokens, {name: values[-options.repetitions :] for name, values in waited_ms.items()})
 
 
 def fs_transfer(folder: Path, primary_bytes: int) -> dict[str, Any]:
@@ -172,6 +177,24 @@ def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> No
             peer=Reference("computing the prompt", samples["recompute"]),
             limit=limit,
             target=Target("peer", 1.0),
+            verified=True,
+        )
+
+
+def report_waits(options: Options, tokens: int, waited_ms: dict[str, list[float]]) -> None:
+    """Record how much of the time to first token passes before the step that computes it: lookups, loads and empty steps."""
+    for name, what in (("dram", "DRAM"), ("nvme", "NVMe"), ("tier", "DRAM, by vLLM's offloading")):
+        options.keep(
+            Figure(
+                f"engine_ttft_wait_{name}",
+                f"Part of the TTFT before the step that computes, 95 % hit out of {what}",
+                {"tokens": tokens, "kv_bytes_token": SIZE.kv_bytes, "hit": HIT},
+                "ms",
+                lower_is_better=True,
+            ),
+            waited_ms[name],
+            peer=Reference("vLLM's fs tier", waited_ms["fs"]),
+            limit=Reference("the prefix in the engine's own cache", waited_ms["resident"]),
             verified=True,
         )
 

@@ -135,14 +135,28 @@ class _Engine:
             self._watch_connector()
 
     def prompt(self, tokens: Sequence[int], max_tokens: int = 1) -> dict[str, Any]:
-        """Run one request alone and measure the seconds until its last token."""
+        """Run one request alone.
+
+        Returns:
+            Seconds until its last token, those among them before its last step began, its cached tokens, and its answer.
+        """
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        step, step_start = self._engine.step, 0.0
+
+        def timed_step() -> Any:  # noqa: ANN401  # what vLLM returns
+            nonlocal step_start
+            step_start = time.perf_counter()
+            return step()
+
+        self._engine.step = timed_step
         start = time.perf_counter()
         (answer,) = self._llm.generate([{"prompt_token_ids": list(tokens)}], params, use_tqdm=False)
         taken = time.perf_counter() - start
-        return {"seconds": taken, "cached": answer.num_cached_tokens, "tokens": list(answer.outputs[0].token_ids)}
+        self._engine.step = step
+        said = list(answer.outputs[0].token_ids)
+        return {"seconds": taken, "waited_s": step_start - start, "cached": answer.num_cached_tokens, "tokens": said}
 
     def decode(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
         """Decode several requests together.
