@@ -24,7 +24,8 @@ class ReadsAhead:
         self._limit = limit
         self._queued: dict[str, bool] = {}
         """Requests that are not read ahead, in order of arrival, and whether their lookup was answered before the last step."""
-        self._begun: set[str] = set()
+        self._begun: dict[str, int] = {}
+        """By request: leading blocks that are read ahead."""
         self._ended: list[str] = []
 
     def arrived(self, request_id: str) -> None:
@@ -35,10 +36,12 @@ class ReadsAhead:
     def left(self, request_id: str, *, loads: bool = False) -> None:
         """A request left the queue. If it ``loads`` its prefix, the worker holds the blocks until it has."""
         self._queued.pop(request_id, None)
-        if request_id in self._begun:
-            self._begun.discard(request_id)
-            if not loads:
-                self._ended.append(request_id)
+        if self._begun.pop(request_id, 0) and not loads:
+            self._ended.append(request_id)
+
+    def blocks(self, request_id: str) -> int:
+        """Return how many leading blocks of a request are read ahead."""
+        return self._begun.get(request_id, 0)
 
     def clear(self) -> None:
         """All lookups are outdated."""
@@ -63,7 +66,7 @@ class ReadsAhead:
                 continue
             del self._queued[request_id]
             if match.hit_blocks and len(match.by_group) == 1:
-                self._begun.add(request_id)
+                self._begun[request_id] = match.hit_blocks
                 lookups = {name: found.part(0, match.hit_blocks) for name, found in match.by_group[0].items()}
                 jobs.append(AheadJob(request_id, lookups))
         ended, self._ended = self._ended, []

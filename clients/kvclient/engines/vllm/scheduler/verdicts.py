@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvclient import Lookup, Paths
+from kvclient import Lookup, NodeRef, Paths, Run, Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.plan import LoadSample, WorkerOutput
 from kvclient.engines.vllm.scheduler.load_prices import PriceQuery, QuotedPrice
 from kvclient.load.prediction import STORAGE_LINKS, bytes_by_source, nearest_segments
-from kvstore.recompute.decisions import LoadDecisions
+from kvstore.core.types import NodeId, VolumeId
+from kvstore.recompute.decisions import LoadDecisions, Segment
 from kvstore.recompute.link_price import LinkPrice
 from kvstore.recompute.prefill_estimate import pairs
 from kvstore.recompute.verdict import Choice, LoadVerdict
@@ -55,6 +56,13 @@ class _ExpectedLoad:
     sample: LoadSample | None = None
 
 
+def _prices(quoted: QuotedPrice | None) -> dict[Hashable, LinkPrice]:
+    """Return the planner's prices by source, if they are not too old."""
+    if quoted is None or time.monotonic() - quoted.asked_s > PRICE_VALID_S:
+        return {}
+    return {STORAGE_LINKS: quoted.price}
+
+
 class Verdicts:
     """Verdicts of one engine. Called by the scheduler's one thread.
 
@@ -90,8 +98,27 @@ class Verdicts:
         """
         return PriceQuery(self._own_node, paths) if self._asks_planner and self._own_node else None
 
+    def blocks_to_read_ahead(self, lookup: Lookup, tokens: int, quoted: QuotedPrice | None = None) -> int:
+        """Return how many of the found blocks a request would load for which the engine has nothing: a forecast, not a verdict.
+
+        Args:
+            lookup: as in ``blocks_to_load``.
+            tokens: as in ``blocks_to_load``.
+            quoted: as in ``blocks_to_load``.
+        """
+        segments = self._segments(lookup, 0)
+        verdict = self._decisions.decide(segments, 0, tokens, _prices(quoted), probes=False) if segments is not None else None
+        return lookup.hit_blocks if verdict is None else verdict.blocks
+
     def blocks_to_load(
-        self, request_id: str, lookup: Lookup, first: int, cached: int, tokens: int, quoted: QuotedPrice | None = None
+        self,
+        request_id: str,
+        lookup: Lookup,
+        first: int,
+        cached: int,
+        tokens: int,
+        quoted: QuotedPrice | None = None,
+        ahead: int = 0,
     ) -> int:
         """Return how many of the found blocks of a request to load, from block ``first`` on.
 
@@ -102,11 +129,11 @@ class Verdicts:
             cached: tokens that the engine has.
             tokens: all tokens of the request.
             quoted: the planner's price of a load over storage links; None: it was not asked or did not answer.
+            ahead: leading blocks that are read ahead. They cost as much as blocks in the DRAM of this host, wherever the lookup
+                found them, even if their read has not ended: the forecast that chose them saw their old price.
         """
-        segments = nearest_segments(lookup.runs, first, lookup.hit_blocks, self._decisions.loads, self._own_node)
-        prices: dict[Hashable, LinkPrice] = {}
-        if quoted is not None and time.monotonic() - quoted.asked_s <= PRICE_VALID_S:
-            prices[STORAGE_LINKS] = quoted.price
+        segments = self._segments(lookup, first, ahead)
+        prices = _prices(quoted)
         verdict = self._decisions.decide(segments, cached, tokens, prices) if segments is not None else None
         blocks = lookup.hit_blocks - first if verdict is None else verdict.blocks
         self._counters.add("verdicts_unmeasured" if verdict is None else _COUNTERS[verdict.choice])
@@ -120,6 +147,14 @@ class Verdicts:
             limit_s = None if verdict is None else verdict.limit_s
             self._loads[request_id] = _ExpectedLoad(sizes, load_s, self._price_of(sizes, prices), limit_s)
         return blocks
+
+    def _segments(self, lookup: Lookup, first: int, ahead: int = 0) -> list[Segment] | None:
+        """Return the sources of the found blocks from ``first`` on; None: some block has none."""
+        runs = lookup.runs
+        if ahead and self._own_node:
+            own = NodeRef(NodeId(self._own_node), "", "")
+            runs = (*runs, Run(0, ahead, own, Tier.DRAM, VolumeId("")))
+        return nearest_segments(runs, first, lookup.hit_blocks, self._decisions.loads, self._own_node)
 
     def _price_of(self, sizes: Mapping[Hashable, int], prices: Mapping[Hashable, LinkPrice]) -> float | None:
         """Return the planner's price of the bytes over storage links; None: there are none, or there is no price."""
