@@ -199,6 +199,36 @@ def test_verdict_after_read_ahead_counts_dram_prices(clock: Clock) -> None:
     assert made.get_num_new_matched_tokens(one, 0) == (8 * BLOCK, True)
 
 
+@pytest.mark.parametrize(
+    ("asked", "tier", "counted"), [(False, "DRAM", True), (False, "NVME", False), (True, "DRAM", False), (True, "NVME", True)]
+)
+def test_prediction_of_other_tiers_is_not_counted(clock: Clock, asked: bool, tier: str, counted: bool) -> None:
+    """A verdict before the read ahead predicts a load from NVMe, a later one a load from DRAM."""
+    made = side(shelf := Shelf(8))
+    steps(made, clock, 1e-3)
+    for name, runs in (("DRAM", [(0, 8, Tier.DRAM)]), ("NVME", [(0, 8, Tier.NVME)])):
+        shelf.runs = runs
+        load(made, name)
+        ended(made, name, 1e-3, **{name: 8 * BLOCK_BYTES})
+    assert read_ahead(made, "waits", asked=asked) == [8]
+    before = made.counters.totals().get("load_predictions", 0)
+    assert made.get_num_new_matched_tokens(request(PROMPT, "waits"), 0) == (8 * BLOCK, True)
+    ended(made, "waits", 1e-3, **{tier: 8 * BLOCK_BYTES})
+    assert made.counters.totals().get("load_predictions", 0) - before == counted
+
+
+def test_prediction_of_a_planned_read_ahead_is_not_counted(clock: Clock) -> None:
+    made, shelf = beyond(clock)
+    shelf.node, shelf.runs = NODE, [(0, 8, Tier.DRAM)]
+    load(made, "dram")
+    ended(made, "dram", 1e-3, DRAM=8 * BLOCK_BYTES)
+    shelf.node, shelf.runs = OTHER, [(0, 8, Tier.NVME)]
+    assert read_ahead(made, "waits", asked=False) == [8]
+    assert made.get_num_new_matched_tokens(request(PROMPT, "waits"), 0) == (8 * BLOCK, True)
+    ended(made, "waits", 1e-3, DRAM=8 * BLOCK_BYTES)
+    assert "load_predictions" not in made.counters.totals()
+
+
 def test_prefix_below_min_load_tokens_is_not_read_ahead() -> None:
     made = side(Shelf(4), min_load_tokens=5 * BLOCK)
     assert read_ahead(made, "asked") == []

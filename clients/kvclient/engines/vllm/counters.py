@@ -21,7 +21,7 @@ COUNTERS = {
     "verdicts_priced": "Verdicts for which the planner said how busy the storage links are.",
     "prices_missed": "Prices that the planner did not give in time: durations of earlier loads were used.",
     "verdict_saved_seconds": "Predicted seconds saved by not loading all found blocks, in total.",
-    "load_predictions": "Loads whose duration was predicted.",
+    "load_predictions": "Loads whose duration was predicted, and that came out of the predicted tiers.",
     "load_predicted_seconds": "Predicted seconds of these loads, added up.",
     "load_prediction_error_seconds": "Differences between predicted and measured seconds of these loads, added up.",
     "step_predictions": "Steps with prompts whose duration was predicted.",

@@ -15,6 +15,7 @@ from kvclient import Lookup, NodeRef, Paths, Run, Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.plan import LoadSample, WorkerOutput
 from kvclient.engines.vllm.scheduler.load_prices import PriceQuery, QuotedPrice
+from kvclient.load.planned import blocks_beyond
 from kvclient.load.prediction import STORAGE_LINKS, bytes_by_source, nearest_segments
 from kvstore.core.types import NodeId, VolumeId
 from kvstore.recompute.decisions import LoadDecisions, Segment
@@ -41,7 +42,7 @@ class _ExpectedLoad:
 
     Attributes:
         sizes: bytes by source, as the index names them.
-        load_s: how long it should take; None: not known.
+        load_s: how long it should take; None: not known, or no prediction that can be compared.
         price_s: the planner's price of its part over storage links; None: not known.
         limit_s: time after which it ends, since it is a probe; None: it is not.
         planned_s: when it was planned; 0: not yet.
@@ -54,6 +55,15 @@ class _ExpectedLoad:
     limit_s: float | None = None
     planned_s: float = 0.0
     sample: LoadSample | None = None
+
+
+def _bytes_by_tier(sources: Mapping[Hashable, int]) -> dict[Hashable, int]:
+    """Return the bytes by tier. The nodes do not count: ``sources_of`` divides bytes among them in proportion."""
+    sizes: dict[Hashable, int] = {}
+    for source, nbytes in sources.items():
+        tier = source[1] if isinstance(source, tuple) else source
+        sizes[tier] = sizes.get(tier, 0) + nbytes
+    return sizes
 
 
 def _prices(quoted: QuotedPrice | None) -> dict[Hashable, LinkPrice]:
@@ -144,6 +154,8 @@ class Verdicts:
         if blocks:
             sizes = bytes_by_source(segments or (), blocks, self._decisions.block_bytes)
             load_s = None if verdict is None else verdict.load_s - self._decisions.delay_s
+            if ahead and blocks_beyond(lookup.runs, lookup.hit_blocks, self._own_node)[first:ahead].any():
+                load_s = None  # read ahead by plan: they come out of the DRAM of several hosts
             limit_s = None if verdict is None else verdict.limit_s
             self._loads[request_id] = _ExpectedLoad(sizes, load_s, self._price_of(sizes, prices), limit_s)
         return blocks
@@ -203,7 +215,7 @@ class Verdicts:
             self._decisions.load_ended(sample.sources, sample.seconds)
             if expected.planned_s and not sample.layerwise and expected.limit_s is None:
                 self._decisions.load_noticed(time.monotonic() - expected.planned_s - sample.seconds)
-            if expected.load_s is not None and sum(sample.sources.values()) == sum(expected.sizes.values()):
+            if expected.load_s is not None and _bytes_by_tier(sample.sources) == _bytes_by_tier(expected.sizes):
                 self._counters.add("load_predictions")
                 self._counters.add("load_predicted_seconds", expected.load_s)
                 self._counters.add("load_prediction_error_seconds", abs(expected.load_s - sample.seconds))
