@@ -391,7 +391,7 @@ class SchedulerConnector:
         plan.cancel_stores, self._cancel_stores = self._cancel_stores, False
         plan.weights_check = self.weights.plan_check(computes=bool(scheduled))
         plan.hints = self._hints.take()
-        plan.ahead, plan.ahead_ended = self._ahead.plan(self._loadable)
+        plan.ahead, plan.ahead_ended = self._ahead.plan(self._loadable, time.monotonic())
         for ahead in plan.ahead:
             ahead.paths = request_paths(self._requests[ahead.request_id].request, self._options.hook)
         if self._verdicts is not None:
