@@ -7,9 +7,11 @@ ended. The peer is the same policy without hints. The limit is Belady's MIN, whi
 
 The second figure has a cheating tenant: half of the sessions belong to a tenant that marks everything as urgent, of the highest
 priority, for an hour, and ends nothing. It is the hit ratio of the other tenant, which gives hints as above. The peer is that
-tenant's hit ratio if nobody gives hints. A third one is the cheater's own hit ratio.
+tenant's hit ratio if nobody gives hints. A third one is the cheater's own hit ratio. There each tenant may protect 0.45 of
+the cache: half of what all may protect together.
 
-``--shares`` measures instead how the first two figures depend on the share that one tenant may protect (``node.hint_share``).
+``--shares`` measures instead how the first two figures depend on the share that one tenant may protect (``node.hint_share``;
+default 0.5).
 """
 
 from __future__ import annotations

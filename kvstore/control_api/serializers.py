@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar, cast, get_args
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import common_pb2, metadata_pb2
 from kvproto.v1.node_pb2 import HintResponse
+from kvstore.control_api.schemas import configuration
 from kvstore.control_api.schemas import health as health_models
 from kvstore.control_api.schemas import hints as hint_models
 from kvstore.control_api.schemas import retention as retention_models
@@ -175,6 +176,11 @@ def activity(node_id: str, node: pb.DescribeNodeResponse, counters: Mapping[str,
             dram=counters.get(node_metrics.LOADED_BYTES["dram"], 0),
             nvme=counters.get(node_metrics.LOADED_BYTES["nvme"], 0),
             peer=counters.get(node_metrics.LOADED_BYTES["peer"], 0),
+        ),
+        read_ahead=models.ReadAheadTotals(
+            read_bytes=counters.get(node_metrics.READ_AHEAD_BYTES, 0),
+            unused_bytes=counters.get(node_metrics.READ_AHEAD_UNUSED_BYTES, 0),
+            refused=counters.get(node_metrics.READ_AHEAD_REFUSED, 0),
         ),
         faults=[models.Fault(metric=metric.name, what=metric.help, total=total) for metric, total in faults(counters)],
         hints=[_shown(models.TenantHints, one) for one in node.hints],
@@ -447,11 +453,11 @@ def session_hinted(
     )
 
 
-def settings(process: str, found: Iterable[pb.SettingInForce]) -> models.Settings:
+def settings(process: str, found: Iterable[pb.SettingInForce]) -> configuration.Settings:
     """Effective settings of a process."""
-    return models.Settings(
+    return configuration.Settings(
         process=process,
-        settings=[_shown(models.Setting, one) for one in found],
+        settings=[_shown(configuration.Setting, one) for one in found],
     )
 
 

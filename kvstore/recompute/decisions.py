@@ -124,6 +124,8 @@ class LoadDecisions:
         cached: int,
         tokens: int,
         prices: Mapping[Hashable, LinkPrice] = MappingProxyType({}),
+        *,
+        probes: bool = True,
     ) -> LoadVerdict | None:
         """Return the verdict on a request; None: too little was measured, so its blocks should be loaded.
 
@@ -132,6 +134,7 @@ class LoadDecisions:
             cached: tokens that the engine has.
             tokens: all tokens of the request.
             prices: of sources that the planner has priced; the durations of earlier loads then do not count.
+            probes: the verdict may be a probe. False: it is a forecast, which earns nothing for one either.
         """
         found = [self._piece(segment, prices.get(segment.source)) for segment in segments]
         if not self.prefill.is_known or not any(found):
@@ -146,7 +149,7 @@ class LoadDecisions:
             least_blocks=self._least_blocks,
             deadline_s=self._deadline_s,
         )
-        return verdict if verdict.blocks == prompt.blocks else self._probed(prompt, verdict)
+        return verdict if verdict.blocks == prompt.blocks or not probes else self._probed(prompt, verdict)
 
     def _probed(self, prompt: FoundPrefix, verdict: LoadVerdict) -> LoadVerdict:
         """Return a verdict that refuses blocks, or a probe of them instead."""

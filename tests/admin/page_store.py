@@ -20,6 +20,8 @@ from kvclient.load.paths import Paths
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call, connect
+from support.node_stats import node_counter
+from support.wait import wait_until
 
 CHROMIUMS = ("chromium-headless-shell", "/usr/bin/chromium", "chromium")
 """Browsers, the best first. The shell without windows needs a sixth of the processor time, and draws the same."""
@@ -70,6 +72,16 @@ def fill(client: KVClient, tokens: Any) -> None:
     assert client.store(keys, data, wait_visible=True, durable=True).held_blocks == len(keys)
 
 
+def read_ahead(client: KVClient, cluster: LocalCluster, node: str) -> None:
+    """Have a node read blocks of another one for a request that ends without a load."""
+    ahead = client.read_ahead(client.lookup(list(client.keys(TOKENS))))
+    assert ahead is not None
+    size = BLOCKS * client.spec.block_bytes
+    wait_until(lambda: node_counter(cluster, node, "node_read_ahead_bytes_total") == size, "read ahead")
+    ahead.end()
+    wait_until(lambda: node_counter(cluster, node, "node_read_ahead_unused_bytes_total") == size, "released")
+
+
 def decide(cluster: LocalCluster) -> None:
     """Make a load decision over the storage links of two hosts."""
     wanted = metadata_pb2.PlanLoadRequest(
@@ -100,6 +112,7 @@ def working(folder: Path) -> Iterator[Working]:
             fill(near, MORE)
             fill(other, np.arange(64, dtype=np.uint32))
             decide(cluster)
+            read_ahead(far, cluster, "host-2")
             assert near.hints.keep("chat-7", list(near.keys(TOKENS)), keep_for_s=3600.0)
             assert other.hints.keep("chat-8", list(other.keys(np.arange(64, dtype=np.uint32))), keep_for_s=3600.0)
             assert near.hints.end("chat-9")

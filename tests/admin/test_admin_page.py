@@ -142,6 +142,19 @@ def test_page_shows_hints_by_node_and_tenant(page: Any, store: Working) -> None:
     assert page.locator("#node table").count() == 0
 
 
+def test_page_shows_what_was_read_ahead(page: Any, store: Working) -> None:
+    found = {one["node_id"]: one["read_ahead"] for one in store.http.get("/v1/activity")["items"]}
+    size = BLOCKS * SPEC.block_bytes
+    assert found["host-2"] == {"read_bytes": size, "unused_bytes": size, "refused": 0}
+    text = "7.5 MiB were read ahead of loads, 7.5 MiB of them not used."
+    said(page, "#decisions", text)
+    said(page, "#decisions", "vllm:kvstore_verdict")
+    show_node(page, "host-2")
+    said(page, "#node", text)
+    show_node(page, "host-3")
+    assert "read ahead" not in page.locator("#node").text_content()
+
+
 def test_page_of_large_cluster_counts_nodes_not_shown(page: Any) -> None:
     """The response that the page receives is changed to report a large cluster."""
 

@@ -50,9 +50,9 @@ def planned(*parts: PlannedPart) -> tuple[ReadAhead, Call]:
     """A read ahead from depth 10 whose blocks ``BLOCKS`` are planned, and the call that holds them."""
     ahead, call = ReadAhead(Paths(decode_node="d"), 10), Call()
     ahead.begin_plan()
-    ahead.add_call(call, planned=True)
-    ahead.end_plan(BLOCKS, Plan(7, 0, parts, "split", ""))
-    ahead.end_plan(BLOCKS, None)
+    ahead.use_plan(BLOCKS, Plan(7, 0, parts, "split", ""))
+    assert ahead.begin_call(lambda: call, planned=True) is call
+    ahead.end_plan()
     return ahead, call
 
 
@@ -91,7 +91,7 @@ def test_plan_ahead_serves_some_of_its_blocks(wanted: set[int], counts: list[int
 def test_load_of_other_blocks_revokes_the_plan(depths: np.ndarray[Any, Any]) -> None:
     ahead, call = planned(part(0, 0, 6))
     near = Call()
-    ahead.add_call(near, planned=False)
+    ahead.begin_call(lambda: near, planned=False)
     assert ahead.plan_for(depths) is None
     assert call.cancelled_calls == 1, "two hosts would read the same block"
     assert not near.cancelled_calls
@@ -104,29 +104,44 @@ def test_plan_ahead_whose_calls_have_ended_is_not_used() -> None:
     assert ahead.plan_for(10 + BLOCKS) is None
 
 
-def test_load_before_the_plan_revokes_it() -> None:
-    ahead, call = ReadAhead(Paths()), Call()
+@pytest.mark.parametrize("planned", [False, True])
+def test_load_before_the_first_call_revokes_the_plan(planned: bool) -> None:
+    ahead = ReadAhead(Paths())
     ahead.begin_plan()
+    if planned:
+        ahead.use_plan(BLOCKS, PLAN)
     assert not ahead.ended
     assert ahead.plan_for(BLOCKS) is None
     assert not ahead.plan_is_wanted
-    ahead.add_call(call, planned=True)
-    ahead.end_plan(BLOCKS, PLAN)
-    assert call.cancelled_calls == 1
+    ahead.use_plan(BLOCKS, PLAN)
+    assert ahead.begin_call(Call, planned=True) is None
+    ahead.end_plan()
     assert ahead.plan_for(BLOCKS) is None
     assert ahead.ended
 
 
-def test_end_before_the_plan_cancels_later_calls() -> None:
-    ahead, first, second = ReadAhead(Paths()), Call(), Call()
-    ahead.add_call(first, planned=False)
+def test_load_between_calls_uses_the_plan() -> None:
+    ahead, first = ReadAhead(Paths()), Call()
+    ahead.begin_plan()
+    ahead.use_plan(BLOCKS, Plan(7, 0, (part(0, 0, 2), part(1, 2, 4)), "split", ""))
+    ahead.begin_call(lambda: first, planned=True)
+    plan = ahead.plan_for(BLOCKS)
+    assert plan is not None
+    assert len(plan.parts) == 2, "the load reads the other part from the planned node itself"
+    assert not first.cancelled_calls
+    assert ahead.begin_call(Call, planned=True) is None
+
+
+def test_end_before_the_plan_prevents_later_calls() -> None:
+    ahead, first = ReadAhead(Paths()), Call()
+    ahead.begin_call(lambda: first, planned=False)
     ahead.begin_plan()
     ahead.end()
     ahead.end()
-    ahead.add_call(second, planned=True)
-    ahead.end_plan(BLOCKS, PLAN)
+    ahead.use_plan(BLOCKS, PLAN)
+    assert ahead.begin_call(Call, planned=True) is None
+    ahead.end_plan()
     assert first.cancelled_calls
-    assert second.cancelled_calls
     assert ahead.ended
     assert ahead.plan_for(BLOCKS) is None
 

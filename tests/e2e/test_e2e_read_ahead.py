@@ -144,7 +144,7 @@ def test_read_ahead_planned_reads_each_block_once(make_store: Callable[..., Stor
     if way != "late":
         assert engine.client.stats()["client_plans_read_ahead_total"] == 1
         assert set(loaded.bytes_by_path) == {"prefill", "decode"}
-        assert sent_bytes(store, "s") - sent_before == size, "no block is read twice"
+    assert sent_bytes(store, "s") - sent_before == size, "no block is read twice"
     ahead.end()
     wait_until(lambda: store.evict("p") + store.evict("d") > 0, "released")
     unused = counter(store, "unused_bytes", "p") + counter(store, "unused_bytes", "d")

@@ -18,6 +18,8 @@ from support.wait import wait_until
 MIB = 1 << 20
 BLOCKS = 48
 TURNS = 8
+HELD_S = 600.0
+"""How long nodes may hold blocks whose read ahead nobody ends: much longer than the tests wait until all are free."""
 NODES = (
     NodeSpec("s", roles=("storage",), dram_bytes=32 * MIB, nvme_bytes=128 * MIB),
     NodeSpec("p", dram_bytes=32 * MIB, write_back_to="s"),
@@ -34,7 +36,10 @@ SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in r
 
 
 def free_dram(store: Store) -> float:
-    """Evict until no node holds a block in DRAM. Returns the seconds that it took: a block that is held cannot be evicted."""
+    """Evict until no node holds a block in DRAM. Returns the seconds that it took.
+
+    A block that is held cannot be evicted: one that is still held after the end of its read ahead fails the test.
+    """
     began_s = time.monotonic()
     for node in NODE_NAMES:
         store.empty_dram(node)
@@ -64,7 +69,7 @@ class Trial:
 
         wait_until(lambda: shown() == (BLOCKS, {Tier.NVME}), lambda: f"the chain is on the volume alone: {shown()}")
 
-    def begun(self, engine: Engine, deadline_s: float = 30.0) -> tuple[Lookup, ReadAhead]:
+    def begun(self, engine: Engine, deadline_s: float = HELD_S) -> tuple[Lookup, ReadAhead]:
         """A read ahead that has had up to 50 ms."""
         begun: list[tuple[Lookup, ReadAhead]] = []
 
@@ -101,7 +106,7 @@ class Trial:
         self.wait_nothing_cached()
         fate, (node, other) = self.draw.choice(FATES), self.draw.sample("pq", 2)
         engine, (host, _, fault) = self.engines[node], fate.partition(" ")
-        lookup, ahead = self.begun(engine, self.draw.uniform(0.05, 0.3) if fate == "deadline" else 30.0)
+        lookup, ahead = self.begun(engine, self.draw.uniform(0.05, 0.3) if fate == "deadline" else HELD_S)
         if fault:
             recovers = self.harm(host, fault)
             assert self.load(engine, lookup, ahead) == BLOCKS or host in {"s", node}, "these two a load cannot do without"

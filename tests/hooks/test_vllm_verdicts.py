@@ -46,7 +46,7 @@ class Shelf:
         self.queries.append(query)
         wanted = keys.upto(tokens, blocks)
         runs = tuple(Run(start, count, self.node, tier, VolumeId(tier.name)) for start, count, tier in self.runs if count)
-        hit = sum(run.count for run in runs)
+        hit = min(len(wanted), sum(run.count for run in runs))
         future: Future[PrefixMatch] = Future()
         match = PrefixMatch(hit, [{b"n" * 16: Lookup(wanted, hit, runs)}], self.price if query is not None else None)
         future.set_result(match)
@@ -160,24 +160,73 @@ def test_verdict_cut_loads_the_near_blocks_only(clock: Clock) -> None:
     assert made.counters.totals()["verdicts_cut"] == 1
 
 
-def read_ahead(made: SchedulerConnector, name: str) -> list[int]:
-    """How many blocks of a new request are read ahead that the engine asks about and passes over."""
+def read_ahead(made: SchedulerConnector, name: str, *, asked: bool = True) -> list[int]:
+    """How many blocks of a new request are read ahead that the engine passes over, after it ``asked`` about it or not."""
     one = request(PROMPT, name)
     made.on_new_request(one)
-    made.get_num_new_matched_tokens(one, 0)
+    if asked:
+        made.get_num_new_matched_tokens(one, 0)
     jobs = [job for _ in range(3) for job in made.build_step_plan({}, {}, lambda _: None).ahead]
     return [lookup.hit_blocks for job in jobs for lookup in job.lookups.values()]
 
 
-def test_verdict_bounds_what_is_read_ahead(clock: Clock) -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_verdict_bounds_what_is_read_ahead(clock: Clock, asked: bool) -> None:
     made = side(shelf := Shelf(4, 6))
     steps(made, clock, 1e-3)
-    assert read_ahead(made, "unmeasured") == [10]
+    assert read_ahead(made, "unmeasured", asked=asked) == [10]
     assert load(made, "a") == 10 * BLOCK
     ended(made, "a", 10.0, DRAM=4 * BLOCK_BYTES, NVME=6 * BLOCK_BYTES)
-    assert read_ahead(made, "cut") == [4]
+    counted = dict(made.counters.totals())
+    assert read_ahead(made, "cut", asked=asked) == [4]
     shelf.runs = [(0, 10, Tier.NVME)]
-    assert read_ahead(made, "refused") == []
+    assert read_ahead(made, "refused", asked=asked) == []
+    assert asked or made.counters.totals() == counted, "a forecast is no verdict"
+
+
+def test_verdict_after_read_ahead_counts_dram_prices(clock: Clock) -> None:
+    made = side(shelf := Shelf(0, 8))
+    steps(made, clock, 1e-3)
+    for name, runs, seconds in (("dram", [(0, 8, Tier.DRAM)], 1e-3), ("nvme", [(0, 8, Tier.NVME)], 1e-2)):
+        shelf.runs = runs
+        assert load(made, name) == 8 * BLOCK
+        ended(made, name, seconds, **{name.upper(): 8 * BLOCK_BYTES})
+    assert read_ahead(made, "waits", asked=False) == [8]
+    load(made, "hung")
+    ended(made, "hung", 10.0, NVME=8 * BLOCK_BYTES)
+    assert load(made, "other") == 0, "from NVMe, it would take too long"
+    one = request(PROMPT, "waits")
+    assert made.get_num_new_matched_tokens(one, 0) == (8 * BLOCK, True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "tier", "counted"), [(False, "DRAM", True), (False, "NVME", False), (True, "DRAM", False), (True, "NVME", True)]
+)
+def test_prediction_of_other_tiers_is_not_counted(clock: Clock, asked: bool, tier: str, counted: bool) -> None:
+    """A verdict before the read ahead predicts a load from NVMe, a later one a load from DRAM."""
+    made = side(shelf := Shelf(8))
+    steps(made, clock, 1e-3)
+    for name, runs in (("DRAM", [(0, 8, Tier.DRAM)]), ("NVME", [(0, 8, Tier.NVME)])):
+        shelf.runs = runs
+        load(made, name)
+        ended(made, name, 1e-3, **{name: 8 * BLOCK_BYTES})
+    assert read_ahead(made, "waits", asked=asked) == [8]
+    before = made.counters.totals().get("load_predictions", 0)
+    assert made.get_num_new_matched_tokens(request(PROMPT, "waits"), 0) == (8 * BLOCK, True)
+    ended(made, "waits", 1e-3, **{tier: 8 * BLOCK_BYTES})
+    assert made.counters.totals().get("load_predictions", 0) - before == counted
+
+
+def test_prediction_of_a_planned_read_ahead_is_not_counted(clock: Clock) -> None:
+    made, shelf = beyond(clock)
+    shelf.node, shelf.runs = NODE, [(0, 8, Tier.DRAM)]
+    load(made, "dram")
+    ended(made, "dram", 1e-3, DRAM=8 * BLOCK_BYTES)
+    shelf.node, shelf.runs = OTHER, [(0, 8, Tier.NVME)]
+    assert read_ahead(made, "waits", asked=False) == [8]
+    assert made.get_num_new_matched_tokens(request(PROMPT, "waits"), 0) == (8 * BLOCK, True)
+    ended(made, "waits", 1e-3, DRAM=8 * BLOCK_BYTES)
+    assert "load_predictions" not in made.counters.totals()
 
 
 def test_prefix_below_min_load_tokens_is_not_read_ahead() -> None:

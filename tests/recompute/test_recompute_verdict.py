@@ -143,6 +143,16 @@ def test_decisions_probe_finds_recovery() -> None:
     assert set(choices[choices.index(Choice.PROBE) + 1 :]) == {Choice.LOAD}
 
 
+def test_decisions_forecast_is_no_probe_and_earns_none() -> None:
+    decisions = measured(0.1)
+    segments, tokens = [Segment("n", 16)], 16 * BLOCK + 10
+    forecasts = [decisions.decide(segments, 0, tokens, probes=False) for _ in range(round(2 / PROBE_SHARE))]
+    assert {forecast.choice for forecast in forecasts if forecast is not None} == {Choice.COMPUTE}
+    verdict = decisions.decide(segments, 0, tokens)
+    assert verdict is not None
+    assert verdict.choice is Choice.COMPUTE
+
+
 @pytest.mark.parametrize("fixed", [0.1, 0.3, 0.6])
 def test_decisions_probe_finds_source_with_fixed_cost(fixed: float) -> None:
     """The source takes this share of the time of computing, however few blocks are loaded."""

@@ -11,9 +11,11 @@ call ends. Nothing here waits. Blocks that could not be read ahead are read by t
 
 Blocks that only other hosts' storage has are read ahead by plan, as a load would read them: by this host's node, that of the
 decode host, and idle ones, each over its own storage link. The load that follows uses the same plan, so each node finds its part
-in its DRAM. It may be a load of some of the blocks. A load of others, or one that begins before the plan is made, revokes the
-planned part of the read ahead, and plans by itself. If a part of the plan fails during the load, its blocks are planned afresh,
-because the planner has forgotten the plan. The node that failed may then be tried once more.
+in its DRAM. It may be a load of some of the blocks. If it begins while nodes are still called, it reads the other parts itself. A
+load of other blocks, or one that begins before any node was called, revokes the planned part of the read ahead, and plans by
+itself. Each node then ends the window that it reads, which the load may have another node read again. If a part of the plan fails
+during the load, its blocks are planned afresh, because the planner has forgotten the plan. The node that failed may then be tried
+once more.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from kvstore.observe.tracing import inject
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvclient.call.context import ClientContext
     from kvclient.load.paths import Paths, Plan
@@ -76,7 +78,7 @@ class ReadAhead:
         self._calls: list[grpc.Future[Any]] = []
         self._planned_calls: list[grpc.Future[Any]] = []
         self._over = False
-        self._revoked = False
+        self._plan_wanted = True
         self._planning = False
         self._plan: tuple[Positions, Plan] | None = None
 
@@ -88,14 +90,14 @@ class ReadAhead:
 
     @property
     def plan_is_wanted(self) -> bool:
-        """Whether the planned part of the read ahead goes on: it was neither ended nor revoked."""
+        """Whether the planned part of the read ahead goes on: it was neither ended nor revoked, and no load uses its plan yet."""
         with self._lock:
-            return not self._over and not self._revoked
+            return self._plan_wanted
 
     def end(self) -> None:
         """Have the nodes release the blocks soon. Idempotent; does not wait."""
         with self._lock:
-            self._over, self._plan = True, None
+            self._over, self._plan, self._plan_wanted = True, None, False
             calls = [*self._calls, *self._planned_calls]
         for call in calls:
             call.cancel()
@@ -103,15 +105,15 @@ class ReadAhead:
     def plan_for(self, depths: Positions) -> Plan | None:
         """Return the plan by which these blocks are read ahead, numbered from the first one. None: the load makes another plan.
 
-        A load of other blocks, or one that comes before the plan, revokes it, lest two hosts read the same block.
+        A load of other blocks, or one that comes before a node was called, revokes it, lest two hosts read the same block.
         """
         with self._lock:
+            self._plan_wanted = False
             planned, self._plan = self._plan, None
             held = any(not call.done() for call in self._planned_calls)
             plan = None if planned is None or not held else _part_of_plan(planned[1], planned[0], depths)
             if plan is not None:
                 return plan
-            self._revoked = True
             calls = list(self._planned_calls)
         for call in calls:
             call.cancel()
@@ -121,25 +123,29 @@ class ReadAhead:
         """Record that a plan for some of the blocks is being made."""
         self._planning = True
 
-    def end_plan(self, positions: Positions, plan: Plan | None) -> None:
-        """Record the plan, unless the read ahead was ended or revoked meanwhile.
+    def use_plan(self, positions: Positions, plan: Plan) -> None:
+        """Record the plan before its calls begin, unless it is not wanted any more.
 
         Args:
             positions: its blocks in the read ahead.
-            plan: None: there is none.
+            plan: the plan.
         """
         with self._lock:
-            self._planning = False
-            if plan is not None and not self._over and not self._revoked:
+            if self._plan_wanted:
                 self._plan = self._depth + positions, plan
 
-    def add_call(self, call: grpc.Future[Any], *, planned: bool) -> None:
-        """Add a node's call."""
+    def end_plan(self) -> None:
+        """Record that no more planned calls will begin."""
+        self._planning = False
+
+    def begin_call(self, begin: Callable[[], grpc.Future[Any]], *, planned: bool) -> grpc.Future[Any] | None:
+        """Begin a node's call. None: it is not wanted any more. A load sees it begun, or prevents it."""
         with self._lock:
+            if self._over or (planned and not self._plan_wanted):
+                return None
+            call = begin()
             (self._planned_calls if planned else self._calls).append(call)
-            over = self._over or (planned and self._revoked)
-        if over:
-            call.cancel()
+        return call
 
 
 def _part_of_plan(plan: Plan, planned: Positions, wanted: Positions) -> Plan | None:
@@ -191,7 +197,7 @@ def read_ahead(
         context.ahead_threads.submit(copy_context().run, starter.planned, session, context.metadata, paths, positions)
     except Unavailable:  # the client was closed, or the process may start no thread
         context.ahead_slots.release()
-        ahead.end_plan(positions, None)
+        ahead.end_plan()
     return ahead
 
 
@@ -222,7 +228,7 @@ class _ReadAheadStarter:
             self._context.incidents.counters.add(client_metrics.BUGS)
             _log.exception("read ahead not planned: unexpected failure")
         finally:
-            self._ahead.end_plan(positions, None)
+            self._ahead.end_plan()
             self._context.ahead_slots.release()
 
     def _planned(self, session: Session, metadata: MetadataClient, paths: Paths, positions: Positions) -> None:
@@ -243,6 +249,7 @@ class _ReadAheadStarter:
             return
         # Reads ahead let loads go first, so they do not count in the queues that loads are planned by.
         metadata.report_loads({plan.plan_id: ()}, finished=True)
+        self._ahead.use_plan(positions, plan)
         stored = storage_runs(self._runs, session.node_id)
         for part in plan.parts:
             if not self._ahead.plan_is_wanted or self._is_late():
@@ -256,7 +263,6 @@ class _ReadAheadStarter:
                     self._context.incidents.report(client_metrics.READS_AHEAD_FAILED, message, error)
                     continue
             self._call(node, positions[part.start : part.start + part.count], stored, planned=True)
-        self._ahead.end_plan(positions, plan)
 
     def _call(self, session: NodeSession, positions: Positions, runs: Sequence[Run], *, planned: bool) -> None:
         for start, stop in spans(positions):
@@ -274,11 +280,13 @@ class _ReadAheadStarter:
                 parent=part.parent or b"",
                 depth=part.depth,
             )
+            begin = partial(session.stub.ReadAhead.future, request, timeout=self._left_s(), metadata=inject())
             try:
-                call = session.stub.ReadAhead.future(request, timeout=self._left_s(), metadata=inject())
+                call = self._ahead.begin_call(begin, planned=planned)
             except ValueError:  # the channel was closed
                 return
-            self._ahead.add_call(call, planned=planned)
+            if call is None:
+                return
             call.add_done_callback(partial(self._ended, session))
 
     def _is_late(self) -> bool:

@@ -15,6 +15,7 @@ from kvstore.config.admin import AdminConfig
 from kvstore.control_api import serializers
 from kvstore.control_api.history import HistoryQueries
 from kvstore.control_api.queries import Queries, describe, id_from_hex
+from kvstore.control_api.schemas import configuration
 from kvstore.control_api.schemas import store as models
 from kvstore.control_api.schemas.cluster import Cluster
 from kvstore.control_api.schemas.health import ClusterEventEntry, ClusterHealth
@@ -145,14 +146,14 @@ class Reads:
         """
         return await self._queries.shards()
 
-    async def config(self) -> models.Configuration:
+    async def config(self) -> configuration.Configuration:
         """Every setting of the metadata server and of this server, with its source."""
         server = await self._rpc.server()
         mine = [
             pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
             for one in self._config.settings
         ]
-        return models.Configuration(
+        return configuration.Configuration(
             processes=[serializers.settings("metadata", server.settings), serializers.settings("admin", mine)]
         )
 
@@ -215,7 +216,7 @@ class Reads:
         found = await self._queries.overview(shown, loads)
         return found.model_copy(update={"known_nodes": len(known), "next_cursor": following})
 
-    async def node_config(self, node_id: NodeId) -> models.Settings:
+    async def node_config(self, node_id: NodeId) -> configuration.Settings:
         """Every setting of a node, with its source."""
         found = await self._rpc.ask_node(await self._rpc.node(node_id), describe)
         return serializers.settings(f"node {node_id}", found.settings)

@@ -213,6 +213,14 @@ class LoadedBytes(ResponseModel):
     peer: Bytes = Field(description="from other nodes")
 
 
+class ReadAheadTotals(ResponseModel):
+    """What a node read for requests that waited in the queue of their engine, since the node started."""
+
+    read_bytes: Bytes = Field(description="bytes read from volumes and other nodes")
+    unused_bytes: Bytes = Field(description="of these, bytes that no load asked for while they were held")
+    refused: Count = Field(description="calls that read nothing, because the budget was full", examples=[0])
+
+
 class Fault(ResponseModel):
     """Number of errors of one kind since the node started."""
 
@@ -246,6 +254,7 @@ class Activity(ResponseModel):
     data_plane: DataPlane = Field(description="payload bytes between this node and engines or other nodes")
     loads: list[LoadTimes] = Field(description="load times, one entry per farthest source")
     loaded: LoadedBytes = Field(description="bytes loaded for engines, by source")
+    read_ahead: ReadAheadTotals = Field(description="bytes read ahead of loads")
     faults: list[Fault] = Field(description="errors that occurred")
     hints: list[TenantHints] = Field(description="hints about sessions, by tenant; the first 1,024 tenants that gave one")
 
@@ -646,30 +655,6 @@ class Overview(ResponseModel):
     next_cursor: str | None = Field(
         description="cursor of the next page; null: this is the last page", examples=["bm9kZXMKaG9zdC0x"]
     )
-
-
-# ---- configuration ----
-class Setting(ResponseModel):
-    """A setting in force. Secrets are masked."""
-
-    key: str = Field(description="section and name, as in kvstore.toml", examples=["node.dram"])
-    value: str = Field(description="value in force, as an operator writes it", examples=["64GiB"])
-    source: str = Field(description="source of the value: default, file, environment, flag or derived", examples=["file"])
-    detail: str = Field(description="file, variable or flag", examples=["/etc/kvstore/kvstore.toml"])
-    description: str = Field(description="what the setting does", examples=["DRAM arena"])
-
-
-class Settings(ResponseModel):
-    """Configuration of a process, with the source of each value."""
-
-    process: str = Field(description="metadata, admin, or node and its id", examples=["metadata"])
-    settings: list[Setting] = Field(description="every setting of the process")
-
-
-class Configuration(ResponseModel):
-    """Configuration of the metadata server and of this admin server."""
-
-    processes: list[Settings] = Field(description="the metadata server, then this admin server")
 
 
 # ---- changes at a node ----

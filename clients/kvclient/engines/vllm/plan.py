@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from kvclient import BlockKey, Lookup, Paths
 from kvclient.call.request_hint import RequestHint
 from kvclient.engines.vllm.identity.adapters import AdapterWeights
+
+READ_AHEAD_S: Final = 60.0
+"""Maximum time for which nodes hold a prefix that was read ahead. If its request still waits, it is read ahead again."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-// Slow loads with the cause of their duration and an action, and load decisions.
+// Slow loads with the cause of their duration and an action, load decisions, and reads ahead.
 
 const SLOW_ROWS = 10;
 
@@ -60,6 +60,10 @@ function showDecisions() {
           })),
         )
       : quiet("No load was planned yet. Loads are planned if only other hosts' storage holds some of their blocks, and the engine's host runs a node."),
+    known.activity ? readAheadLine(known.activity.items) : null,
+    note(
+      "Verdicts of engines to load or to compute, the seconds that they saved and their errors are metrics of the engines: vllm:kvstore_verdict*, vllm:kvstore_load_prediction*.",
+    ),
     stale("decisions"),
   );
 }

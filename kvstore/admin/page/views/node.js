@@ -79,6 +79,7 @@ function nodeCard(node, activity, volumes) {
         ),
         h("h4", {}, "loads of engines on this host, by source"),
         activity ? loadRows(id, activity) : h("p", { class: "quiet small" }, NO_FIGURES),
+        activity?.read_ahead.read_bytes || activity?.read_ahead.refused ? readAheadLine([activity]) : null,
       ),
       h(
         "div",
@@ -129,6 +130,14 @@ function loadRows(id, activity) {
   return Object.entries(LOADED)
     .filter(([from]) => from === "dram" || activity.loaded[from])
     .map(([from, label]) => flowRow(`${id} loads ${from}`, label, `loads at node ${id} from ${label}`, 0, true));
+}
+
+/** What nodes read ahead since they started. */
+function readAheadLine(activities) {
+  const sum = (name) => activities.reduce((total, one) => total + one.read_ahead[name], 0);
+  const refused = sum("refused");
+  const said = `${bytes(sum("read_bytes"))} were read ahead of loads, ${bytes(sum("unused_bytes"))} of them not used`;
+  return h("p", { class: "small" }, `${said}${refused ? `; ${many(refused, "call", "calls")} refused` : ""}.`);
 }
 
 function drainLine(drain) {

@@ -57,7 +57,12 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> list[int
     "--token-bytes", type=click.IntRange(1), default=131_072, show_default=True, help="KV bytes per token of the model."
 )
 @click.option(
-    "--read", "read_rate", type=click.FloatRange(0, min_open=True), default=3.1, show_default=True, help="Storage link, GB/s."
+    "--read",
+    "read_rate",
+    type=click.FloatRange(0, min_open=True),
+    default=3.1,
+    show_default=True,
+    help="Storage link, GB/s. 'kvstore nodes show NODE' prints the rate that planned loads have measured.",
 )
 @click.option("--prompt", type=click.IntRange(1), default=32_768, show_default=True, help="Tokens of a typical prompt.")
 @click.option("--cached", type=click.IntRange(0), help="Cached tokens of a typical prompt (default: 125/128 of it).")

@@ -43,6 +43,11 @@ class PrefixMatch:
     by_group: Sequence[Mapping[bytes, Lookup]]
     price: QuotedPrice | None = None
 
+    @property
+    def lookup(self) -> Lookup:
+        """The found blocks of the first namespace. All workers load theirs at the same time, from the same places."""
+        return next(iter(self.by_group[0].values())).part(0, self.hit_blocks)
+
 
 NOTHING = PrefixMatch(0, ())
 

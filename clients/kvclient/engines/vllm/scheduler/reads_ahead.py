@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvclient.engines.vllm.plan import AheadJob
+from kvclient.engines.vllm.plan import READ_AHEAD_S, AheadJob
 from kvclient.engines.vllm.scheduler.prefix_lookup import PrefixMatch
 
 
@@ -24,7 +24,8 @@ class ReadsAhead:
         self._limit = limit
         self._queued: dict[str, bool] = {}
         """Requests that are not read ahead, in order of arrival, and whether their lookup was answered before the last step."""
-        self._begun: set[str] = set()
+        self._begun: dict[str, tuple[int, float]] = {}
+        """By request: leading blocks that are read ahead, and until when nodes hold them."""
         self._ended: list[str] = []
 
     def arrived(self, request_id: str) -> None:
@@ -35,10 +36,13 @@ class ReadsAhead:
     def left(self, request_id: str, *, loads: bool = False) -> None:
         """A request left the queue. If it ``loads`` its prefix, the worker holds the blocks until it has."""
         self._queued.pop(request_id, None)
-        if request_id in self._begun:
-            self._begun.discard(request_id)
-            if not loads:
-                self._ended.append(request_id)
+        if self._begun.pop(request_id, None) is not None and not loads:
+            self._ended.append(request_id)
+
+    def blocks(self, request_id: str) -> int:
+        """Return how many leading blocks of a request are read ahead."""
+        blocks, _ = self._begun.get(request_id, (0, 0.0))
+        return blocks
 
     def clear(self) -> None:
         """All lookups are outdated."""
@@ -46,12 +50,14 @@ class ReadsAhead:
         self._ended += sorted(self._begun)
         self._begun.clear()
 
-    def plan(self, answer: Callable[[str], PrefixMatch | None]) -> tuple[list[AheadJob], list[str]]:
-        """Return the requests to be read ahead from this step on, and those to be ended.
+    def plan(self, answer: Callable[[str], PrefixMatch | None], now_s: float) -> tuple[list[AheadJob], list[str]]:
+        """Return the requests to be read ahead from this step on, and those to be ended before that.
 
         Args:
             answer: gives the answer to the lookup of a request; None: there is none yet.
+            now_s: monotonic time.
         """
+        self._renew(now_s)
         jobs = []
         for request_id, passed_over in list(self._queued.items()):
             if len(self._begun) >= self._limit:
@@ -63,8 +69,17 @@ class ReadsAhead:
                 continue
             del self._queued[request_id]
             if match.hit_blocks and len(match.by_group) == 1:
-                self._begun.add(request_id)
+                self._begun[request_id] = match.hit_blocks, now_s + READ_AHEAD_S
                 lookups = {name: found.part(0, match.hit_blocks) for name, found in match.by_group[0].items()}
                 jobs.append(AheadJob(request_id, lookups))
         ended, self._ended = self._ended, []
         return jobs, ended
+
+    def _renew(self, now_s: float) -> None:
+        """Queue requests whose blocks are no longer held again, before all others: they have waited for longest."""
+        over = [request_id for request_id, (_, until_s) in self._begun.items() if until_s <= now_s]
+        if over:
+            for request_id in over:
+                del self._begun[request_id]
+            self._ended += over
+            self._queued = dict.fromkeys(over, True) | self._queued

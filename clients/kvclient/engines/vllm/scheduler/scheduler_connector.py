@@ -287,10 +287,9 @@ class SchedulerConnector:
         if self._verdicts is None:
             return found_tokens
         if state.verdict is None or state.verdict[0] != computed_tokens:
-            lookup = next(iter(state.found.by_group[0].values())).part(0, state.found.hit_blocks)
-            request = state.request
+            found, name, ahead = state.found.lookup, state.request.request_id, self._ahead.blocks(state.request.request_id)
             blocks = self._verdicts.blocks_to_load(
-                request.request_id, lookup, state.first_offered, computed_tokens, request.num_tokens, state.found.price
+                name, found, state.first_offered, computed_tokens, state.request.num_tokens, state.found.price, ahead
             )
             state.verdict = computed_tokens, blocks * self._block_tokens
         return state.verdict[1]
@@ -392,7 +391,7 @@ class SchedulerConnector:
         plan.cancel_stores, self._cancel_stores = self._cancel_stores, False
         plan.weights_check = self.weights.plan_check(computes=bool(scheduled))
         plan.hints = self._hints.take()
-        plan.ahead, plan.ahead_ended = self._ahead.plan(self._loadable)
+        plan.ahead, plan.ahead_ended = self._ahead.plan(self._loadable, time.monotonic())
         for ahead in plan.ahead:
             ahead.paths = request_paths(self._requests[ahead.request_id].request, self._options.hook)
         if self._verdicts is not None:
@@ -474,7 +473,7 @@ class SchedulerConnector:
             self._verdicts.output_arrived(answer)
 
     def _loadable(self, request_id: str) -> PrefixMatch | None:
-        """Return what a request would load, by its verdict if there is one; None: the lookup is not answered."""
+        """Return what a request would load, by its verdict or a forecast of it; None: the lookup is not answered."""
         state = self._requests.get(request_id)
         if state is None or state.load_failed:
             return NOTHING
@@ -487,12 +486,13 @@ class SchedulerConnector:
         tokens = found.hit_blocks * self._block_tokens
         if tokens < self._options.min_load_tokens:
             return NOTHING
-        if state.verdict is None:
-            return found
-        computed_tokens, to_load = state.verdict
-        if not to_load:
-            return NOTHING
-        return replace(found, hit_blocks=min(found.hit_blocks, (computed_tokens + to_load) // self._block_tokens))
+        blocks = found.hit_blocks
+        if state.verdict is not None:
+            computed_tokens, to_load = state.verdict
+            blocks = min(blocks, (computed_tokens + to_load) // self._block_tokens) if to_load else 0
+        elif self._verdicts is not None:
+            blocks = self._verdicts.blocks_to_read_ahead(found.lookup, state.request.num_tokens, found.price)
+        return replace(found, hit_blocks=blocks)
 
     def defers_stores(self, plan: StepPlan) -> bool:
         """Whether the stores of a step must wait for the outcome of its loads in all workers."""

@@ -11,12 +11,14 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvclient import Lookup, Paths
+from kvclient import Lookup, NodeRef, Paths, Run, Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.plan import LoadSample, WorkerOutput
 from kvclient.engines.vllm.scheduler.load_prices import PriceQuery, QuotedPrice
+from kvclient.load.planned import blocks_beyond
 from kvclient.load.prediction import STORAGE_LINKS, bytes_by_source, nearest_segments
-from kvstore.recompute.decisions import LoadDecisions
+from kvstore.core.types import NodeId, VolumeId
+from kvstore.recompute.decisions import LoadDecisions, Segment
 from kvstore.recompute.link_price import LinkPrice
 from kvstore.recompute.prefill_estimate import pairs
 from kvstore.recompute.verdict import Choice, LoadVerdict
@@ -40,7 +42,7 @@ class _ExpectedLoad:
 
     Attributes:
         sizes: bytes by source, as the index names them.
-        load_s: how long it should take; None: not known.
+        load_s: how long it should take; None: not known, or no prediction that can be compared.
         price_s: the planner's price of its part over storage links; None: not known.
         limit_s: time after which it ends, since it is a probe; None: it is not.
         planned_s: when it was planned; 0: not yet.
@@ -53,6 +55,22 @@ class _ExpectedLoad:
     limit_s: float | None = None
     planned_s: float = 0.0
     sample: LoadSample | None = None
+
+
+def _bytes_by_tier(sources: Mapping[Hashable, int]) -> dict[Hashable, int]:
+    """Return the bytes by tier. The nodes do not count: ``sources_of`` divides bytes among them in proportion."""
+    sizes: dict[Hashable, int] = {}
+    for source, nbytes in sources.items():
+        tier = source[1] if isinstance(source, tuple) else source
+        sizes[tier] = sizes.get(tier, 0) + nbytes
+    return sizes
+
+
+def _prices(quoted: QuotedPrice | None) -> dict[Hashable, LinkPrice]:
+    """Return the planner's prices by source, if they are not too old."""
+    if quoted is None or time.monotonic() - quoted.asked_s > PRICE_VALID_S:
+        return {}
+    return {STORAGE_LINKS: quoted.price}
 
 
 class Verdicts:
@@ -90,8 +108,27 @@ class Verdicts:
         """
         return PriceQuery(self._own_node, paths) if self._asks_planner and self._own_node else None
 
+    def blocks_to_read_ahead(self, lookup: Lookup, tokens: int, quoted: QuotedPrice | None = None) -> int:
+        """Return how many of the found blocks a request would load for which the engine has nothing: a forecast, not a verdict.
+
+        Args:
+            lookup: as in ``blocks_to_load``.
+            tokens: as in ``blocks_to_load``.
+            quoted: as in ``blocks_to_load``.
+        """
+        segments = self._segments(lookup, 0)
+        verdict = self._decisions.decide(segments, 0, tokens, _prices(quoted), probes=False) if segments is not None else None
+        return lookup.hit_blocks if verdict is None else verdict.blocks
+
     def blocks_to_load(
-        self, request_id: str, lookup: Lookup, first: int, cached: int, tokens: int, quoted: QuotedPrice | None = None
+        self,
+        request_id: str,
+        lookup: Lookup,
+        first: int,
+        cached: int,
+        tokens: int,
+        quoted: QuotedPrice | None = None,
+        ahead: int = 0,
     ) -> int:
         """Return how many of the found blocks of a request to load, from block ``first`` on.
 
@@ -102,11 +139,11 @@ class Verdicts:
             cached: tokens that the engine has.
             tokens: all tokens of the request.
             quoted: the planner's price of a load over storage links; None: it was not asked or did not answer.
+            ahead: leading blocks that are read ahead. They cost as much as blocks in the DRAM of this host, wherever the lookup
+                found them, even if their read has not ended: the forecast that chose them saw their old price.
         """
-        segments = nearest_segments(lookup.runs, first, lookup.hit_blocks, self._decisions.loads, self._own_node)
-        prices: dict[Hashable, LinkPrice] = {}
-        if quoted is not None and time.monotonic() - quoted.asked_s <= PRICE_VALID_S:
-            prices[STORAGE_LINKS] = quoted.price
+        segments = self._segments(lookup, first, ahead)
+        prices = _prices(quoted)
         verdict = self._decisions.decide(segments, cached, tokens, prices) if segments is not None else None
         blocks = lookup.hit_blocks - first if verdict is None else verdict.blocks
         self._counters.add("verdicts_unmeasured" if verdict is None else _COUNTERS[verdict.choice])
@@ -117,9 +154,19 @@ class Verdicts:
         if blocks:
             sizes = bytes_by_source(segments or (), blocks, self._decisions.block_bytes)
             load_s = None if verdict is None else verdict.load_s - self._decisions.delay_s
+            if ahead and blocks_beyond(lookup.runs, lookup.hit_blocks, self._own_node)[first:ahead].any():
+                load_s = None  # read ahead by plan: they come out of the DRAM of several hosts
             limit_s = None if verdict is None else verdict.limit_s
             self._loads[request_id] = _ExpectedLoad(sizes, load_s, self._price_of(sizes, prices), limit_s)
         return blocks
+
+    def _segments(self, lookup: Lookup, first: int, ahead: int = 0) -> list[Segment] | None:
+        """Return the sources of the found blocks from ``first`` on; None: some block has none."""
+        runs = lookup.runs
+        if ahead and self._own_node:
+            own = NodeRef(NodeId(self._own_node), "", "")
+            runs = (*runs, Run(0, ahead, own, Tier.DRAM, VolumeId("")))
+        return nearest_segments(runs, first, lookup.hit_blocks, self._decisions.loads, self._own_node)
 
     def _price_of(self, sizes: Mapping[Hashable, int], prices: Mapping[Hashable, LinkPrice]) -> float | None:
         """Return the planner's price of the bytes over storage links; None: there are none, or there is no price."""
@@ -168,7 +215,7 @@ class Verdicts:
             self._decisions.load_ended(sample.sources, sample.seconds)
             if expected.planned_s and not sample.layerwise and expected.limit_s is None:
                 self._decisions.load_noticed(time.monotonic() - expected.planned_s - sample.seconds)
-            if expected.load_s is not None and sum(sample.sources.values()) == sum(expected.sizes.values()):
+            if expected.load_s is not None and _bytes_by_tier(sample.sources) == _bytes_by_tier(expected.sizes):
                 self._counters.add("load_predictions")
                 self._counters.add("load_predicted_seconds", expected.load_s)
                 self._counters.add("load_prediction_error_seconds", abs(expected.load_s - sample.seconds))

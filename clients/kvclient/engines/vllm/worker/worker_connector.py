@@ -22,7 +22,7 @@ from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.options import RESET_GRACE_S, ConnectorOptions
-from kvclient.engines.vllm.plan import GroupLoad, LoadJob, LoadSample, StepPlan, StoreJob, WorkerOutput
+from kvclient.engines.vllm.plan import READ_AHEAD_S, GroupLoad, LoadJob, LoadSample, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.worker.store_worker import StoreWorker
 from kvclient.load.prediction import sources_of
 from kvstore.core.keys import NamespaceKeyMask
@@ -31,8 +31,6 @@ from kvstore.observe.limited_log import LimitedLog
 _log = logging.getLogger(__name__)
 _limited = LimitedLog(_log)
 
-READ_AHEAD_S = 60.0
-"""Maximum time for which a prefix that was read ahead is held."""
 _TIER_COUNTERS = {Tier.DRAM: "load_dram_bytes", Tier.NVME: "load_nvme_bytes"}
 
 Connect = Callable[[str], Sequence[KVClient]]
