@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from disk_bed import VOLUME, disk_of, gpu_target
 from hbm_chains import allocate
-from test_hbm_disks import VOLUME, disk_of, gpu_target
 
 from kvclient.gds.volume_reader import GdsReader
 from kvclient.memory.engine_pool import StoredVolume

@@ -8,24 +8,23 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from disk_bed import VOLUME, Disk, disk_of, gpu_target
 from hbm_chains import SPEC as SMALL
-from hbm_chains import Below, allocate, chain, in_time
+from hbm_chains import Below, allocate, in_time
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadResult, Tier
 from kvclient.call.execution import CallScope
-from kvclient.gds.volume_reader import GdsReader, ReadTarget
+from kvclient.gds.volume_reader import GdsReader
 from kvclient.hbm import HbmPool
 from kvclient.memory.engine_pool import DiskLocations, StoredVolume
 from kvclient.results import PATH_HBM, PATH_LOCAL
 from kvproto.v1 import node_pb2, node_pb2_grpc
-from kvstore.core import checksum
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unavailable, Unsupported
@@ -34,10 +33,8 @@ from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import call, connect
-from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 from kvstore.tiers.nvme.mounted import MountedSlab
-from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.tiers.nvme.superblock import DATA_START
 from support.client_parts import context_of, session_of
 from support.stub_cases import run_stub_cases
@@ -47,7 +44,6 @@ HERE = Path(__file__).parent
 MIB = 1 << 20
 SPEC = CacheSpec(model="disks", block_tokens=16, layers=4, layer_block_bytes=8192)
 BLOCKS = 40
-VOLUME = VolumeId("n/nvme0")
 
 
 @pytest.fixture(autouse=True)
@@ -56,65 +52,10 @@ def soon_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvclient.hbm.demotion.IDLE_WAIT_S", 0.02)
 
 
-# ---- a volume and a pool alone ----
-class Disk:
-    """A node's volume with a chain of blocks, and a pool that reads it."""
-
-    def __init__(
-        self, folder: Path, pool: HbmPool, blocks: int, seed: int, capacity_bytes: int = 4 * MIB, volume: VolumeId = VOLUME
-    ) -> None:
-        self.pool = pool
-        self.near = pool.attach(SMALL, Below())
-        self.keys, self.data = chain(blocks, seed)
-        self.slab = NvmeSlab.open(folder, volume_id=volume, capacity_bytes=capacity_bytes, counters=Counters())
-        list(self.slab.recover())
-        self.slots = self.slab.allocate(SMALL.shape, blocks) or []
-        items = []
-        for at, slot in enumerate(self.slots):
-            payload = memoryview(self.data.array[at].tobytes())
-            sums = checksum.layer_checksums(payload, SMALL.shape)
-            record = BlockRecord(SMALL.namespace, self.keys[at], self.keys[at - 1] if at else None, at, SMALL.shape, sums)
-            items.append((slot, record, payload))
-        assert self.slab.write(items) == [None] * blocks
-        self.slab.commit([(slot, record) for slot, record, _ in items], [])
-        self.volumes = [StoredVolume(volume, folder)]
-        self.file = folder / "slab.kv"
-        self.near.prepare_disks(self.volumes)
-
-    def fetch(
-        self, out: Any, slots: Sequence[Slot] | None = None, operation: CallScope | None = None, *, verify: bool = False
-    ) -> int:
-        slots = self.slots if slots is None else slots
-        places = DiskLocations(
-            np.zeros(len(slots), np.uint8),
-            np.array([slot.offset for slot in slots], np.uint64),
-            np.array([slot.generation for slot in slots], np.uint64),
-        )
-        return self.near.fetch_stored(self.keys, None, 0, self.volumes, places, out, 0, operation or in_time(), verify=verify)
-
-    def damage(self, at: int, position: int) -> None:
-        fd = os.open(self.file, os.O_RDWR)
-        where = DATA_START + self.slots[at].offset + position
-        os.pwrite(fd, bytes([os.pread(fd, 1, where)[0] ^ 4]), where)
-        os.fsync(fd)
-        os.close(fd)
-
-
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@contextmanager
-def disk_of(
-    folder: Path, blocks: int = 12, seed: int = 1, space_for: int = 40, device: str = "cpu", space_wait_s: float = 5.0
-) -> Iterator[Disk]:
-    with HbmPool(device, capacity_bytes=space_for * SMALL.block_bytes, gds="forced", space_wait_s=space_wait_s) as pool:
-        disk = Disk(folder, pool, blocks, seed)
-        wait_until(lambda: disk.near.reads_disks(disk.volumes))
-        yield disk
-        disk.slab.close()
-        pool.state.table.validate()
-
-
+# ---- a volume and a pool alone ----
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(4))
 def test_gds_read_returns_stored_bytes(tmp_path: Path, seed: int, device: str) -> None:
@@ -345,20 +286,6 @@ def test_gds_reads_without_a_thread_are_left_to_the_node(
         assert disk.pool.stats()["hbm_disk_failed_blocks_total"] == 36
         assert disk.pool.usage().blocks == 0
     assert len([record for record in caplog.records if "no thread for direct reads" in record.getMessage()]) == 1
-
-
-def gpu_target(counters: Counters) -> ReadTarget:
-    """Memory on a GPU, as far as the decision to read goes."""
-    return ReadTarget(
-        name="pool/hbm",
-        setting="HbmPool(gds=...)",
-        device=torch.device("cuda", 0),
-        counters=counters,
-        clock=MonotonicClock(),
-        memory=lambda: None,
-        closed=lambda: False,
-        release=lambda _: None,
-    )
 
 
 def test_gds_without_driver_reads_nothing(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from block_watch import KEYS, Watch
 from hypothesis import given
 from hypothesis import strategies as st
 from metadata_harness import TIMEOUT_S, Peer, Running, run_of, serve
-from test_metadata_subscription import KEYS, Watch
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.metadata_pb2_grpc import MetadataStub

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of, serve
+from block_watch import KEYS, Watch
+from metadata_harness import NAMESPACE, Peer, Running, run_of, serve
 
-from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
-from kvproto.v1 import metadata_pb2_grpc
 from kvproto.v1.common_pb2 import BlockRun, Tier
 from kvstore.config.metadata import MetadataConfig
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unavailable, Unsupported
@@ -23,11 +21,9 @@ from kvstore.index.valkey.feed import decode_position, encode_position
 from kvstore.index.valkey.keys import STREAMS
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import connect_aio
-from kvstore.rpc.errors import from_rpc_error
 from support.chains import chain
 from support.wait import wait_until_async
 
-KEYS = chain("a", 40)
 OTHERS = b"another-namespac"
 
 
@@ -83,45 +79,6 @@ def engine(bed: Bed) -> dict[str, Any]:
 async def running(tmp_path: Path, engine: dict[str, Any]) -> AsyncIterator[Running]:
     async with serve(tmp_path / "index", **engine) as server:
         yield server
-
-
-class Watch:
-    """One stream and the mirror built from it."""
-
-    def __init__(self, channel: grpc.aio.Channel, request: pb.WatchBlocksRequest | None = None) -> None:
-        self.mirror = BlockMirror()
-        self.events: list[pb.BlockEvent] = []
-        self.reasons: list[int] = []
-        self.call = metadata_pb2_grpc.MetadataStub(channel).WatchBlocks(request or pb.WatchBlocksRequest(), timeout=60)
-        self.messages: AsyncIterator[pb.WatchBlocksResponse] = aiter(self.call)
-
-    async def read(self) -> pb.WatchBlocksResponse:
-        try:
-            message = await asyncio.wait_for(anext(self.messages), TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        self.mirror.apply(message)
-        if message.WhichOneof("what") == "resync":
-            self.reasons.append(message.resync.reason)
-        self.events += message.events.events
-        return message
-
-    async def complete(self) -> None:
-        while not self.mirror.complete:
-            await self.read()
-
-    async def held(self, expected: Sequence[bytes]) -> None:
-        """Read until the mirror has exactly these keys."""
-        while set(self.mirror) != set(expected):
-            await self.read()
-
-    async def served(self, volume: str, *, served: bool) -> None:
-        while {one.volume_id: one.served for one in self.mirror.volumes}[volume] != served:
-            await self.read()
-
-    def resumed(self, **more: object) -> pb.WatchBlocksRequest:
-        mirror = self.mirror
-        return pb.WatchBlocksRequest(feed_id=mirror.feed_id, sequence=mirror.sequence, position=mirror.position, **more)
 
 
 async def test_watch_sends_snapshot_then_events(running: Running) -> None:
