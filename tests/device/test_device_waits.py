@@ -40,7 +40,7 @@ from samples import sample
 
 LAYERS, PAGES, ROW, SLOTS = 3, 8, 256, 12
 SIZE = LAYERS * ROW
-ORDERS = 10_000
+ORDERS, PARTS = 10_000, 10
 WAYS = ("staged", "batched", "batched_ahead", "direct")
 FOLDER = Path(kvclient.device.__file__).parent
 MODULES = ("copy_strategies", "pool_copy", "triton_checksum")
@@ -324,10 +324,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_any_order_of_completion_no_wrong_byte(part: int) -> None:
     orders = sample(40, ORDERS)
-    for seed in range(part * orders // 4, (part + 1) * orders // 4):
+    for seed in range(part * orders // PARTS, (part + 1) * orders // PARTS):
         assert EngineLife(seed).run() == [], seed
         assert refused_then_shared(seed, None) == [], seed
 
