@@ -159,8 +159,8 @@ class NodeSection(Section):
     )
     gds: Literal["auto", "required", "off"] = Field(
         default="auto",
-        description="GPUDirect Storage: auto (if a measurement proves it), required (else the node does not start) or off"
-        " (kvikio is not loaded)",
+        description="whether the node measures at start if engines can read its volumes by GPUDirect Storage: auto (and shows the"
+        " result), required (the node does not start without it) or off. The node itself reads into host memory",
     )
     nixl: Literal["off", "auto", "required"] = Field(
         default="off",

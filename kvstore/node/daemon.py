@@ -663,6 +663,7 @@ class NodeDaemon:
         engines = [f"{self._arena.volume_id}: {self._arena.backing}"]
         engines += [f"{one.volume_id}: {one.volume.io_engine}" for one in self.table.node_volumes]
         engines += [*self._opened.gds_lines, f"NIXL: {self._nixl.description}", native.describe()]
+        engines += [f"engine {name}" for name in self.sessions.engines()]
         return engines + [mount.describe() for mount in self._mounts]
 
     def _expire_leases(self) -> None:

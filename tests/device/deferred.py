@@ -1,7 +1,8 @@
 """A device whose streams work late, and in any order that their events allow: the worst case of a GPU.
 
 Enqueued work is kept. ``run_all`` executes it piece by piece, each from a random stream whose next piece may run. An
-order that the code under test does not enforce by an event is therefore violated sooner or later.
+order that the code under test does not enforce by an event is therefore violated sooner or later. Sources of a batch that are
+declared final are read at once or late, each at random.
 """
 
 from __future__ import annotations
@@ -68,11 +69,17 @@ class DeferredStream:
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self._device.check_host(target, size, source, size, size, 1)
 
+        ahead: dict[int, bytes] = {}
+        """Sources that the driver reads before the stream gets here."""
+
         def work() -> None:
             for at in self._device.random.sample(range(len(targets)), len(targets)):
-                ctypes.memmove(int(targets[at]), int(sources[at]), int(sizes[at]))
+                ctypes.memmove(int(targets[at]), ahead.get(at, int(sources[at])), int(sizes[at]))
 
         self.run(work)
+        for at in range(len(targets) if final_sources else 0):
+            if self._device.random.random() < 0.5:
+                ahead[at] = ctypes.string_at(int(sources[at]), int(sizes[at]))
 
 
 class FakePinning:

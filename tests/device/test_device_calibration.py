@@ -70,9 +70,10 @@ def test_choice_of_measured_strategies_is_the_fastest(
     kernels = [rates[name] for name in wanted if name not in ON_COPY_ENGINES]
     if choice.strategy in ON_COPY_ENGINES:
         assert rates[choice.strategy] == max(engines)
-        assert max(kernels) <= (1 + MARGIN) * max(engines), "a kernel is much faster"
+        assert direction == "store" or max(kernels) <= (1 + MARGIN) * max(engines), "a kernel is much faster"
     else:
         assert rates[choice.strategy] == max(kernels)
+        assert not engines or direction == "load", "kernels for stores must be requested"
         assert not engines or max(kernels) > (1 + MARGIN) * max(engines), "it takes multiprocessors for little"
     assert choose(direction, available, piece_bytes, Measured(dict(reversed(rates.items())))).strategy == choice.strategy
 
@@ -153,7 +154,7 @@ def speeds(**given: float) -> dict[tuple[str, str], float]:
         ({"load_direct": 5e9}, "direct", "batched"),
         ({"load_direct": 1.19e9, "store_staged": 1.19e9}, "batched", "batched"),
         ({"load_batched_ahead": 1.01e9, "load_direct": 1.2e9}, "batched_ahead", "batched"),
-        ({"load_staged": 4e9, "load_direct": 3e9, "store_staged": 1.3e9}, "staged", "staged"),
+        ({"load_staged": 4e9, "load_direct": 3e9, "store_staged": 9e9}, "staged", "batched"),
         ({"load_batched": 7e9, "load_batched_ahead": 6e9, "load_direct": 8e9}, "batched", "batched"),
     ],
 )

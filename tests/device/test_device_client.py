@@ -24,6 +24,8 @@ from kvstore.core.errors import Internal
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from samples import sample
 from support.client_parts import session_of
+from support.node_stats import node_stats
+from support.wait import wait_until
 
 PAGES = 24
 BLOCKS = 8
@@ -122,6 +124,14 @@ def test_load_on_other_device_returns_stored_bytes(connect: Connect, strategy: s
         assert layerwise or path in result.bytes_by_path  # a node keeps what it has read for an engine
         assert np.array_equal(reader.bytes(pages), expected)
     assert not any(stream.work for stream in reader.device.streams), "work of a load that has ended"
+
+
+def test_node_shows_how_a_connected_engine_copies(cluster: LocalCluster, connect: Connect) -> None:
+    engine = Engine(3, strategy="staged")
+    expected = "engine shown, copies on cpu: load staged (fixed), store staged (fixed)"
+    with connect(engine, client_name="shown"), connect(Engine(4), client_name="shown\n, copies on x"):
+        assert [line for line in node_stats(cluster, "prefill").io_engines if "shown" in line] == [expected]
+    wait_until(lambda: expected not in node_stats(cluster, "prefill").io_engines, "the session ends")
 
 
 def test_store_without_local_node_succeeds(connect: Connect) -> None:

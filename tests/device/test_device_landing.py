@@ -27,7 +27,9 @@ from landing_bed import BLOCKS, PAGES, SPEC, Engine, Volume, hash_quickly
 from late_engine import Engine as LateEngine
 
 from kvclient import InvalidArgument, Tier
+from kvclient.device.copier import DeviceCopier
 from kvclient.device.int8 import ScaleGroups
+from kvclient.device.layouts import PagedCache
 from kvclient.gds.landing_ring import LandingRing
 from kvclient.gds.ring_slots import RingSlots
 from kvproto.v1 import node_pb2, node_pb2_grpc
@@ -156,6 +158,28 @@ def test_landing_any_order_brings_no_wrong_byte(
     wait_until(lambda: engine.ring.slots.free == engine.ring.slots.count)
     assert engine.count("device_gds_blocks_total") == sum(good)
     assert engine.count("device_gds_failed_blocks_total") == 2 * BLOCKS - sum(good)
+
+
+# ---- cost ----
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("slots", "fillings"), [(1, 12), (4, 3), (5, 3), (12, 1)])
+@pytest.mark.parametrize("verify", [False, True])
+def test_landing_costs_two_launches_per_filling(
+    engine_of: Callable[..., Engine], slots: int, fillings: int, verify: bool
+) -> None:
+    """One hashes the slots, one scatters them; the third piece of work uploads numbers. Verified copies are hashed once more."""
+    engine = engine_of(slots=slots)
+    before = sum(stream.launches for stream in engine.device.streams)
+    assert engine.fetch(range(BLOCKS), verify=verify) == BLOCKS
+    assert sum(stream.launches for stream in engine.device.streams) - before == fillings * (4 if verify else 3)
+
+
+@pytest.mark.parametrize(("mib", "launches"), [(64, 64), (128, 32)])
+def test_landing_launches_for_1000_blocks_of_llama(mib: int, launches: int) -> None:
+    """As documented: two per filling, for 16 tokens of Llama-3-8B."""
+    layers = torch.empty((32, 1, 64 << 10), dtype=torch.uint8).unbind(0)
+    with LandingRing(DeviceCopier(PagedCache(list(layers))), gds="off", ring_bytes=mib << 20) as ring:
+        assert 2 * -(-1000 // ring.slots.count) == launches
 
 
 # ---- single faults ----
@@ -305,8 +329,6 @@ def test_landing_without_memory_is_refused_once(engine_of: Callable[..., Engine]
 def test_landing_is_not_used_without_need(volume: Volume, gds: str, choices: dict[str, Any], refused: int) -> None:
     """Host memory, the setting, a device without checksums."""
     from landing_bed import cache_of
-
-    from kvclient.device.copier import DeviceCopier
 
     copier = DeviceCopier(cache_of(1), **choices)
     with LandingRing(copier, gds=gds) as ring:  # type: ignore[arg-type]

@@ -328,6 +328,7 @@ def test_running_node_healthy_is_ok() -> None:
         ("NIXL: in use, UCX over TCP and CMA", False, Level.OK),
         ("NIXL: off", False, Level.OK),
         ("copies and checksums: native kernel avx512", False, Level.OK),
+        ("engine vllm-worker, copies on cuda:0: load direct (measured), store batched (measured)", False, Level.OK),
         ("copies and checksums: in Python, several times slower (12 batches so far)", False, Level.WARNING),
         ("GPUDirect Storage of a/nvme0: compat (no GDS)", False, Level.INFO),
         ("GPUDirect Storage of a/nvme0: compat (no GDS)", True, Level.MISSING),

@@ -20,10 +20,14 @@ pytest.importorskip("vllm")
 from pd_bed import Oracle, PdBed, pd_bed
 from vllm_bed import SingleEngine, VllmDriver, VllmEngine, text, tiny
 
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.engine_bed import ServeSpec
 from kvstore.testing.connector.driver import StoreAddress
 from kvstore.testing.connector.suite import ConnectorSuite
 from kvstore.testing.tiny_models import make_model
+from support.client_parts import session_of
+from support.node_stats import empty_dram
+from support.wait import wait_until
 
 LATE = {"connector": "LateConnector", "module": "late_connector"}
 PROMPTS = [text(1, 700), text(2, 580), text(3, 128), text(4, 31)]
@@ -66,6 +70,54 @@ def test_blocks_go_both_ways_between_host_memory_and_a_device(family: str, mode:
         counts = engine.counters()
         assert counts.get("bugs", 0) == counts.get("loads_failed", 0) == 0
         assert counts.get("device_loaded_bytes", 0) == (counts["load_bytes"] if reader else 0)
+
+
+def test_blocks_land_from_nvme_with_device_checksums(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device hashes what it stores and what lands in its ring; nothing loaded passes the arena."""
+    from late_connector import QuickChecksums, stand_in_kernels
+
+    stand_in_kernels(monkeypatch)
+    hashed: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        hash_rows = getattr(QuickChecksums, name)
+
+        def of(self: QuickChecksums, *given: Any, **how: Any) -> Any:
+            hashed.append(name)
+            return hash_rows(self, *given, **how)
+
+        return of
+
+    for name in ("of_pages", "of_memory"):
+        monkeypatch.setattr(QuickChecksums, name, counted(name))
+    single = SingleEngine()
+    with LocalCluster([NodeSpec("n", dram_bytes=256 << 20, nvme_bytes=512 << 20)], tmp_path) as cluster:
+        address = StoreAddress(cluster.metadata_address, cluster.node("n").local_socket)
+        options = {"device_gds": "forced", "read_ahead_requests": 0}
+        engine = single.open(VllmDriver(tiny("llama", folder), **LATE), address, options)
+        try:
+            right, loaded = ask(engine)  # by the engine alone: the store is empty
+            assert loaded == [0] * len(PROMPTS)
+            engine.forget()
+            assert "of_pages" in hashed
+            (client,) = engine.worker_side.clients
+            empty_dram(cluster, "n")
+            reader = client.context.disks
+            assert reader is not None
+            wait_until(lambda: reader.reads_disks(session_of(client).volumes))
+            del hashed[:]
+            tokens, loaded = ask(engine)
+            assert tokens == right
+            blocks = [(len(prompt) - 1) // engine.block_tokens for prompt in PROMPTS]
+            assert loaded == [count * engine.block_tokens for count in blocks]
+            assert "of_memory" in hashed
+            engine.worker_side.count_device_copies()
+            counts = engine.counters()
+            assert counts["device_gds_blocks"] == sum(blocks)
+            for name in ("device_loaded_bytes", "device_gds_failed_blocks", "device_checksums_by_host", "loads_failed", "bugs"):
+                assert counts.get(name, 0) == 0, name
+        finally:
+            single.close()
 
 
 @pytest.mark.thorough

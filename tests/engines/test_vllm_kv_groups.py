@@ -18,7 +18,10 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("default")  # of engines, as everywhere in this folder; modules are imported before that is set
+    from vllm.config import KVTransferConfig
+    from vllm.platforms.interface import DeviceCapability
     from vllm.v1 import kv_cache_interface as interface
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
@@ -27,7 +30,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "device"))
 
 from deferred import DeferredDevice, FakePinning
 
+import kvclient.engines.vllm.connector as facade
 from kvclient import InvalidArgument
+from kvclient.device import PagedCache
 from kvclient.engines.vllm.identity.engine_facts import check_steps
 from kvclient.engines.vllm.identity.kv_groups import check_handoffs, group_blocks, read_groups
 from kvclient.engines.vllm.memory.device_pages import device_pages, make_pages
@@ -175,6 +180,63 @@ def test_gemma_4_pages_of_two_sizes_share_a_chain() -> None:
     assert sorted((part.kind, part.block_tokens) for part in parts) == [("full", 32), ("sliding:96", 64), ("sliding:96", 64)]
     blocks = group_blocks(parts)
     assert (blocks.key_tokens, blocks.block_tokens) == (32, 64)
+
+
+# ---- layout of the KV cache ----
+FLASH_ATTENTION = ["LBNHC", "LBHNC", "BLNHC", "BLHNC"]
+"""Layouts that a worker reports, most preferred first: as FlashAttention, as FlashInfer on compute capability 10, as a CPU."""
+HEADS_FIRST = ["LBHNC", "BLHNC"]
+ON_CPU = ["LBHNC"]
+
+
+@pytest.mark.parametrize(
+    ("connector", "options", "capability", "reported", "resolved"),
+    [
+        ("KVStoreConnector", {}, (9, 0), FLASH_ATTENTION, "BLNHC"),
+        ("KVStoreConnector", {}, (10, 0), HEADS_FIRST, "BLHNC"),
+        ("KVStorePDConnector", {}, (9, 0), FLASH_ATTENTION, "BLNHC"),
+        ("KVStoreConnector", {"kv_layout": "engine"}, (9, 0), FLASH_ATTENTION, "LBNHC"),
+        ("KVStoreConnector", {"load_mode": "layerwise"}, (9, 0), FLASH_ATTENTION, "LBNHC"),
+        ("KVStoreConnector", {}, (9, 0), ["LBNHC"], "LBNHC"),
+        ("KVStoreConnector", {}, None, ON_CPU, "LBHNC"),
+    ],
+)
+def test_vllm_resolves_the_layout_of_the_option(
+    connector: str,
+    options: dict[str, str],
+    capability: tuple[int, int] | None,
+    reported: list[str],
+    resolved: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's own resolution. A backend without the block-major layout keeps its own."""
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    platform = SimpleNamespace(
+        device_type="cuda" if capability else "cpu",
+        get_device_capability=lambda: DeviceCapability(*capability) if capability else None,
+    )
+    monkeypatch.setattr(facade, "current_platform", platform)
+    module = "pd_connector" if connector == "KVStorePDConnector" else "connector"
+    config = engine()
+    config.cache_config.kv_cache_layout = None
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector=connector,
+        kv_connector_module_path=f"kvclient.engines.vllm.{module}",
+        kv_role="kv_both",
+        kv_connector_extra_config=options,
+    )
+    assert resolve_kv_cache_layout(config, [reported]).name == resolved
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_required_layout_joins_the_layers_of_a_page(capability: tuple[int, int]) -> None:
+    """The copier names joined layers as one piece: 512 KiB of Llama-3-8B instead of 64 KiB."""
+    layout = ConnectorOptions().required_layout("cuda", capability)
+    assert layout is not None
+    config = engine(layout)
+    cache = cache_of(config, {f"l{at}": full() for at in range(4)})
+    caches = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[layout])
+    assert PagedCache([caches[f"l{at}"] for at in range(4)]).has_joined_layers
 
 
 # ---- refusals ----

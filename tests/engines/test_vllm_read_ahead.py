@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 pytest.importorskip("vllm")
 
 from vllm_bed import BLOCK, SingleEngine, VllmDriver, VllmEngine, text, tiny
 
-from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.testing.connector.driver import StoreAddress
-from support.node_stats import node_counter, node_stats
+from support.node_stats import empty_dram, node_counter
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -48,23 +46,10 @@ def counter(cluster: LocalCluster, name: str) -> int:
     return node_counter(cluster, "n", f"node_read_ahead_{name}_total")
 
 
-def empty_dram(cluster: LocalCluster) -> None:
-    """Write all back, and evict until nothing is in DRAM."""
-    with grpc.insecure_channel(cluster.node("n").address) as channel:
-        stub = node_pb2_grpc.NodeStub(channel)
-        assert stub.Flush(node_pb2.FlushRequest(timeout_ms=10_000), timeout=12).complete
-
-        def is_empty() -> bool:
-            stub.Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=2), timeout=10)  # type: ignore[arg-type]
-            return node_stats(cluster, "n").tiers[0].blocks == 0
-
-        wait_until(is_empty)
-
-
 def answer(engine: VllmEngine, cluster: LocalCluster, other: int) -> tuple[int, ...]:
     """The answer to ``WAITING``, whose prefix is on NVMe only, while an ``other`` request, not stored, fills the engine."""
     engine.forget()
-    empty_dram(cluster)
+    empty_dram(cluster, "n")
     engine.one_by_one([text(9, 8)])  # the first step after a reset checks the weights
     return engine.tokens([text(other, 96), WAITING], ANSWER)[1]
 
@@ -86,7 +71,7 @@ def test_waiting_request_that_is_aborted_holds_nothing(opened: Open, cluster: Lo
     engine = opened()
     engine.tokens([WAITING], 1)
     engine.forget()
-    empty_dram(cluster)
+    empty_dram(cluster, "n")
     engine.one_by_one([text(9, 8)])
     core = engine.llm.llm_engine
     for name, prompt in (("long", text(4, 96)), ("waiting", WAITING)):

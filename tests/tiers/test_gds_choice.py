@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.config.node import NodeConfig, VolumeSection
 from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.node.durability.recovery import open_volumes
 from kvstore.observe.counters import Counters
 from kvstore.process.run_with_timeout import CommandResult, run_with_timeout
 from kvstore.tiers.io_engines import kvikio_library, probe
@@ -263,6 +265,27 @@ def test_choose_gds_off_probes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert choose_gds("off", tmp_path, threads=4, counters=Counters()) == (None, GdsProbe(GdsPath.NONE, "switched off"))
     with pytest.raises(InvalidArgument, match="auto, required or off"):
         choose_gds("on", tmp_path, threads=4, counters=Counters())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_node_with_gds_loads_no_kvikio(mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node shows what engines can do, and reads into host memory itself."""
+
+    def loaded(threads: int) -> Kvikio:
+        raise AssertionError("kvikio in the node's process")
+
+    found_is(monkeypatch, GdsPath.GDS)
+    monkeypatch.setattr(probe, "load_kvikio", loaded)
+    config = NodeConfig(
+        node_id="n", run_dir=tmp_path, nvme=(VolumeSection(path=tmp_path / "v", capacity_bytes=32 << 20),), gds=mode
+    )
+    opened = open_volumes(config, Counters())
+    try:
+        assert opened.gds_lines == ["GPUDirect Storage of n/nvme0: real (the reason)"]
+        assert ["gds" in slab.io_engine for slab in opened.slabs] == [False]
+    finally:
+        for slab in opened.slabs:
+            slab.close()
 
 
 @pytest.mark.parametrize("volume", [True, False])

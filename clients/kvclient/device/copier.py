@@ -208,6 +208,11 @@ class DeviceCopier:
         """The strategy of loads and of stores, why it was chosen, and the measured rates."""
         return self._directions.choices
 
+    def describe(self) -> str:
+        """See ``ArenaPinner``."""
+        ways = ", ".join(f"{direction} {choice.strategy} ({choice.source})" for direction, choice in self.choices.items())
+        return f"{self.cache.device}: {ways}"
+
     def calibrate(
         self,
         timeout_s: float = CALIBRATE_S,

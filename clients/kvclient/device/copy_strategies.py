@@ -34,7 +34,10 @@ _BATCH_PIECES = 1024
 _LAUNCH_BYTES = 16 << 20
 """Bytes over the bus that are worth a launch."""
 JOINED_BYTES = 512 << 10
-"""Length of a piece of several layers in one batch, if they are neighbours in a page."""
+"""Length of a piece of several layers in one batch, if they are neighbours in a page.
+
+Longer pieces are no faster (``PIECE_BYTES``), and the first layers would arrive later: each piece has its own event.
+"""
 _CODED_BYTES = {"cpu": 1 << 20}
 """Bytes of rows that a codec converts at a time, by type of device: with all intermediate results they fit into a CPU's cache."""
 _CODED_BYTES_ELSEWHERE = 16 << 20

@@ -187,6 +187,9 @@ class ArenaPinner(Protocol):
             InvalidArgument: it does not.
         """
 
+    def describe(self) -> str:
+        """Say in a few printable words how the device copies, for ``kvstore doctor``."""
+
     def mapped(self, arena: memoryview, descriptor: int | None = None) -> ArenaPin:
         """Pin an arena that was mapped. Returns soon; keeps no view of the arena.
 

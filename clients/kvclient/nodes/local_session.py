@@ -238,7 +238,8 @@ class LocalNode:
 
     def _open_at(self, address: str, end_s: float, *, explains: bool) -> Session:
         stub = node_pb2_grpc.NodeStub(self._channel_to(address))
-        request = node_pb2.OpenSessionRequest(client_name=self._options.client_name, spec=spec_to_proto(self._spec))
+        copies = "" if self._pinner is None else f", copies on {self._pinner.describe()}"
+        request = node_pb2.OpenSessionRequest(client_name=self._options.client_name + copies, spec=spec_to_proto(self._spec))
         try:
             opened = call(stub.OpenSession, request, self._left_s(end_s), _WHILE_CONNECTING)
         except (Unavailable, DeadlineExceeded) as error:  # from None: gRPC's own traceback says the same at greater length

@@ -27,8 +27,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.io_engines.kvikio_library import Kvikio
-from kvstore.tiers.io_engines.probe import choose_gds
+from kvstore.tiers.io_engines.probe import check_gds
 from kvstore.tiers.nvme.ownership import VolumeAdopted
 from kvstore.tiers.nvme.slab import NvmeSlab
 
@@ -92,10 +91,9 @@ def open_volumes(config: NodeConfig, counters: Counters) -> OpenedVolumes:
         raise InvalidArgument("node.gds = required needs an NVMe volume; set node.nvme")
     for location in own_volumes(config):
         location.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # the probe measures the folder's file system
-        threads = config.io_threads * len(config.nvme)
-        gds, found = choose_gds(config.gds, location.path, threads=threads, counters=counters)
+        found = check_gds(config.gds, location.path, counters=counters)  # for engines: the node reads into host memory
         try:
-            opened.slabs.append(open_owned(config, location, counters=counters, gds=gds))
+            opened.slabs.append(open_owned(config, location, counters=counters))
         except VolumeAdopted as error:
             counters.add(volumes_metrics.FENCED_VOLUMES)
             log.error("volume not opened: %s; this node only reads it", error)  # noqa: TRY400  # no bug, no trace
@@ -105,7 +103,7 @@ def open_volumes(config: NodeConfig, counters: Counters) -> OpenedVolumes:
     return opened
 
 
-def open_owned(config: NodeConfig, location: VolumeFolder, *, counters: Counters, gds: Kvikio | None = None) -> NvmeSlab:
+def open_owned(config: NodeConfig, location: VolumeFolder, *, counters: Counters) -> NvmeSlab:
     """Open a volume that this node owns.
 
     Raises:
@@ -119,8 +117,6 @@ def open_owned(config: NodeConfig, location: VolumeFolder, *, counters: Counters
         io_threads=config.io_threads,
         direct=location.direct,
         counters=counters,
-        gds=gds,
-        gds_required=gds is not None and config.gds == "required",
     )
 
 

@@ -36,6 +36,9 @@ UNCONNECTED_TTL_S = 10.0
 """A session whose engine never connected to the arena socket ends after this."""
 REMOTE_IDLE_TTL_S = 60.0
 """The session of an engine on another host ends after this long without a call and without a lease."""
+_COPIES = ", copies on "
+"""In the name of a client: what follows says how its device copies."""
+_MOST_SHOWN = 32
 
 
 @dataclass(slots=True)
@@ -137,6 +140,12 @@ class Sessions:
                 return False
             session.connected = True
             return True
+
+    def engines(self) -> list[str]:
+        """Return how connected engines with a KV cache on a device copied at the start of their sessions, without repetitions."""
+        with self._lock:
+            names = {session.name for session in self._sessions.values() if session.connected}
+        return sorted(name for name in names if _COPIES in name and name.isprintable())[:_MOST_SHOWN]
 
     def end(self, session_id: SessionId) -> None:
         """End a session, and release everything that it holds."""

@@ -206,21 +206,19 @@ def _judge(facts: Mapping[str, Any], ran: CommandResult, timeout_s: float) -> tu
     return GdsPath.COMPAT, f"{available}: kvikio reads through host memory, {rate} measured", _ENABLE_GDS
 
 
-def choose_gds(
+def check_gds(
     mode: GdsMode,
     folder: Path,
     *,
-    threads: int,
     counters: Counters,
     setting: str = "node.gds",
     look: Callable[[Path], GdsProbe] | None = None,
-) -> tuple[Kvikio | None, GdsProbe]:
-    """Choose the I/O engine of a volume, and log the result of the probe.
+) -> GdsProbe:
+    """Probe whether GPUDirect Storage works for a volume, and log the result. Nothing is loaded into this process.
 
     Args:
-        mode: ``off``: do not use kvikio; ``auto``: use it if GDS works; ``required``: fail if it does not.
+        mode: ``off``: do not probe; ``auto``: log what is found; ``required``: fail if it does not work.
         folder: an existing folder of the volume.
-        threads: number of requests in flight, over all volumes.
         counters: counts a volume on which GDS falls back to host memory.
         setting: name of the setting with ``mode``, for messages.
         look: the probe: ``glance_at_gds`` for a folder that must not be written to; then only a measurement counts. None:
@@ -233,18 +231,53 @@ def choose_gds(
     if mode not in ("auto", "required", "off"):
         raise InvalidArgument(f"{setting} must be auto, required or off", gds=mode)
     if mode == "off":
-        return None, GdsProbe(GdsPath.NONE, "switched off")
+        return GdsProbe(GdsPath.NONE, "switched off")
     found = (look or probe_gds)(folder)
     if found.path is GdsPath.GDS and not found.measured:
         found = GdsProbe(GdsPath.NONE, found.why, f"wait for a volume of at least {PROBE_BYTES >> 20} MiB", found.facts)
+    _report(found, mode, folder, counters, setting)
+    return found
+
+
+def choose_gds(
+    mode: GdsMode,
+    folder: Path,
+    *,
+    threads: int,
+    counters: Counters,
+    setting: str = "node.gds",
+    look: Callable[[Path], GdsProbe] | None = None,
+) -> tuple[Kvikio | None, GdsProbe]:
+    """Choose the I/O engine of a volume for reads into device memory: kvikio, if ``check_gds`` finds GPUDirect Storage.
+
+    Args:
+        mode: as for ``check_gds``.
+        folder: as for ``check_gds``.
+        threads: number of requests in flight, over all volumes.
+        counters: as for ``check_gds``.
+        setting: as for ``check_gds``.
+        look: as for ``check_gds``.
+
+    Raises:
+        Unsupported: GDS is required and does not work; the message has the remedy.
+        InvalidArgument: unknown mode.
+    """
+    found = check_gds(mode, folder, counters=counters, setting=setting, look=look)
+    if found.path is not GdsPath.GDS:
+        return None, found
+    try:
+        return load_kvikio(threads=threads), found
+    except Unsupported as error:  # it worked in the probe's process
+        found = GdsProbe(GdsPath.NONE, str(error), INSTALL_KVIKIO, found.facts)
+    _report(found, mode, folder, counters, setting)
+    return None, found
+
+
+def _report(found: GdsProbe, mode: GdsMode, folder: Path, counters: Counters, setting: str) -> None:
+    """Log and count the result of a probe; raise if GDS is required and does not work."""
     if found.path is GdsPath.GDS:
-        try:
-            kvikio = load_kvikio(threads=threads)
-        except Unsupported as error:  # it worked in the probe's process
-            found = GdsProbe(GdsPath.NONE, str(error), INSTALL_KVIKIO, found.facts)
-        else:
-            _log.info("GPUDirect Storage probed: volume at %s (%s)", folder, found.describe())
-            return kvikio, found
+        _log.info("GPUDirect Storage probed: volume at %s (%s)", folder, found.describe())
+        return
     if mode == "required":
         raise Unsupported(
             f"{setting} = required, but GPUDirect Storage does not work here: {found.why}. To repair it: {found.fix}."
@@ -259,4 +292,3 @@ def choose_gds(
         _log.warning("GPUDirect Storage not usable: volume at %s (%s); posix is used", folder, found.why)
     else:
         _log.info("GPUDirect Storage not used: volume at %s (%s)", folder, found.why)
-    return None, found

@@ -116,7 +116,8 @@ def token_rows() -> list[tuple[list[int], dict[int, list[tuple[str, str]]]]]:
 
 def checksum_rows() -> list[dict[str, Any]]:
     rows = []
-    for layers, size in ((1, 1), (1, 4096), (3, 17), (4, 240), (2, 241), (4, 1024), (61, 64)):
+    short = ((1, 1), (1, 4096), (3, 17), (4, 240), (2, 241), (4, 1024), (61, 64))
+    for layers, size in (*short, (2, 4097), (1, 16384), (2, 65536), (1, 1 << 20)):
         # what the block holds: byte i is (i * 31 + i // 256) mod 256
         block = bytes((position * 31 + position // 256) % 256 for position in range(layers * size))
         digests = [xxhash.xxh3_64(block[at : at + size]).intdigest() for at in range(0, len(block), size)]

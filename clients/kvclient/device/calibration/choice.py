@@ -5,7 +5,9 @@
 2. If a measurement is missing, for example because time ran out, a rule decides: loads in pieces shorter than
    ``SMALL_PIECE_BYTES`` use ``direct``; everything else uses ``batched``, or ``staged`` if the driver lacks batched copies.
 3. A candidate that failed in its trial is not chosen, except ``staged``, which is always possible.
-4. Stores use neither ``direct``, which must be requested by name, nor ``batched_ahead``, whose sources must be complete.
+4. Stores use ``batched``, or ``staged`` if that is impossible: SGLang saw illegal accesses with store kernels beside
+   FlashAttention 3 on Hopper (#20611, #21631), and no long run has excluded them here. So faster kernels are only reported, and
+   must be requested by name. Stores never use ``batched_ahead``, whose sources must be complete.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class DirectionChoice:
 
 
 def candidates(direction: Direction, available: Collection[str]) -> tuple[str, ...]:
-    """Return the strategies among which ``auto`` chooses.
+    """Return the strategies that are measured. ``auto`` uses one of them.
 
     Args:
         direction: loads or stores.
@@ -128,7 +130,9 @@ def choose(direction: Direction, available: Collection[str], piece_bytes: int, m
     wanted = candidates(direction, available)
     left = [name for name in wanted if name not in measured.failed]
     rates = {name: rate for name in left if math.isfinite(rate := measured.rates.get(name, math.nan)) and rate > 0}
-    best = by_rates(rates) if len(rates) == len(left) and not measured.gap else None
+    on_engines = {name: rate for name, rate in rates.items() if name in ON_COPY_ENGINES}
+    usable = on_engines or rates if direction == "store" else rates
+    best = by_rates(usable) if len(rates) == len(left) and not measured.gap else None
     if best is not None:
         return DirectionChoice(best, "measured", rates)
     gap = measured.gap or ("all trial copies failed" if not left else "a measurement is missing")

@@ -61,6 +61,7 @@ with vllm_imports():
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
+    from vllm.platforms import current_platform
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -583,6 +584,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether vLLM must split CUDA graphs per layer, because each layer waits for its load."""
         return bool(extra_config.get("load_mode") == "layerwise")
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ANN401
+        """Return the order that vLLM's KV cache should have; None: any. vLLM uses another one if the backend cannot have this."""
+        options = cls.options_class.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        return options.required_layout(current_platform.device_type, current_platform.get_device_capability())
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -19,7 +19,10 @@ DEVICE_GDS = ("auto", "required", "off", "forced")
 DEVICE_COPIES = ("auto", "staged", "batched", "direct")
 LOCALITIES = ("", "LOCAL", "REMOTE")
 STORED_DTYPES = ("engine", "int8")
+KV_LAYOUTS = ("block_major", "engine")
 _MS = 1_000
+_HEADS_FIRST = 10
+"""Major compute capability whose attention kernels require the heads of a page to be outside of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class ConnectorOptions:
         stored_dtype: numbers in stored blocks. ``engine``: those of the engine's pages; ``int8``: 8-bit integers with scales,
             which take 56 % of the bytes and change the output (see ``kvclient.device.int8``). Engines with different
             settings share no blocks.
+        kv_layout: order of vLLM's KV cache on a GPU. ``block_major``: the layers of a page lie side by side, so that copies have
+            long pieces, if ``load_mode`` is ``async`` and the attention backend supports it; ``engine``: vLLM decides.
         device_copies: how pages on a GPU are copied: ``batched``, ``staged`` or ``direct`` (see
             ``kvclient.device.copy_strategies``). ``auto``: the fastest of them, as measured by trial copies at start.
         device_staging_bytes: device memory of each of four staging buffers of a group, taken when first needed.
@@ -79,6 +84,7 @@ class ConnectorOptions:
     events_blocks: int = 262_144
     published_blocks: int = 131_072
     stored_dtype: str = "engine"
+    kv_layout: str = "block_major"
     device_copies: str = "auto"
     device_staging_bytes: int = 64 << 20
     device_checksums: bool = True
@@ -98,6 +104,8 @@ class ConnectorOptions:
             raise InvalidArgument("unknown choice", option="stored_dtype", value=self.stored_dtype, choices=STORED_DTYPES)
         if self.stored_dtype == "int8" and self.device_copies not in {"auto", "staged"}:
             raise InvalidArgument("stored_dtype int8 requires device_copies auto or staged", device_copies=self.device_copies)
+        if self.kv_layout not in KV_LAYOUTS:
+            raise InvalidArgument("unknown choice", option="kv_layout", value=self.kv_layout, choices=KV_LAYOUTS)
         if self.device_gds not in DEVICE_GDS:
             raise InvalidArgument("unknown choice", option="device_gds", value=self.device_gds, choices=DEVICE_GDS)
         if self.events_locality not in LOCALITIES:
@@ -138,6 +146,21 @@ class ConnectorOptions:
         own = tuple(one.name for one in fields(cls) if one.name != "hook")
         hook = HookOptions.from_mapping(given, known_elsewhere=own)
         return cls(hook=hook, **{name: given[name] for name in own if name in given})
+
+    def required_layout(self, device_type: str, capability: tuple[int, int] | None) -> str | None:
+        """Return vLLM's name of the order that its KV cache should have; None: vLLM decides.
+
+        A page of a layer has the order that it has by vLLM's default on the same device (tokens first, but heads first for the
+        kernels of compute capability 10), so engines with ``kv_layout`` ``engine`` share its blocks. Layer-wise loads copy each
+        layer by itself, and CPUs have no block-major kernels.
+
+        Args:
+            device_type: vLLM's name of the type of device.
+            capability: compute capability of the device; None: it has none.
+        """
+        if self.kv_layout != "block_major" or self.load_mode != "async" or device_type != "cuda" or capability is None:
+            return None
+        return "BLHNC" if capability[0] == _HEADS_FIRST else "BLNHC"
 
     def check_groups(self, groups: int, parts: int) -> None:
         """Check that the options suit an engine's KV cache groups.
