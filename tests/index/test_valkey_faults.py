@@ -367,6 +367,32 @@ def test_index_full_refuses_publishes_and_heals(servers: ValkeyServers, index: V
     index.publish(epoch, [more], [])
 
 
+@pytest.mark.skipif(
+    None in (find_server("valkey-server"), find_server("redis-server")), reason="no valkey-server or no redis-server here"
+)
+def test_publish_older_primary_is_rejected_once(tmp_path: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.index.valkey.index._STATS_POLLS", 1 << 30)
+    with ValkeyServers(tmp_path, shards=2, program=find_server("valkey-server")) as servers:
+        index = ValkeyIndex.open(ValkeyAddress(servers.seeds), count=counters.add, lookup_budget_s=5.0)
+        try:
+            epoch, other = open_epoch(index), open_epoch(index, 1)
+            index.put_namespace(NAMESPACE, b"spec")
+            servers.program = Path(str(find_server("redis-server")))
+            servers.restart(without_small_state(servers))
+            wait_until(lambda: servers.whole, "the older server has joined")
+            run = BlockRun(NAMESPACE, None, 0, tuple(CHAIN))
+            index.publish(epoch, [run], [])
+            with pytest.raises(Unavailable, match="rejects changes"):
+                index.publish(other, [run], [])
+            index.publish(other, [run], [])
+            assert index.lookup(NAMESPACE, PACKED, {other}).blocks == len(CHAIN)
+            index.publish(epoch, [], CHAIN)
+            index.publish(other, [], CHAIN)
+            assert index.records_in_ranges(0, len(TAGS)) == []
+        finally:
+            index.close()
+
+
 @needs_valkey
 def test_numbers_lost_in_a_failover_are_not_used_again(tmp_path: Path, counters: Counters) -> None:
     with ValkeyServers(tmp_path, shards=1, replicas=1) as servers:
