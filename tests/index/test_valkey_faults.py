@@ -256,12 +256,14 @@ def test_emptied_shard_makes_records_unknown_until_repaired(
     index.publish(epoch, [run], [])
     index.put_namespace(NAMESPACE, b"spec")
     assert index.lookup(NAMESPACE, PACKED, {epoch}).blocks == len(CHAIN)
+    assert index.backend().lost_ranges == 0
     without_small_state(servers).call("FLUSHALL")
 
     def lost() -> dict[int, frozenset[int]]:
         return {check.token: check.ranges for check in index.range_checks() if check.lost}
 
     wait_until(lambda: sum(map(len, lost().values())) > 1_900, "the loss is noticed")
+    assert index.backend().lost_ranges > 1_900
     hit = index.lookup(NAMESPACE, PACKED, {epoch})
     assert hit.blocks >= len(CHAIN) - 20
     cold = index.lookup(NAMESPACE, chain("d", 1)[0], {epoch})
@@ -273,6 +275,7 @@ def test_emptied_shard_makes_records_unknown_until_repaired(
     hit = index.lookup(NAMESPACE, PACKED, {epoch})
     assert (hit.blocks, hit.unknown) == (len(CHAIN), 0)
     assert index.stats().blocks == len(CHAIN)
+    assert index.backend().lost_ranges == 0
     assert counters.snapshot()[metadata_metrics.RANGES_LOST] > 1_900
 
 

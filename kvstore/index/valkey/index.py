@@ -533,7 +533,7 @@ class ValkeyIndex(PrefixIndex):
         return self._cluster.reachable
 
     def backend(self) -> IndexBackend:
-        return self._watch.backend()
+        return self._audit.with_ranges(self._watch.backend())
 
     async def exchange_servers(self, mine: MetadataServerRecord, ended: Collection[str] = ()) -> list[MetadataServerRecord]:
         *_, records = await self._cluster.run_until(exchange_commands(mine, ended), time.monotonic() + SERVERS_S, Lane.READS)
