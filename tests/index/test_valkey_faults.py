@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import hiredis
 import pytest
@@ -18,14 +19,16 @@ from kvstore.core.checksum import key_range
 from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
-from kvstore.index.contract import VolumeEpoch
+from kvstore.index.contract import LeaseHolder, ServerRole, VolumeEpoch
 from kvstore.index.valkey import cluster as cluster_module
+from kvstore.index.valkey import small_state
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import PATIENCE, UNANSWERED, ValkeyClient
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.index import ValkeyIndex
-from kvstore.index.valkey.keys import RANGE_SLOTS, SLOTS, TAGS
+from kvstore.index.valkey.keys import LEASES, RANGE_SLOTS, SLOTS, SMALL_SLOT, TAGS
 from kvstore.index.valkey.records import too_old
+from kvstore.index.valkey.small_state import SmallStateStore
 from kvstore.metadata.indexing.index_mutations import repair_range
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -295,6 +298,45 @@ async def test_holders_of_a_silent_shard_are_left_out(servers: ValkeyServers) ->
         assert set(found) == {(epoch,), ()}, "the other shard has answered"
     finally:
         await index.close_async()
+
+
+@needs_valkey
+async def test_lease_that_valkey_keeps_ends_without_renewals(
+    servers: ValkeyServers, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host of Valkey whose time of day was set back keeps leases for as long."""
+    passed_s = 0.0
+    monkeypatch.setattr(small_state, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
+    for server in servers.servers:
+        server.call("FLUSHALL")
+    cluster = ValkeyClient(ValkeyAddress(servers.seeds), budget_s=5.0, count=counters.add)
+    await cluster.start()
+    first, second = SmallStateStore(cluster), SmallStateStore(cluster)
+    one, two, role = LeaseHolder("one", "a:1"), LeaseHolder("two", "a:2"), ServerRole.PLAN
+
+    async def take(store: SmallStateStore, holder: LeaseHolder) -> LeaseHolder:
+        taken = await store.take_leases([role], holder, 30.0)
+        await cluster.run([(SMALL_SLOT, pack("PERSIST", LEASES[role]))])
+        return taken[role]
+
+    try:
+        await first.load()
+        assert await take(first, one) == one
+        await second.load()
+        passed_s = 40.0
+        assert await take(first, one) == one
+        assert await take(second, two) == one, "the holder has renewed it since the second server read it"
+        await second.refresh()
+        passed_s = 60.0
+        assert await take(second, two) == one, "20 s after it read the renewal"
+        passed_s = 80.0
+        assert await take(second, two) == two
+        assert await take(first, one) == two
+        await second.free_leases([role], two)
+        await first.refresh()
+        assert first.state.leases == {}
+    finally:
+        await cluster.close()
 
 
 @needs_valkey
