@@ -198,6 +198,7 @@ README_FIGURES: list[tuple[str, str, Callable[[Record], bool]]] = [
         r"reads over both: ([\d.-]+) times the rate",
         lambda record: (
             record.figure == "netlab_rate"
+            and "metadata_servers" not in record.parameters
             and (record.parameters["bed"], record.parameters["in_flight"]) == ("1P1D", 8)
             and record.parameters["policy"] in {"shorter_queue", "split"}
         ),
@@ -207,6 +208,7 @@ README_FIGURES: list[tuple[str, str, Callable[[Record], bool]]] = [
         r"and ([\d.-]+) times at 3",
         lambda record: (
             record.figure == "netlab_rate"
+            and "metadata_servers" not in record.parameters
             and (record.parameters["bed"], record.parameters["in_flight"]) == ("1P1D", 3)
             and record.parameters["policy"] in {"shorter_queue", "split"}
         ),

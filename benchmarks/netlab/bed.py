@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import Any, Self
 
 from kvstore.core.spec import CacheSpec
 from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
+from kvstore.embedded.valkey import ServerHost, ValkeyServers
+from kvstore.netlab import netns
 from kvstore.netlab.bed import METADATA_HOST, LabBed
 from kvstore.netlab.lab import LabHost, NetLab
 from kvstore.netlab.traffic import Recording
@@ -39,11 +42,13 @@ class BedOptions:
         arena_bytes: of each prefill and decode node, for blocks under way only.
         window_bytes: read-ahead of a node for one load.
         settings: further settings of prefill and decode nodes.
+        servers: metadata servers. If there are several, their index is in a Valkey Cluster of three shards, on the same host.
     """
 
     arena_bytes: int = 384 * MIB
     window_bytes: int = 16 * MIB
     settings: Mapping[str, str] = field(default_factory=dict)
+    servers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +193,26 @@ class LoadBed:
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._stack.enter_context(self.lab)
         metadata = self.lab.host(METADATA_HOST)
+        settings = [("engine", self._start_valkey(metadata))] if self.options.servers > 1 else []
+        place = DaemonHost(metadata.compute_ip, metadata.popen)
         self.cluster = self._stack.enter_context(
-            LocalCluster(self._nodes(), self.folder, metadata_host=DaemonHost(metadata.compute_ip, metadata.popen))
+            LocalCluster(self._nodes(), self.folder, settings, place, servers=self.options.servers)
         )
         path = self.folder / "workload.npz"
         self.workload.save(path)
         self._store(path)
         for name in self.bed.prefill_hosts:
             self.engines.append(self._driver(name, path))
+
+    def _start_valkey(self, host: LabHost) -> str:
+        """Starts a Valkey Cluster. Returns the setting ``metadata.engine``."""
+        namespace = os.open(netns.NETNS_DIR / host.namespace, os.O_RDONLY | os.O_CLOEXEC)
+        self._stack.callback(os.close, namespace)
+        on_host = self._stack.enter_context(ThreadPoolExecutor(1, initializer=netns.enter, initargs=(namespace,)))
+        place = ServerHost(host.compute_ip, host.popen)
+        valkey = on_host.submit(lambda: ValkeyServers(self.folder / "valkey", shards=3, hosts=[place])).result()
+        self._stack.callback(valkey.close)
+        return valkey.url
 
     def _driver(self, name: str, workload: Path) -> Driver:
         driver = Driver(self.lab.host(name), self.cluster, self.spec, workload, self.folder / f"driver-{name}.log")

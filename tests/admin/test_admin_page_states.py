@@ -192,7 +192,9 @@ def shards_of(servers: int, away: int = 0) -> Any:
         )
         for number in range(2)
     ]
-    message = pb.DescribeShardsResponse(servers=sorted(found, key=lambda one: one.shard), metadata_servers=serving)
+    message = pb.DescribeShardsResponse(
+        servers=sorted(found, key=lambda one: one.shard), metadata_servers=serving, lost_ranges=away, suspect_ranges=2 * away
+    )
     return lambda _: serializers.shards(message).model_dump(mode="json")
 
 
@@ -209,6 +211,11 @@ def test_page_shows_servers_of_a_shared_index(
         assert table.locator(".badge.bad").all_inner_texts() == ["away for 7.00 s"] * away
         assert table.locator(".warn").all_inner_texts() == ["evicts: allkeys-lru, writes snapshots"] * (servers > 1)
         said(page, "#shards", "answers this page")
+        notes = [
+            "1 key range is lost until nodes have sent their blocks again.",
+            "2 key ranges are suspect: nodes compare them first.",
+        ]
+        assert page.locator("#shards .note").all_inner_texts() == notes * away
         assert page.evaluate("document.documentElement.scrollWidth") == width
         page.locator("#shards-section").screenshot(path=tmp_path / f"shards-{servers}-{away}-{width}.png")
         show_node(page, "host-1")

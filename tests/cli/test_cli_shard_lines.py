@@ -35,9 +35,14 @@ def test_lines_name_roles_states_and_settings() -> None:
         pb.MetadataServerInfo(address="m:2"),
     ]
     found = serializers.shards(
-        pb.DescribeShardsResponse(servers=[primary, replica, unknown], unserved_slots=7, metadata_servers=servers)
+        pb.DescribeShardsResponse(
+            servers=[primary, replica, unknown], unserved_slots=7, metadata_servers=servers, lost_ranges=2_048, suspect_ranges=3
+        )
     )
-    summary = "shards 1  replicas 1  memory 1.0MiB/1.0GiB  keys 5  slots without server 7  metadata servers 2"
+    summary = (
+        "shards 1  replicas 1  memory 1.0MiB/1.0GiB  keys 5  slots without server 7  lost key ranges 2,048"
+        "  suspect key ranges 3  metadata servers 2"
+    )
     assert shard_summary(found) == summary
     lines = list(shard_lines(found))
     assert lines[0] == f"index in Valkey: {summary}"

@@ -397,6 +397,9 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
         self.calls: list[str] = []
         self.lookups: list[metadata_pb2.LookupRequest] = []
         self.plan_script: PlanScript = lambda _: metadata_pb2.LoadPlan(plan_id=1)
+        self.reports: list[metadata_pb2.LoadReport] = []
+        self.forgotten: list[int] = []
+        """Plans that it does not know."""
         self.port = 0
         self.start()
 
@@ -443,9 +446,12 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
         self._enter("PlanLoad", context)
         return self.plan_script(request)
 
-    def ReportLoads(self, request: Any, context: grpc.ServicerContext) -> metadata_pb2.ReportLoadsResponse:  # noqa: N802
+    def ReportLoads(  # noqa: N802
+        self, request: metadata_pb2.ReportLoadsRequest, context: grpc.ServicerContext
+    ) -> metadata_pb2.ReportLoadsResponse:
         self._enter("ReportLoads", context)
-        return metadata_pb2.ReportLoadsResponse()
+        self.reports += request.loads
+        return metadata_pb2.ReportLoadsResponse(forgotten=self.forgotten)
 
 
 def found(spec: CacheSpec, blocks: int, *runs: tuple[int, int, FakeNode]) -> Lookup:

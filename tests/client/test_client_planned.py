@@ -11,6 +11,7 @@ from client_fakes import FakeMetadata, FakeNode, found, plan_of
 
 from kvclient import CacheSpec, KVClient, Paths
 from kvclient.load import planned
+from kvclient.load.sink import BlockSink, LoadRequest, Positions
 from kvclient.load.sources.storage_path import RemotePath
 from support.wait import wait_until
 
@@ -43,3 +44,35 @@ def test_load_waits_for_cancelled_part_and_says_so(
         blocked.set()
         caller.join(10)
     assert hits == [0]
+
+
+def test_plan_forgotten_is_described_once_to_the_planner(
+    spec: CacheSpec,
+    metadata: FakeMetadata,
+    near: FakeNode,
+    make_node: Callable[..., FakeNode],
+    make_client: Callable[..., KVClient],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, far = make_client(near), make_node("far")
+    metadata.plan_script = lambda request: plan_of(far, request.blocks)
+    metadata.forgotten = [1]
+
+    def done() -> int:
+        return max([part.blocks_done for report in metadata.reports for part in report.parts], default=0)
+
+    def bring_three(_: RemotePath, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
+        for number, position in enumerate(missing[:3]):
+            sink.layers_arrived(np.array([position]), 0, request.context.shape.layers)
+            wait_until(lambda: any(report.HasField("forgotten") for report in metadata.reports))
+            wait_until(lambda number=number: done() > number)
+
+    monkeypatch.setattr(RemotePath, "_fetch", bring_three)
+    data, lookup = np.zeros((8, spec.block_bytes), np.uint8), found(spec, 8, (0, 8, far))
+    client.load(lookup, data, paths=Paths(decode_node="far", stall_s=60.0), deadline_s=60.0)
+    [report] = [report for report in metadata.reports if report.HasField("forgotten")]
+    [part] = report.forgotten.parts
+    assert (part.index, part.start, part.count, part.node_id) == (0, 0, 8, "far")
+    assert (report.forgotten.load.prefill_node, report.forgotten.load.blocks) == ("near", 8)
+    assert 0 < report.forgotten.load.budget_ms <= 60_000
+    assert [(one.index, one.blocks_done) for one in report.parts] == [(0, 1)]

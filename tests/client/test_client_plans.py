@@ -22,6 +22,7 @@ from kvstore.core.errors import Internal, InvalidArgument, Unavailable
 from kvstore.core.limits import MAX_REPLAN_RANGES
 from kvstore.core.types import NodeId, Outcome, Tier
 from kvstore.observe.limited_log import LimitedLog
+from support.wait import wait_until
 
 LAYERS = 6
 WAIT_S = 10.0
@@ -226,18 +227,20 @@ class Server:
 
     def __init__(self) -> None:
         self.seen: list[pb.ReportLoadsRequest] = []
+        self.forgotten: list[int] = []
         self.fail = False
         self.hold = threading.Event()
         self.hold.set()
         self.changed = threading.Condition()
 
-    def __call__(self, request: pb.ReportLoadsRequest) -> None:
+    def __call__(self, request: pb.ReportLoadsRequest) -> pb.ReportLoadsResponse:
         self.hold.wait(WAIT_S)
         with self.changed:
             self.seen.append(request)
             self.changed.notify_all()
         if self.fail:
             raise Unavailable("gone")
+        return pb.ReportLoadsResponse(forgotten=self.forgotten)
 
     def wait(self, reports: int) -> None:
         with self.changed:
@@ -270,6 +273,23 @@ def test_plan_reports_continue_after_failure() -> None:
     server.wait(2)
     assert told(server.seen[1]) == {1: ({0: 4}, True)}
     assert incidents.counters.get("client_reports_failed_total") == 1
+    reporter.close()
+
+
+def test_plan_forgotten_is_told_until_it_ends() -> None:
+    server = Server()
+    reporter = PlanProgressReporter(server, LimitedLog(logging.getLogger("kvclient")))
+    server.forgotten = [1, 2, 9]
+    reporter.tell({1: [(0, 3)]}, finished=False)
+    reporter.tell({2: []}, finished=True)
+    wait_until(lambda: reporter.take_forgotten([1, 2, 9]) == {1})
+    assert reporter.take_forgotten([1]) == set()
+    server.forgotten = []
+    described = pb.PlanInProgress(parts=[pb.PlanPart(index=0, count=4, node_id="a")])
+    before = len(server.seen)
+    reporter.tell({1: [(0, 3)]}, finished=False, forgotten={1: described})
+    server.wait(before + 1)
+    assert server.seen[-1].loads[0].forgotten == described
     reporter.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
@@ -567,6 +568,78 @@ class Wrong:
 def test_policy_with_wrong_sum_is_a_bug() -> None:
     with pytest.raises(Internal):
         parts_of(Wrong().choose(PlanRequest("r", 3, 1, 1, "p"), [], None), [(0, 3)], 0)
+
+
+def test_restored_plans_give_the_queues_of_the_old_planner() -> None:
+    draw, now = random.Random(5), 0.0
+    old, new = Planner(policy_named("split")), Planner(policy_named("split"))
+    for planner in (old, new):
+        for node in NODES:
+            planner.add_node(node, 1e9, 1e9)
+    plans: dict[int, LoadPlan] = {}
+    done: dict[tuple[int, int], int] = {}
+    for _ in range(200):
+        prefill, decode = draw.sample(NODES, 2)
+        relays = tuple(draw.sample(NODES, 2))
+        plan = old.plan(PlanRequest("r", draw.randint(1, 60), 1 << 20, BLOCK_TOKENS, prefill, decode, relays), now, 30.0)
+        plans[plan.plan_id] = plan
+        for part in plan.parts:
+            done[plan.plan_id, part.index] = draw.randint(0, part.count)
+            old.progress(plan.plan_id, part.index, done[plan.plan_id, part.index], now)
+    for number, plan in plans.items():
+        running = [part for part in plan.parts if done[number, part.index] < part.count]
+        for _ in range(2):  # a repeated description changes nothing
+            new.restore(number, plan.request, running, now, 30.0)
+        for part in running:
+            assert new.progress(number, part.index, done[number, part.index], now)
+    for node in NODES:
+        one, other = old.queues.state(node, now), new.queues.state(node, now)
+        assert one is not None and other is not None  # noqa: PT018
+        assert one.pending_bytes > 0
+        assert (other.pending_bytes, other.sending_bytes, other.receiving_bytes) == (
+            one.pending_bytes, one.sending_bytes, one.receiving_bytes,
+        )  # fmt: skip
+    some = next(number for number, plan in plans.items() if new.live(1, number - 1)[0].plan_id == number and plan.parts)
+    left = new.live(1, some - 1)[0].parts[-1][0]
+    again = new.fail(some, left.index, (), now)
+    assert sum(part.count for part in again.parts) == left.count
+    for number in plans:
+        assert new.finish(number, now)
+    assert all(state is not None and not state.pending_bytes for node in NODES if (state := new.queues.state(node, now)))
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        pytest.param([(0, 0, 11)], id="beyond the request"),
+        pytest.param([(0, 0, 6), (1, 5, 2)], id="overlap"),
+        pytest.param([(0, 3, 0)], id="empty"),
+        pytest.param([(0, -1, 2)], id="below the request"),
+        pytest.param([(limits.MAX_PLAN_PARTS, 0, 2)], id="index too large"),
+        pytest.param([(-1, 0, 2)], id="index below zero"),
+    ],
+)
+def test_restored_plan_with_bad_parts_charges_nothing(spans: list[tuple[int, int, int]]) -> None:
+    planner = Planner(policy_named("split"))
+    planner.add_node("a", 1e9, 1e9)
+    parts = [PlanPart(index, "a", ReadSide.PREFILL, start, count) for index, start, count in spans]
+    with pytest.raises(InvalidArgument):
+        planner.restore(7, PlanRequest("r", 10, 1 << 20, BLOCK_TOKENS, "a"), parts, 0.0)
+    state = planner.queues.state("a", 0.0)
+    assert state is not None
+    assert (len(planner), state.pending_bytes) == (0, 0)
+
+
+def test_restored_parts_count_as_parts_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_PARTS_UNDER_WAY", 100)
+    planner = Planner(policy_named("split"))
+    planner.add_node("a", 1e9, 1e9)
+    request = PlanRequest("r", 10, 1 << 20, BLOCK_TOKENS, "a")
+    planner.restore(1, request, [PlanPart(49, "a", ReadSide.PREFILL, 0, 10)], 0.0)
+    with pytest.raises(CapacityExceeded):
+        planner.restore(2, request, [PlanPart(49, "a", ReadSide.PREFILL, 0, 10)], 0.0)
+    planner.restore(3, request, [PlanPart(9, "gone", ReadSide.PREFILL, 0, 10)], 0.0)
+    assert len(planner) == 2
 
 
 def test_missing_spans_complement_arrived_spans() -> None:

@@ -1,7 +1,7 @@
 """Shards of the index fail under load, as real processes: no wrong byte, hits stay, and the index heals.
 
-One bed for all tests: three shards with a replica each, a metadata server, a node, and clients that check every byte. A client
-that is on no node's host asks the index for each load, so its hits show what lookups find.
+One bed for all tests of a turn: three shards with a replica each, a metadata server, a node, and clients that check every byte.
+A client that is on no node's host asks the index for each load, so its hits show what lookups find.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ SLACK_S = 2.0
 WINDOW_S, WINDOW_LOADS = 0.25, 10
 SHARD_WAIT, SLOW_S = "100ms", 0.25
 """Longer than by default: a busy machine may not run a shard for some time."""
-TURNS = sample(1, of=4)
+TURNS = sample(1, of=20)
+"""Turns of all tests, each on another bed."""
 SHAPE = {"layers": 1, "layer_bytes": 512}
 
 
@@ -186,7 +187,7 @@ class Bed:
         return took_s
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=range(TURNS), ids="turn_{}".format)
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
     bed = Bed(tmp_path_factory.mktemp("shards"))
     try:
@@ -259,56 +260,53 @@ def wait_for_failover(bed: Bed, victim: ValkeyServer) -> None:
 
 @pytest.mark.parametrize("choose", [Bed.other_primary, Bed.small_primary], ids=["other", "of_the_small_state"])
 def test_primary_killed_hits_stay(bed: Bed, choose: Callable[[Bed], ValkeyServer]) -> None:
-    for _ in range(TURNS):
-        victim = choose(bed)
-        with under_load(bed) as load:
-            time.sleep(0.5)
-            began_s = time.monotonic()
-            victim.end()
-            wait_for_failover(bed, victim)
-            time.sleep(0.5)
-            bed.valkey.restart(victim)
-            assert_hits_stay(load, began_s, "primary killed")
-        print(f"healed after {bed.assert_healed():.1f} s")
+    victim = choose(bed)
+    with under_load(bed) as load:
+        time.sleep(0.5)
+        began_s = time.monotonic()
+        victim.end()
+        wait_for_failover(bed, victim)
+        time.sleep(0.5)
+        bed.valkey.restart(victim)
+        assert_hits_stay(load, began_s, "primary killed")
+    print(f"healed after {bed.assert_healed():.1f} s")
 
 
 def test_primary_stopped_hits_stay(bed: Bed) -> None:
-    for _ in range(TURNS):
-        victim = bed.other_primary()
-        with under_load(bed) as load:
-            time.sleep(0.5)
-            began_s = time.monotonic()
-            victim.kill(signal.SIGSTOP)
-            try:
-                wait_for_failover(bed, victim)
-            finally:
-                victim.kill(signal.SIGCONT)
-            time.sleep(0.5)
-            assert_hits_stay(load, began_s, "primary stopped")
-        print(f"healed after {bed.assert_healed():.1f} s")
+    victim = bed.other_primary()
+    with under_load(bed) as load:
+        time.sleep(0.5)
+        began_s = time.monotonic()
+        victim.kill(signal.SIGSTOP)
+        try:
+            wait_for_failover(bed, victim)
+        finally:
+            victim.kill(signal.SIGCONT)
+        time.sleep(0.5)
+        assert_hits_stay(load, began_s, "primary stopped")
+    print(f"healed after {bed.assert_healed():.1f} s")
 
 
 @pytest.mark.parametrize("empty", [True, False], ids=["empty", "old"])
 def test_shard_lost_and_back_hits_stay(bed: Bed, empty: bool) -> None:
-    for _ in range(TURNS):
-        victim = bed.other_primary()
-        pair, lost = bed.pair(victim), bed.lost_ranges()
-        with under_load(bed) as load:
-            time.sleep(0.5)
-            began_s = time.monotonic()
-            for server in pair:
-                server.end()
-            time.sleep(1.0)
-            for server in pair:
-                bed.valkey.restart(server, empty=empty)
-            if empty:
-                wait_until(lambda: bed.lost_ranges() - lost > 1_000, "the loss is noticed")  # noqa: B023  # called in this turn
-            healed_s = wait_until(lambda: bed.all_hit() and len(bed.primaries()) == 3, "the shard is back", HEAL_S)
-            time.sleep(2.0)
-            assert_hits_stay(
-                load, began_s, f"shard lost and back {'empty' if empty else 'with old data'} (all hit after {healed_s:.1f} s)"
-            )
-        print(f"healed after {bed.assert_healed():.1f} s")
+    victim = bed.other_primary()
+    pair, lost = bed.pair(victim), bed.lost_ranges()
+    with under_load(bed) as load:
+        time.sleep(0.5)
+        began_s = time.monotonic()
+        for server in pair:
+            server.end()
+        time.sleep(1.0)
+        for server in pair:
+            bed.valkey.restart(server, empty=empty)
+        if empty:
+            wait_until(lambda: bed.lost_ranges() - lost > 1_000, "the loss is noticed")
+        healed_s = wait_until(lambda: bed.all_hit() and len(bed.primaries()) == 3, "the shard is back", HEAL_S)
+        time.sleep(2.0)
+        assert_hits_stay(
+            load, began_s, f"shard lost and back {'empty' if empty else 'with old data'} (all hit after {healed_s:.1f} s)"
+        )
+    print(f"healed after {bed.assert_healed():.1f} s")
 
 
 @pytest.mark.parametrize("empty", [True, False], ids=["empty", "old"])
@@ -404,11 +402,12 @@ def test_rolling_failovers_hits_stay(bed: Bed) -> None:
     with under_load(bed) as load:
         time.sleep(0.5)
         began_s = time.monotonic()
-        for primary in bed.primaries():
-            replica = next(server for server in bed.pair(primary) if server is not primary)
-            assert replica.call("CLUSTER", "FAILOVER") == b"OK"
-            wait_for_failover(bed, primary)
-            wait_until(bed.whole, "it has a replica again", HEAL_S, poll_s=0.1)
+        for _ in range(3):
+            for primary in bed.primaries():
+                replica = next(server for server in bed.pair(primary) if server is not primary)
+                assert replica.call("CLUSTER", "FAILOVER") == b"OK"
+                wait_for_failover(bed, primary)
+                wait_until(bed.whole, "it has a replica again", HEAL_S, poll_s=0.1)
         assert_hits_stay(load, began_s, "rolling failovers")
     print(f"healed after {bed.assert_healed():.1f} s")
 

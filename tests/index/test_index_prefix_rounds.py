@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.errors import Unavailable
+from kvstore.core.limits import MAX_LOOKUP_ENDS
 from kvstore.index.contract import PrefixHit, ReplicaRun, VolumeEpoch
 from kvstore.index.prefix import (
     MAX_DISCOVERY_PROBES,
@@ -249,6 +250,15 @@ def test_round_right_guesses_are_the_only_one() -> None:
     hit = index.search((1_200, 1_600))
     assert set(hit.runs) == {ReplicaRun(0, 1_600, ONE), ReplicaRun(0, 1_200, TWO)}
     assert index.rounds == [[0, 1_199, 1_200, 1_599, 1_600, 1_639]]
+
+
+@pytest.mark.parametrize("runs", range(1, MAX_LOOKUP_ENDS + 1))
+def test_round_right_guesses_probe_twice_per_end(runs: int) -> None:
+    ends = [LENGTH - 100 * (number + 1) for number in range(runs)]
+    index = Index.of(LENGTH, [(0, end, VolumeEpoch(number + 1)) for number, end in enumerate(ends)])
+    assert len(index.search(ends).runs) == runs
+    [only] = index.rounds
+    assert len(only) == 2 + 2 * runs
 
 
 @given(st.integers(0, LENGTH), st.integers(0, LENGTH))

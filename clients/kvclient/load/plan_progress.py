@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from kvproto.v1 import metadata_pb2
 from kvstore.observe.limited_log import LimitedLog
@@ -14,7 +15,7 @@ MAX_PLANS = 4_096
 _PAUSE_S = 0.005
 """Pause between two calls, so that one call reports many loads. After a longer pause, plans would treat idle links as busy."""
 
-Send = Callable[[metadata_pb2.ReportLoadsRequest], object]
+Send = Callable[[metadata_pb2.ReportLoadsRequest], metadata_pb2.ReportLoadsResponse]
 
 
 class PlanProgressReporter:
@@ -31,23 +32,46 @@ class PlanProgressReporter:
         self._changed = threading.Condition()
         self._moved: dict[int, dict[int, int]] = {}
         self._finished: set[int] = set()
+        self._restored: dict[int, metadata_pb2.PlanInProgress] = {}
+        self._forgotten: set[int] = set()
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def tell(self, moved: Mapping[int, Sequence[tuple[int, int]]], *, finished: bool) -> None:
-        """Report progress: plan -> (part, blocks done). ``finished``: these loads have ended."""
+    def tell(
+        self,
+        moved: Mapping[int, Sequence[tuple[int, int]]],
+        *,
+        finished: bool,
+        forgotten: Mapping[int, metadata_pb2.PlanInProgress] = MappingProxyType({}),
+    ) -> None:
+        """Report progress: plan -> (part, blocks done).
+
+        Args:
+            moved: the progress.
+            finished: these loads have ended.
+            forgotten: plans of ``moved`` that the planner has forgotten.
+        """
         with self._changed:
             if self._closed or len(self._moved) + len(moved) > MAX_PLANS:
                 self._incidents.counters.add(client_metrics.REPORTS_DROPPED, len(moved))
                 return
             for plan_id, parts in moved.items():
                 self._moved.setdefault(plan_id, {}).update(parts)
+            self._restored.update(forgotten)
             if finished:
                 self._finished.update(moved)
+                self._forgotten.difference_update(moved)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvclient-report", daemon=True)
                 self._thread.start()
             self._changed.notify()
+
+    def take_forgotten(self, plan_ids: Iterable[int]) -> set[int]:
+        """Those of these plans that the planner has forgotten since the last call: a new planner does not count them."""
+        with self._changed:
+            taken = self._forgotten.intersection(plan_ids)
+            self._forgotten -= taken
+            return taken
 
     def close(self) -> None:
         """Stop the thread after the call under way."""
@@ -62,15 +86,18 @@ class PlanProgressReporter:
                 self._changed.wait_for(lambda: self._closed, _PAUSE_S)
                 moved, self._moved = self._moved, {}
                 finished, self._finished = self._finished, set()
+                restored, self._restored = self._restored, {}
                 closed = self._closed
             if moved:
                 request = metadata_pb2.ReportLoadsRequest()
                 for plan_id, parts in moved.items():
-                    report = request.loads.add(plan_id=plan_id, finished=plan_id in finished)
+                    report = request.loads.add(plan_id=plan_id, finished=plan_id in finished, forgotten=restored.get(plan_id))
                     for index, done in parts.items():
                         report.parts.add(index=index, blocks_done=done)
                 try:
-                    self._send(request)
+                    forgotten = set(self._send(request).forgotten) & moved.keys() - finished
+                    with self._changed:
+                        self._forgotten |= forgotten - self._finished
                 except Exception as error:  # noqa: BLE001  # thread edge; the planner forgets plans without reports
                     self._incidents.report(client_metrics.REPORTS_FAILED, "progress of loads not reported", error)
             if closed:

@@ -25,6 +25,7 @@ from kvclient.load.sources.storage_path import PrefillPath, RemotePath, StorageP
 from kvclient.nodes.local_session import LocalNode, Session, is_session_lost
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.results import PATH_PREFILL, Run, outcome_table
+from kvproto.v1 import metadata_pb2
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.types import Outcome, Tier
 from kvstore.observe.metric_definitions import client as client_metrics
@@ -124,6 +125,8 @@ class _PlannedLoad:
         """By plan: its blocks, which it numbers from 0."""
         self._plan_ids: list[int] = []
         """Plans that the planner counts in its queues."""
+        self._restored: set[int] = set()
+        """Plans that another planner was told of, each once."""
         self._parts: list[_RunningPart] = []
         self._replans = 0
         self._predicted_s = 0.0
@@ -319,8 +322,28 @@ class _PlannedLoad:
             if done > part.reported:
                 part.reported = done
                 moved.setdefault(part.plan.plan_id, []).append((part.planned.index, done))
+        forgotten = {} if finished else self._plans_forgotten(moved)
         if moved:
-            self._metadata.report_loads(moved, finished=finished)
+            self._metadata.report_loads(moved, finished=finished, forgotten=forgotten)
+
+    def _plans_forgotten(self, moved: dict[int, list[tuple[int, int]]]) -> dict[int, metadata_pb2.PlanInProgress]:
+        """Describe plans that another planner, which has replaced theirs, does not know. Add all their progress to ``moved``."""
+        forgotten: dict[int, metadata_pb2.PlanInProgress] = {}
+        for plan_id in self._metadata.take_forgotten(self._plan_ids) - self._restored:
+            self._restored.add(plan_id)
+            described = metadata_pb2.PlanInProgress()
+            progress = moved[plan_id] = []
+            for part in self._parts:
+                planned, plan = part.planned, part.plan
+                if planned is None or plan is None or plan.plan_id != plan_id or plan.request is None:
+                    continue
+                described.parts.add(index=planned.index, start=planned.start, count=planned.count, node_id=planned.node.node_id)
+                described.load.CopyFrom(plan.request)
+                described.load.budget_ms = max(1, int(self._scope.left_s() * 1000))
+                progress.append((planned.index, part.reported))
+            if progress:
+                forgotten[plan_id] = described
+        return forgotten
 
     def _report_end(self, part: _RunningPart) -> None:
         """Report a part that has ended, with the blocks that arrived: the planner estimates the speed of a link from it."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
 from kvclient.load.paths import Paths, Plan, PlannedPart, plan_from_proto, replan_from_proto
@@ -246,7 +248,8 @@ class MetadataClient:
             block_tokens=spec.block_tokens,
             budget_ms=int(budget_s * 1000),
         )
-        return plan_from_proto(self._call(self._stub.PlanLoad, request, min(budget_s, _PLAN_TIMEOUT_S)), blocks)
+        plan = plan_from_proto(self._call(self._stub.PlanLoad, request, min(budget_s, _PLAN_TIMEOUT_S)), blocks)
+        return replace(plan, request=request)
 
     def price_load(
         self, prefill_node: str, paths: Paths, blocks: int, block_bytes: int, block_tokens: int, timeout_s: float
@@ -286,11 +289,27 @@ class MetadataClient:
             request.arrived.add(start=start, count=count)
         # no retry: the answer that no node is left ends the plan, and a second call would only return that
         answer = self._call(self._stub.ReplanLoad, request, min(budget_s, _PLAN_TIMEOUT_S), NO_RETRY)
-        return replan_from_proto(answer, plan, part, arrived)
+        return replace(replan_from_proto(answer, plan, part, arrived), request=plan.request)
 
-    def report_loads(self, moved: Mapping[int, Sequence[tuple[int, int]]], *, finished: bool) -> None:
-        """Report progress of planned loads soon, in the background: plan -> (part, blocks done)."""
-        self._reporter.tell(moved, finished=finished)
+    def report_loads(
+        self,
+        moved: Mapping[int, Sequence[tuple[int, int]]],
+        *,
+        finished: bool,
+        forgotten: Mapping[int, metadata_pb2.PlanInProgress] = MappingProxyType({}),
+    ) -> None:
+        """Report progress of planned loads soon, in the background: plan -> (part, blocks done).
+
+        Args:
+            moved: the progress.
+            finished: these loads have ended.
+            forgotten: plans of ``moved`` that the planner has forgotten.
+        """
+        self._reporter.tell(moved, finished=finished, forgotten=forgotten)
+
+    def take_forgotten(self, plan_ids: Iterable[int]) -> set[int]:
+        """Those of these plans that the planner has forgotten since the last call."""
+        return self._reporter.take_forgotten(plan_ids)
 
     def close(self) -> None:
         """Close the channel. Calls under way fail."""

@@ -58,4 +58,10 @@ class Shards(ResponseModel):
         description="by shard, primaries first; empty: the index is a file of the metadata server's host"
     )
     unserved_slots: Count = Field(description="hash slots that no server serves", examples=[0])
+    lost_ranges: Count = Field(
+        description="of 4,096 key ranges: records are unknown until nodes have sent their blocks again", examples=[0]
+    )
+    suspect_ranges: Count = Field(
+        description="of 4,096 key ranges: the last changes may be lost, so nodes compare them first", examples=[0]
+    )
     metadata_servers: list[ServingMetadataServer] = Field(description="metadata servers that serve this index, by address")

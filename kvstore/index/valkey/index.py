@@ -221,6 +221,7 @@ class ValkeyIndex(PrefixIndex):
                 if turn % _QUIET_POLLS == 0 and time.monotonic() - self._quiet_asked_s < QUIET_ASKED_S:
                     await self._small.refresh_quiet_notes()
                 if turn % _STATS_POLLS == 0:
+                    self._abilities = await read_abilities(self._cluster)
                     self._stats = await self._read_stats()
             except KVStoreError as error:
                 limited.warning("Valkey unreachable: %s", error)
@@ -532,7 +533,7 @@ class ValkeyIndex(PrefixIndex):
         return self._cluster.reachable
 
     def backend(self) -> IndexBackend:
-        return self._watch.backend()
+        return self._audit.with_ranges(self._watch.backend())
 
     async def exchange_servers(self, mine: MetadataServerRecord, ended: Collection[str] = ()) -> list[MetadataServerRecord]:
         *_, records = await self._cluster.run_until(exchange_commands(mine, ended), time.monotonic() + SERVERS_S, Lane.READS)
@@ -661,6 +662,7 @@ class ValkeyIndex(PrefixIndex):
             self._changes.failed(time.monotonic(), error)
             if full:
                 self._count(metadata_metrics.INDEX_FULL, 1)
+            self._abilities = self._abilities if full else Abilities()  # a new primary may be older than its predecessor
             raise error
         self._changes.succeeded(time.monotonic())
         return replies
@@ -685,8 +687,7 @@ class ValkeyIndex(PrefixIndex):
         return found
 
     def _name_of(self, ordinal: int) -> NamespaceId:
-        name = self._small.state.named(ordinal)
-        return NamespaceId(b"") if name is None else name
+        return self._small.state.named(ordinal) or NamespaceId(b"")
 
     def _visible_of(self, state: SmallState, visible: Container[VolumeEpoch]) -> Container[VolumeEpoch]:
         """The open volume epochs among the visible ones; computed once per frozen set."""

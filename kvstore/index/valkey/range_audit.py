@@ -14,10 +14,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Final
 
 from kvstore.core.errors import KVStoreError, Unavailable
+from kvstore.core.index_backend import IndexBackend
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.index.counts import Count
 from kvstore.index.valkey.cluster import Answer, Command, Lane, ValkeyClient
@@ -120,6 +122,12 @@ class RangeAudit:
         """Number of markers in the index."""
         counts = self.states.counts()
         return counts[RangeState.GOOD] + counts[RangeState.SUSPECT] + counts[RangeState.REPAIRING]
+
+    def with_ranges(self, backend: IndexBackend) -> IndexBackend:
+        """Add the numbers of lost and of suspect ranges to a description of the servers."""
+        counts = self.states.counts()
+        lost = counts[RangeState.LOST] + counts[RangeState.REPAIRING]
+        return replace(backend, lost_ranges=lost, suspect_ranges=counts[RangeState.MOVED] + counts[RangeState.SUSPECT])
 
     async def run(self) -> None:
         """Keep the states, until cancelled."""

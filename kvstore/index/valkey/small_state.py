@@ -196,20 +196,22 @@ return redis.call('HLEN', KEYS[2])
 )
 """Counts a sweep once, also if it runs twice: a second count would end the wait for records that no sweep has seen."""
 _TAKE_LEASES: Final = """
-local holders = {}
+local leases = {}
 for at = 1, #KEYS do
-  local holder = redis.call('GET', KEYS[at])
-  if not holder or holder == ARGV[1] then
-    redis.call('SET', KEYS[at], ARGV[1], 'PX', ARGV[2])
-    holder = ARGV[1]
+  local lease = redis.call('GET', KEYS[at])
+  if not lease or string.sub(lease, 1, #ARGV[1]) == ARGV[1] or lease == ARGV[3 + at] then
+    lease = ARGV[1] .. ARGV[3]
+    redis.call('SET', KEYS[at], lease, 'PX', ARGV[2])
   end
-  holders[at] = holder
+  leases[at] = lease
 end
-return holders
+return leases
 """
+"""Arguments: holder, time to live, name of this renewal, and per key a lease that has ended (empty: none)."""
 _FREE_LEASES: Final = """
 for at = 1, #KEYS do
-  if redis.call('GET', KEYS[at]) == ARGV[1] then redis.call('DEL', KEYS[at]) end
+  local lease = redis.call('GET', KEYS[at])
+  if lease and string.sub(lease, 1, #ARGV[1]) == ARGV[1] then redis.call('DEL', KEYS[at]) end
 end
 return 0
 """
@@ -263,6 +265,8 @@ class SmallStateStore:
         """When the last read of the tables in ``state`` began (``time.monotonic``)."""
         self._failed_s = float("-inf")
         """When the last failed read began: callers that waited for it fail with it, instead of one after the other."""
+        self._leases_seen: dict[ServerRole, tuple[object, float]] = {}
+        """Each lease as last read, and when it was first read so (``time.monotonic``)."""
         self.beats_read_s = float("-inf")
         """When the last read of the heartbeats began (``time.monotonic``)."""
 
@@ -314,6 +318,10 @@ class SmallStateStore:
         if not isinstance(meta, list) or not isinstance(values, list) or not values:
             raise Unavailable("Valkey sent an invalid answer", reply=str(meta)[:100])
         *leases, feed = values
+        now_s = time.monotonic()  # after each renewal that was read
+        for role, lease in zip(names.LEASES, leases, strict=True):
+            if self._leases_seen.get(role, (None, now_s))[0] != lease:
+                self._leases_seen[role] = lease, now_s
         if meta[1] is None:
             return None
         if meta[0] != FORMAT:
@@ -414,12 +422,20 @@ class SmallStateStore:
 
     # ---- leases
     async def take_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder, ttl_s: float) -> dict[ServerRole, LeaseHolder]:
-        """Take free leases and renew held ones; returns the holders."""
+        """Take free leases and renew held ones; returns the holders.
+
+        Each renewal writes another value. A lease whose value has not changed for ``ttl_s`` by this host's monotonic clock has
+        ended, even if Valkey keeps it, because its host's time of day was set back.
+        """
         keys = [names.LEASES[role] for role in roles]
-        holders = await self._script(_TAKE_LEASES, keys, _encode_holder(holder), max(1, round(ttl_s * 1000)))
-        if not isinstance(holders, list) or len(holders) != len(roles):
-            raise Unavailable("Valkey sent an invalid answer", reply=str(holders)[:100])
-        return _holders(roles, holders)
+        now_s = time.monotonic()
+        seen = [self._leases_seen.get(role, (None, now_s)) for role in roles]
+        ended = [lease if isinstance(lease, bytes) and now_s - since_s > ttl_s else b"" for lease, since_s in seen]
+        renewal = secrets.token_hex(8)
+        leases = await self._script(_TAKE_LEASES, keys, _encode_holder(holder), max(1, round(ttl_s * 1000)), renewal, *ended)
+        if not isinstance(leases, list) or len(leases) != len(roles):
+            raise Unavailable("Valkey sent an invalid answer", reply=str(leases)[:100])
+        return _holders(roles, leases)
 
     async def free_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder) -> None:
         """End the leases of a holder."""
@@ -498,17 +514,17 @@ def _pairs(reply: Reply) -> list[tuple[bytes, bytes]]:
 
 
 def _encode_holder(holder: LeaseHolder) -> str:
-    return " ".join(holder)
+    return " ".join([*holder, ""])
 
 
 def _holders(roles: Iterable[ServerRole], values: Iterable[object]) -> dict[ServerRole, LeaseHolder]:
-    """The holders of roles; a value without the form of a holder counts as none."""
+    """The holders of roles; a value without the form of a lease counts as none."""
     named = [
         (role, value.decode(errors="replace").split(" "))
         for role, value in zip(roles, values, strict=True)
         if isinstance(value, bytes)
     ]
-    return {role: LeaseHolder(*words) for role, words in named if len(words) == len(LeaseHolder._fields)}
+    return {role: LeaseHolder(*words[:-1]) for role, words in named if len(words) == len(LeaseHolder._fields) + 1}
 
 
 def _boot_name(info: VolumeEpochInfo) -> bytes:

@@ -17,6 +17,8 @@ def describe_shards(index: PrefixIndex, table: ServerTable) -> pb.DescribeShards
     return pb.DescribeShardsResponse(
         servers=map(_server, backend.servers),
         unserved_slots=backend.unserved_slots,
+        lost_ranges=backend.lost_ranges,
+        suspect_ranges=backend.suspect_ranges,
         metadata_servers=[
             pb.MetadataServerInfo(
                 server_id=one.server_id,

@@ -20,7 +20,7 @@ from kvstore.core import limits
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NodeId
-from kvstore.dualpath.contract import LoadPlan, PlanPolicy, PlanRequest, ReadSide
+from kvstore.dualpath.contract import LoadPlan, PlanPart, PlanPolicy, PlanRequest, ReadSide
 from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
 from kvstore.dualpath.queues import ReadQueues
@@ -187,7 +187,7 @@ class PlannerService:
         """
         if len(request.loads) > MAX_REPORTS:
             raise InvalidArgument("too many loads in one report", got=len(request.loads), limit=MAX_REPORTS)
-        parts = sum(len(load.parts) for load in request.loads)
+        parts = sum(len(load.parts) + len(load.forgotten.parts) for load in request.loads)
         if parts > MAX_RANGES:
             raise InvalidArgument("too many parts in one report", got=parts, limit=MAX_RANGES)
         now_s = self._clock.now_s()
@@ -195,6 +195,13 @@ class PlannerService:
         wrong: InvalidArgument | None = None
         for load in request.loads:
             known = True
+            try:
+                if load.HasField("forgotten"):
+                    self._restore(load.plan_id, load.forgotten, now_s)
+            except CapacityExceeded:
+                self._counters.add(metadata_metrics.PLANS_REFUSED)
+            except InvalidArgument as error:
+                wrong = error
             for part in load.parts:
                 try:
                     known &= self.planner.progress(load.plan_id, part.index, part.blocks_done, now_s)
@@ -208,6 +215,18 @@ class PlannerService:
         if wrong is not None:
             raise wrong
         return pb.ReportLoadsResponse(forgotten=forgotten)
+
+    def _restore(self, number: int, plan: pb.PlanInProgress, now_s: float) -> None:
+        """Count a plan that the planner before this one made."""
+        if not 0 < number <= MOST_PLAN_ID:
+            raise InvalidArgument("no valid plan id", plan_id=number)
+        read = self._checked_request(plan.load, "restored", now_s)
+        sides = {plan.load.prefill_node: ReadSide.PREFILL, plan.load.decode_node: ReadSide.DECODE}
+        parts = [
+            PlanPart(one.index, one.node_id, sides.get(one.node_id, ReadSide.RELAY), one.start, one.count) for one in plan.parts
+        ]
+        life_s = plan.load.budget_ms / 1000
+        self.planner.restore(number, read, parts, now_s, life_s, self._policy_of(plan.load), tenant())
 
     def replan(self, request: pb.ReplanLoadRequest) -> pb.LoadPlan:
         """Plan the missing blocks of a failed part again.

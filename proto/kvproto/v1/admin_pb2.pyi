@@ -97,14 +97,18 @@ class DescribeShardsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeShardsResponse(_message.Message):
-    __slots__ = ("servers", "unserved_slots", "metadata_servers")
+    __slots__ = ("servers", "unserved_slots", "metadata_servers", "lost_ranges", "suspect_ranges")
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     UNSERVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     METADATA_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    LOST_RANGES_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_RANGES_FIELD_NUMBER: _ClassVar[int]
     servers: _containers.RepeatedCompositeFieldContainer[IndexServer]
     unserved_slots: int
     metadata_servers: _containers.RepeatedCompositeFieldContainer[MetadataServerInfo]
-    def __init__(self, servers: _Optional[_Iterable[_Union[IndexServer, _Mapping]]] = ..., unserved_slots: _Optional[int] = ..., metadata_servers: _Optional[_Iterable[_Union[MetadataServerInfo, _Mapping]]] = ...) -> None: ...
+    lost_ranges: int
+    suspect_ranges: int
+    def __init__(self, servers: _Optional[_Iterable[_Union[IndexServer, _Mapping]]] = ..., unserved_slots: _Optional[int] = ..., metadata_servers: _Optional[_Iterable[_Union[MetadataServerInfo, _Mapping]]] = ..., lost_ranges: _Optional[int] = ..., suspect_ranges: _Optional[int] = ...) -> None: ...
 
 class IndexServer(_message.Message):
     __slots__ = ("address", "primary", "shard", "slots", "replicas", "lag_bytes", "away_ms", "version", "compare_and_set", "keys", "used_bytes", "limit_bytes", "eviction_policy", "snapshots", "append_only", "node_timeout_ms")

@@ -540,14 +540,24 @@ class ReportLoadsRequest(_message.Message):
     def __init__(self, loads: _Optional[_Iterable[_Union[LoadReport, _Mapping]]] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("plan_id", "parts", "finished")
+    __slots__ = ("plan_id", "parts", "finished", "forgotten")
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     plan_id: int
     parts: _containers.RepeatedCompositeFieldContainer[PartReport]
     finished: bool
-    def __init__(self, plan_id: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartReport, _Mapping]]] = ..., finished: _Optional[bool] = ...) -> None: ...
+    forgotten: PlanInProgress
+    def __init__(self, plan_id: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartReport, _Mapping]]] = ..., finished: _Optional[bool] = ..., forgotten: _Optional[_Union[PlanInProgress, _Mapping]] = ...) -> None: ...
+
+class PlanInProgress(_message.Message):
+    __slots__ = ("load", "parts")
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    load: PlanLoadRequest
+    parts: _containers.RepeatedCompositeFieldContainer[PlanPart]
+    def __init__(self, load: _Optional[_Union[PlanLoadRequest, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PlanPart, _Mapping]]] = ...) -> None: ...
 
 class PartReport(_message.Message):
     __slots__ = ("index", "blocks_done")

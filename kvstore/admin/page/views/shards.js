@@ -10,11 +10,13 @@ const isShared = () => (known.shards?.servers.length ?? 0) > 0;
 function showShards() {
   $("shards-section").hidden = !isShared() || shownNode !== null;
   if (!isShared()) return;
-  const { servers, unserved_slots: unserved, metadata_servers: serving } = known.shards;
+  const { servers, unserved_slots: unserved, lost_ranges: lost, suspect_ranges: suspect, metadata_servers: serving } = known.shards;
   show(
     $("shards"),
     table("servers of the index", SHARD_COLUMNS, servers.map(shardRow)),
     unserved ? h("p", { class: "note bad" }, `${many(unserved, "hash slot has", "hash slots have")} no server.`) : null,
+    lost ? h("p", { class: "note bad" }, `${many(lost, "key range is", "key ranges are")} lost until nodes have sent their blocks again.`) : null,
+    suspect ? h("p", { class: "note" }, `${many(suspect, "key range is", "key ranges are")} suspect: nodes compare them first.`) : null,
     table("metadata servers", SERVING_COLUMNS, serving.map(servingRow)),
     stale("shards"),
   );

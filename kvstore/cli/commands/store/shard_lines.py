@@ -25,6 +25,8 @@ def shard_summary(found: Shards) -> str:
             f"memory {output.size(used)}" + (f"/{output.size(sum(limits))}" if all(limits) else ""),
             f"keys {sum(one.keys or 0 for one in primaries):,}",
             *([f"slots without server {found.unserved_slots:,}"] if found.unserved_slots else []),
+            *([f"lost key ranges {found.lost_ranges:,}"] if found.lost_ranges else []),
+            *([f"suspect key ranges {found.suspect_ranges:,}"] if found.suspect_ranges else []),
             f"metadata servers {len(found.metadata_servers)}",
         ]
     )
