@@ -1,0 +1,32 @@
+"""Peers and limits use memory of the same pages as the store's arena, so that ratios compare programs, not pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from peers.summed_file import SummedFile
+
+MIB = 1 << 20
+KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+pytestmark = pytest.mark.skipif(
+    not KERNEL.exists() or "[never]" in KERNEL.read_text(encoding="utf-8"), reason="this host has no transparent huge pages"
+)
+
+
+def eligible_bytes() -> int:
+    """Return the bytes of this process's mappings to which the kernel gives huge pages, if it has some."""
+    mappings = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    sizes = re.findall(r"^Size: +(\d+) kB$|^THPeligible: +(\d)", mappings, re.MULTILINE)
+    pairs = zip(sizes[::2], sizes[1::2], strict=True)
+    return sum(int(kib) << 10 for (kib, _), (_, eligible) in pairs if eligible == "1")
+
+
+def test_limit_of_nvme_has_huge_pages(tmp_path: Path) -> None:
+    before = eligible_bytes()
+    with SummedFile(tmp_path / "bare", 16 * MIB, MIB, threads=1) as bare:
+        bare.read(MIB)
+        assert eligible_bytes() - before > 30 * MIB, "both the caller's memory and the space of the store"
