@@ -24,7 +24,7 @@ from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.slab import NvmeSlab
 from peers import PeerMissingError
-from peers.fio import Fio
+from peers.fio import NOTE, Fio
 
 LAYERS = 32
 IO_THREADS = 4
@@ -153,7 +153,7 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
             storage=harness.storage(folder, direct=engine == "posix O_DIRECT", cache="cold in this system"),
             io_engine=engine,
             verified=True,
-            notes=missing,
+            notes=missing or NOTE,
         )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from peers.fio import HUGE_PAGES
 from peers.summed_file import SummedFile
 
 MIB = 1 << 20
@@ -17,9 +21,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def eligible_bytes() -> int:
-    """Return the bytes of this process's mappings to which the kernel gives huge pages, if it has some."""
-    mappings = Path("/proc/self/smaps").read_text(encoding="utf-8")
+def eligible_bytes(pid: int | str = "self") -> int:
+    """Return the bytes of a process's mappings to which the kernel gives huge pages, if it has some."""
+    mappings = Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8")
     sizes = re.findall(r"^Size: +(\d+) kB$|^THPeligible: +(\d)", mappings, re.MULTILINE)
     pairs = zip(sizes[::2], sizes[1::2], strict=True)
     return sum(int(kib) << 10 for (kib, _), (_, eligible) in pairs if eligible == "1")
@@ -30,3 +34,19 @@ def test_limit_of_nvme_has_huge_pages(tmp_path: Path) -> None:
     with SummedFile(tmp_path / "bare", 16 * MIB, MIB, threads=1) as bare:
         bare.read(MIB)
         assert eligible_bytes() - before > 30 * MIB, "both the caller's memory and the space of the store"
+
+
+def test_fio_buffers_have_huge_pages() -> None:
+    """In place of fio, whose run is too short to be inspected, a process that allocates in the same way."""
+    allocate = "import ctypes, sys; ctypes.CDLL(None).malloc(64 << 20); print(flush=True); sys.stdin.read()"
+    eligible = []
+    for environment in ({}, HUGE_PAGES):
+        with subprocess.Popen(
+            [sys.executable, "-c", allocate], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | environment
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            eligible.append(eligible_bytes(process.pid))
+            process.communicate()
+    without, with_them = eligible
+    assert with_them - without >= 64 * MIB
