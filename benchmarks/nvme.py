@@ -8,7 +8,6 @@ with one request in flight per thread of the volume. Caches below O_DIRECT (of t
 
 from __future__ import annotations
 
-import mmap
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,6 +24,7 @@ from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.slab import NvmeSlab
 from peers import PeerMissingError
 from peers.fio import NOTE, Fio
+from peers.memory import ArenaMemory
 
 LAYERS = 32
 IO_THREADS = 4
@@ -56,10 +56,10 @@ class Slabs:
             gds_host_reads=True,
         )
         list(self.slab.recover())
-        source = np.frombuffer(mmap.mmap(-1, self.nbytes), np.uint8).reshape(blocks, block_bytes)
+        source = ArenaMemory(self.nbytes).bytes.reshape(blocks, block_bytes)
         source[:] = np.random.default_rng(seed).integers(0, 256, source.shape, np.uint8)
         self.source = source
-        self.target = np.frombuffer(mmap.mmap(-1, self.nbytes), np.uint8).reshape(blocks, block_bytes)
+        self.target = ArenaMemory(self.nbytes).bytes.reshape(blocks, block_bytes)
         self.records = [
             BlockRecord(NAMESPACE, BlockKey(at.to_bytes(16, "big")), None, at, self.shape, layer_checksums(row.data, self.shape))
             for at, row in enumerate(source)

@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.core.types import VolumeId
+from kvstore.observe.counters import Counters
+from kvstore.tiers.arena import DramArena
 from peers.fio import HUGE_PAGES
+from peers.memory import ArenaMemory
 from peers.summed_file import SummedFile
+from support.wait import wait_until
 
 MIB = 1 << 20
 KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -34,6 +39,16 @@ def test_limit_of_nvme_has_huge_pages(tmp_path: Path) -> None:
     with SummedFile(tmp_path / "bare", 16 * MIB, MIB, threads=1) as bare:
         bare.read(MIB)
         assert eligible_bytes() - before > 30 * MIB, "both the caller's memory and the space of the store"
+
+
+def test_memory_of_peers_has_the_pages_of_an_arena() -> None:
+    counters = Counters()
+    arena = DramArena(VolumeId("a"), 16 * MIB, prefault=True, counters=counters)
+    wait_until(lambda: "100 %" in arena.backing or counters.get("arena_huge_pages_refused_total") > 0)
+    memory = ArenaMemory(16 * MIB - 1)
+    assert memory.bytes.nbytes == 16 * MIB - 1
+    assert memory.pages == ("huge pages" if "100 %" in arena.backing else "pages of 4 KiB")
+    arena.close()
 
 
 def test_fio_buffers_have_huge_pages() -> None:
