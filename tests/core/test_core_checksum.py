@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,20 @@ def test_pieces_cut_anywhere_give_the_same_checksums(size: int, cuts: list[int],
     hasher = LayerHasher(size, 20)
     hasher.update(pieces)
     assert hasher.digests().tolist() == piece_checksums(pieces, size).tolist() == expected
+
+
+@pytest.mark.parametrize(("parts", "hashers"), [(15, ["xxhash"] * 15), (16, ["kernel"])])
+def test_stream_of_many_layer_blocks_uses_the_kernel(parts: int, hashers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (used.append(name), work(*given))[1]
+
+    monkeypatch.setattr(checksum, "hash_parts", noted("kernel", checksum.hash_parts))
+    monkeypatch.setattr(checksum, "_digest", noted("xxhash", xxhash.xxh3_64_intdigest))
+    hasher = LayerHasher(100, parts)
+    hasher.update([memoryview(bytes(parts * 100))])
+    assert used == hashers
 
 
 def test_pieces_in_memory_are_one_call_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
