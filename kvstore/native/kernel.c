@@ -252,22 +252,22 @@ static void fence(void) {}
 /* --- choice of the instruction set ------------------------------------------------------------------------------------------------ */
 
 typedef uint64_t (*LongHash)(const uint8_t *in, uint8_t *out, size_t length, int mode);
-typedef void (*StreamCopy)(uint8_t *to, const uint8_t *from, size_t length, int mode);
+typedef void (*Copy)(uint8_t *to, const uint8_t *from, size_t length, int mode);
 
 typedef struct {
     const char *name;
     LongHash hash;
-    StreamCopy stream;
+    Copy copy;
 } Kernel;
 
 static const Kernel KERNELS[] = {
 #if defined(__x86_64__)
-    {"avx512", avx512_long, avx512_stream},
-    {"avx2", avx2_long, avx2_stream},
+    {"avx512", avx512_long, avx512_copy},
+    {"avx2", avx2_long, avx2_copy},
 #elif defined(__aarch64__)
-    {"neon", neon_long, neon_stream},
+    {"neon", neon_long, neon_copy},
 #endif
-    {"portable", portable_long, portable_stream},
+    {"portable", portable_long, portable_copy},
 };
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
 static const Kernel *kernel;
@@ -362,15 +362,6 @@ static int mode_of(const CopyBatch *batch, const uint8_t *to)
     return (uintptr_t)to % STRIPE ? STREAMED_QUARTERS : STREAMED;
 }
 
-static void copy_bytes(const CopyBatch *batch, uint8_t *to, const uint8_t *from, uint64_t bytes)
-{
-    const int mode = mode_of(batch, to);
-    if (mode != CACHED)
-        kernel->stream(to, from, bytes, mode);
-    else
-        memcpy(to, from, bytes);
-}
-
 static uint64_t copy_and_hash(const CopyBatch *batch, uint8_t *to, const uint8_t *from)
 {
     if (batch->size > SHORT)
@@ -393,7 +384,8 @@ static void run_parts(const CopyBatch *batch, uint64_t first, uint64_t end)
         const uint8_t *from = (const uint8_t *)(uintptr_t)batch->sources[piece] + at;
         uint8_t *to = batch->targets ? (uint8_t *)(uintptr_t)batch->targets[piece] + at : NULL;
         if (!batch->sums) {
-            copy_bytes(batch, to, from, batch->lengths ? batch->lengths[piece] : (upto - first) * batch->size);
+            const uint64_t bytes = batch->lengths ? batch->lengths[piece] : (upto - first) * batch->size;
+            kernel->copy(to, from, bytes, mode_of(batch, to));
         } else
             for (uint64_t i = first; i < upto; i++, from += batch->size, to = to ? to + batch->size : NULL)
                 batch->sums[i] = copy_and_hash(batch, to, from);
