@@ -33,7 +33,7 @@ def measure(options: Options, shape: BlockShape, count: int) -> None:
     total = count * shape.block_bytes
     arena = ArenaMemory(total)
     view = arena.view
-    buffer = np.zeros(total, np.uint8)
+    buffer = np.full(total, 1, np.uint8)  # no page is missing when it counts
     blocks = DenseBlocks(buffer.reshape(count, shape.layers, shape.layer_block_bytes))
     order = np.random.default_rng(options.seed).permutation(count)
     offsets = order * shape.block_bytes
