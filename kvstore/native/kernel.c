@@ -9,7 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { STRIPE = 64, SECRET_BYTES = 192, BLOCK_STRIPES = (SECRET_BYTES - STRIPE) / 8, AHEAD = 1024, SHORT = 240, MOST_THREADS = 64, SHARES = 8 };
+enum { STRIPE = 64, SECRET_BYTES = 192, BLOCK_STRIPES = (SECRET_BYTES - STRIPE) / 8, AHEAD = 1024, SHORT = 240, LONG = 1 << 20 };
+enum { MOST_THREADS = 64, SHARES = 8 };
 enum { VERSION = 2 }; /* of the exported functions and their arguments; changes together with VERSION in c_kernel.py */
 enum { CACHED, STREAMED, STREAMED_QUARTERS };
 enum { DONE = 0, OUT_OF_RANGE = 1, OVERLAP = 2, BAD_SHAPE = 3 };
@@ -362,6 +363,17 @@ static int mode_of(const CopyBatch *batch, const uint8_t *to)
     return (uintptr_t)to % STRIPE ? STREAMED_QUARTERS : STREAMED;
 }
 
+/* memcpy is fastest if its target is aligned to cache lines, or long. Other pieces it copies at two thirds of the speed on some
+ * processors. */
+static void copy_bytes(const CopyBatch *batch, uint8_t *to, const uint8_t *from, uint64_t bytes)
+{
+    const int mode = mode_of(batch, to);
+    if (mode == CACHED && ((uintptr_t)to % STRIPE == 0 || bytes >= LONG))
+        memcpy(to, from, bytes);
+    else
+        kernel->copy(to, from, bytes, mode);
+}
+
 static uint64_t copy_and_hash(const CopyBatch *batch, uint8_t *to, const uint8_t *from)
 {
     if (batch->size > SHORT)
@@ -384,8 +396,7 @@ static void run_parts(const CopyBatch *batch, uint64_t first, uint64_t end)
         const uint8_t *from = (const uint8_t *)(uintptr_t)batch->sources[piece] + at;
         uint8_t *to = batch->targets ? (uint8_t *)(uintptr_t)batch->targets[piece] + at : NULL;
         if (!batch->sums) {
-            const uint64_t bytes = batch->lengths ? batch->lengths[piece] : (upto - first) * batch->size;
-            kernel->copy(to, from, bytes, mode_of(batch, to));
+            copy_bytes(batch, to, from, batch->lengths ? batch->lengths[piece] : (upto - first) * batch->size);
         } else
             for (uint64_t i = first; i < upto; i++, from += batch->size, to = to ? to + batch->size : NULL)
                 batch->sums[i] = copy_and_hash(batch, to, from);

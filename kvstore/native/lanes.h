@@ -55,8 +55,7 @@ TARGET static uint64_t NAME(long)(const uint8_t *in, uint8_t *out, size_t length
     return merged(lanes, length);
 }
 
-/* Copy. Also with `mode` CACHED, this is faster than glibc's memcpy for pieces below 1 MiB, and as fast for longer ones. Then four
- * stripes are loaded before the first is stored. */
+/* Copy. With `mode` CACHED, four stripes are loaded before the first is stored. */
 TARGET static void NAME(copy)(uint8_t *to, const uint8_t *from, size_t length, int mode)
 {
     size_t at = 0;
