@@ -81,6 +81,11 @@ class DataPlane:
         self._keys = [key_of(number) for number in range(count)]
         self._blocks = DenseBlocks(memory.reshape(count, shape.layers, shape.layer_block_bytes))
 
+    @property
+    def pid(self) -> int:
+        """Process of the server."""
+        return self._server.pid
+
     def load(self, *, verify: bool) -> None:
         """Read all blocks and check that each is a hit."""
         shape = self._blocks.shape
@@ -113,15 +118,12 @@ def measure(options: Options, shape: BlockShape, total: int, streams: int) -> No
     """Measure one block size and number of streams."""
     count = total // shape.block_bytes
     with Sockets(total, streams) as sockets, DataPlane(count, shape, streams, sockets.memory) as plane:  # the same memory
-
-        def rate(work: partial[None]) -> float:
-            return harness.gigabytes_per_second(total, work)
-
+        meters = {name: harness.CpuMeter(server=plane.pid) for name in ("verified", "unverified")}
         samples = harness.interleave(
             {
-                "verified": partial(rate, partial(plane.load, verify=True)),
-                "sockets": partial(rate, partial(sockets.load, shape.block_bytes)),
-                "unverified": partial(rate, partial(plane.load, verify=False)),
+                "verified": partial(meters["verified"].gigabytes_per_second, total, partial(plane.load, verify=True)),
+                "sockets": partial(harness.gigabytes_per_second, total, partial(sockets.load, shape.block_bytes)),
+                "unverified": partial(meters["unverified"].gigabytes_per_second, total, partial(plane.load, verify=False)),
             },
             options.repetitions,
         )
@@ -134,6 +136,7 @@ def measure(options: Options, shape: BlockShape, total: int, streams: int) -> No
             target=Target("peer", bound),
             transport="tcp",
             verified=verified,
+            cpu=meters[name].cost(),
         )
 
 

@@ -1,6 +1,6 @@
 """Measure a hit in this host's DRAM: 512 blocks through the client into a caller's buffer, against one memcpy of the same bytes.
 
-The peer copies the same number of bytes from the same kind of shared memory into the same buffer with one ``memmove``. The limit
+The peer copies the same number of bytes from shared memory of the same pages into the same buffer with one ``memmove``. The limit
 copies the blocks as the client does, with two threads, after one gRPC call. The client does not verify checksums again, because
 they were verified when the bytes entered DRAM; ``verify="always"`` does and is measured as well.
 """
@@ -21,7 +21,7 @@ from kvstore.core.types import BlockShape, Tier
 from kvstore.embedded.cluster import NodeSpec
 from peers.bare_load import BareLoad
 from peers.memory import SharedCopy
-from rig import OPTIONS, Chains, cluster, found, loaded, space_for, spec, stored
+from rig import OPTIONS, Chains, NodeControl, cluster, found, loaded, space_for, spec, stored
 
 LAYERS = 32
 
@@ -73,6 +73,10 @@ def measure(options: Options, block_bytes: int, blocks: int) -> None:
             },
             options.repetitions,
         )
+        pages = f"peer and limit copy from {memory.memory.pages}"
+        control = NodeControl(store.node("bench").address)
+        engine = control.io_engines()  # names the pages of the arena
+        control.close()
     peer = Reference("one memcpy", samples["memcpy"])
     parameters = {"blocks": blocks, "block_bytes": block_bytes, "layers": LAYERS}
     options.keep(
@@ -82,7 +86,8 @@ def measure(options: Options, block_bytes: int, blocks: int) -> None:
         limit=Reference("call and copy, 2 threads", samples["bare"]),
         target=Target("peer", 1.5 if block_bytes >= 1 << 20 else 1.3),
         transport="shared memory",
-        notes="bytes in DRAM were verified on arrival and are not summed again on a local load",
+        io_engine=engine,
+        notes=f"bytes in DRAM were verified on arrival and are not summed again on a local load; {pages}",
         cpu=meters["auto"].cost(),
     )
     options.keep(
@@ -92,7 +97,9 @@ def measure(options: Options, block_bytes: int, blocks: int) -> None:
         limit=Reference("call, copy and sums, 2 threads", samples["bare, summed"]),
         target=Target("peer", 1.1 if block_bytes >= 1 << 20 else 1.0),
         transport="shared memory",
+        io_engine=engine,
         verified=True,
+        notes=pages,
         cpu=meters["always"].cost(),
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -55,6 +56,11 @@ class NixlPlane:
         self._blocks = DenseBlocks(memory.reshape(count, shape.layers, shape.layer_block_bytes))
         self.total = memory.nbytes
 
+    @property
+    def pid(self) -> int:
+        """Process of the server."""
+        return self._server.pid
+
     def load(self, peer: str, *, verify: bool = True) -> None:
         """Read all blocks with one of the peers and check that every block is a hit with the right bytes and transport."""
         request = ReadRequest(NAMESPACE, self._keys, 0, self._blocks.shape.layers, 0, time.monotonic() + CALL_S)
@@ -95,17 +101,17 @@ def measure(options: Options, shape: BlockShape, total: int, transports: str, wa
     """Measure one block size over one of UCX's transports."""
     memory = np.zeros(total, np.uint8)
     with BareNixl(memory, shape.block_bytes, transports, way) as bare, NixlPlane(memory, shape, transports, way) as plane:
-        rate = partial(harness.gigabytes_per_second, total)
+        work: dict[str, Callable[[], object]] = {
+            "registered": partial(plane.load, "registered"),
+            "bare": bare.load,
+            "summed": partial(bare.load, shape.layer_block_bytes),
+            "unverified": partial(plane.load, "registered", verify=False),
+            "unregistered": partial(plane.load, "unregistered"),
+            "tcp": partial(plane.load, "tcp"),
+        }
+        meters = {name: harness.CpuMeter(server=plane.pid) for name in work}
         samples = harness.interleave(
-            {
-                "registered": partial(rate, partial(plane.load, "registered")),
-                "bare": partial(rate, bare.load),
-                "summed": partial(rate, partial(bare.load, shape.layer_block_bytes)),
-                "unverified": partial(rate, partial(plane.load, "registered", verify=False)),
-                "unregistered": partial(rate, partial(plane.load, "unregistered")),
-                "tcp": partial(rate, partial(plane.load, "tcp")),
-            },
-            options.repetitions,
+            {name: partial(meters[name].gigabytes_per_second, total, load) for name, load in work.items()}, options.repetitions
         )
     name = f"{'UCX tcp' if transports else 'UCX cma'}, {way}"
     parameters: dict[str, Parameter] = {"over": name, "block_bytes": shape.block_bytes, "total_bytes": total}
@@ -120,6 +126,7 @@ def measure(options: Options, shape: BlockShape, total: int, transports: str, wa
             transport="tcp" if contestant == "tcp" else "nixl",
             verified=contestant != "unverified",
             notes="the destination is registered for this load only" if contestant == "unregistered" else "",
+            cpu=meters[contestant].cost(),
         )
 
 

@@ -8,7 +8,6 @@ with one request in flight per thread of the volume. Caches below O_DIRECT (of t
 
 from __future__ import annotations
 
-import mmap
 import shutil
 import tempfile
 from pathlib import Path
@@ -24,7 +23,8 @@ from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.slab import NvmeSlab
 from peers import PeerMissingError
-from peers.fio import Fio
+from peers.fio import NOTE, Fio
+from peers.memory import ArenaMemory
 
 LAYERS = 32
 IO_THREADS = 4
@@ -45,6 +45,7 @@ class Slabs:
     ) -> None:
         self.shape = BlockShape(LAYERS, block_bytes // LAYERS)
         self.blocks = blocks
+        self.meter = harness.CpuMeter()
         self.nbytes = blocks * block_bytes
         self.slab = NvmeSlab.open(
             folder / "volume",
@@ -56,10 +57,10 @@ class Slabs:
             gds_host_reads=True,
         )
         list(self.slab.recover())
-        source = np.frombuffer(mmap.mmap(-1, self.nbytes), np.uint8).reshape(blocks, block_bytes)
+        source = ArenaMemory(self.nbytes).bytes.reshape(blocks, block_bytes)
         source[:] = np.random.default_rng(seed).integers(0, 256, source.shape, np.uint8)
         self.source = source
-        self.target = np.frombuffer(mmap.mmap(-1, self.nbytes), np.uint8).reshape(blocks, block_bytes)
+        self.target = ArenaMemory(self.nbytes).bytes.reshape(blocks, block_bytes)
         self.records = [
             BlockRecord(NAMESPACE, BlockKey(at.to_bytes(16, "big")), None, at, self.shape, layer_checksums(row.data, self.shape))
             for at, row in enumerate(source)
@@ -82,7 +83,7 @@ class Slabs:
         self.target.fill(0)
         items = [(slot, record, row.data) for (slot, record, _), row in zip(self.loaded, self.target, strict=True)]
         outcomes: list[Outcome] = []
-        rate = harness.gigabytes_per_second(self.nbytes, lambda: outcomes.extend(self.slab.read(items)))
+        rate = self.meter.gigabytes_per_second(self.nbytes, lambda: outcomes.extend(self.slab.read(items)))
         if outcomes != [Outcome.HIT] * self.blocks or not np.array_equal(self.source, self.target):
             raise SystemExit("a load returned wrong bytes")
         return rate
@@ -93,6 +94,7 @@ class Stores:
 
     def __init__(self, source: Slabs, folder: Path) -> None:
         self._source = source
+        self.meter = harness.CpuMeter()
         self.slab = NvmeSlab.open(
             folder / "stores",
             volume_id=VolumeId("bench"),
@@ -114,7 +116,7 @@ class Stores:
             return slots
 
         slots: list[Slot] = []
-        rate = harness.gigabytes_per_second(source.nbytes, lambda: slots.extend(work()))
+        rate = self.meter.gigabytes_per_second(source.nbytes, lambda: slots.extend(work()))
         self.slab.commit([], [record.key for record in source.records])
         self.slab.free(slots)
         return rate
@@ -141,9 +143,9 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
     loads.slab.close()
     stores.slab.close()
     parameters = {"block_bytes": block_bytes, "total_bytes": total, "layers": LAYERS, "depth": IO_THREADS}
-    for ours, peer, name, title, bound in (
-        ("load", "fio read", "nvme_volume_load", "NVMe load, cold, the volume alone", 0.9),
-        ("store", "fio write", "nvme_volume_store_durable", "NVMe store made durable, the volume alone", 0.8),
+    for ours, meter, peer, name, title, bound in (
+        ("load", loads.meter, "fio read", "nvme_volume_load", "NVMe load, cold, the volume alone", 0.9),
+        ("store", stores.meter, "fio write", "nvme_volume_store_durable", "NVMe store made durable, the volume alone", 0.8),
     ):
         options.keep(
             Figure(name, title, parameters, "GB/s"),
@@ -153,7 +155,8 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
             storage=harness.storage(folder, direct=engine == "posix O_DIRECT", cache="cold in this system"),
             io_engine=engine,
             verified=True,
-            notes=missing,
+            notes=missing or NOTE,
+            cpu=meter.cost(),
         )
 
 

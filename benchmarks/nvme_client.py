@@ -1,8 +1,8 @@
 """Measure NVMe through the whole store: cold loads against fio's reads, durable stores against fio's writes and fsync.
 
-Each round stores a new chain, waits until it is durable, empties the DRAM tier, and loads the chain from NVMe with O_DIRECT and
-checksum verification. fio moves the same bytes in blocks of the same size on a file of the same filesystem, with one request in
-flight per I/O thread of the volume. Caches below O_DIRECT (of the disk or hypervisor) serve both sides equally.
+A store writes a new chain and waits until it is durable. A load empties the DRAM tier, and reads the newest chain from NVMe with
+O_DIRECT and checksum verification. fio moves the same bytes in blocks of the same size on a file of the same filesystem, with one
+request in flight per I/O thread of the volume. Caches below O_DIRECT (of the disk or hypervisor) serve both sides equally.
 
 The limit is the same number of threads that copy, sum, read and write the same bytes without any notion of blocks. On few cores a
 store is bound by checksums and copies, which fio does not make.
@@ -10,6 +10,7 @@ store is bound by checksums and copies, which fio does not make.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,7 +23,7 @@ from kvclient import KVClient
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import NodeSpec
 from peers import PeerMissingError
-from peers.fio import Fio
+from peers.fio import NOTE, Fio
 from peers.summed_file import SummedFile
 from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, space_for, spec, stored
 
@@ -78,19 +79,17 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
             chains.check(chain, buffer)
             return rate
 
-        rounds: dict[str, list[float]] = {
-            name: [] for name in ("store", "load", "bare write", "bare read", "fio write", "fio read")
+        contestants = {
+            "store": store_durable,
+            "load": load_cold,
+            "bare write": lambda: harness.gigabytes_per_second(total, lambda: bare.write_durable(block_bytes)),
+            "bare read": lambda: harness.gigabytes_per_second(total, lambda: bare.read(block_bytes)),
         }
-        for count in range(-1, options.repetitions):  # fixed order: a load requires the store before it
-            values = {"store": store_durable(), "load": load_cold()}
-            values["bare write"] = harness.gigabytes_per_second(total, lambda: bare.write_durable(block_bytes))
-            values["bare read"] = harness.gigabytes_per_second(total, lambda: bare.read(block_bytes))
-            if not missing:
-                values["fio write"] = fio.write_durable(total, block_bytes, IO_THREADS)
-                values["fio read"] = fio.read(total, block_bytes, IO_THREADS, options.seed + count + 1)
-            if count >= 0:
-                for name, value in values.items():
-                    rounds[name].append(value)
+        if not missing:
+            seeds = itertools.count(options.seed)
+            contestants["fio write"] = lambda: fio.write_durable(total, block_bytes, IO_THREADS)
+            contestants["fio read"] = lambda: fio.read(total, block_bytes, IO_THREADS, next(seeds))
+        rounds = harness.interleave(contestants, options.repetitions)
         engine = control.io_engines()
         control.close()
     parameters = {"block_bytes": block_bytes, "total_bytes": total, "layers": LAYERS, "depth": IO_THREADS}
@@ -109,7 +108,7 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
             transport="shared memory",
             io_engine=engine,
             verified=True,
-            notes=missing,
+            notes=missing or NOTE,
             cpu=meters[ours].cost(),
         )
 

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import harness
-from harness import Figure, Reference, Target
+from harness import CpuCost, Figure, Reference, Target
 from kvstore.dualpath.contract import LoadPlan, PlanRequest
 from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.planner import Planner
@@ -66,6 +66,8 @@ class Cluster:
         self.asked: dict[str, int] = {}
         self.running: deque[list[UnderWay]] = deque()
         self.count = engines
+        self.decided = 0
+        self.cpu_s = 0.0
 
     def tick(self) -> int:
         """Run one tick and return the number of decided requests."""
@@ -109,10 +111,13 @@ class Cluster:
     def microseconds(self, decisions: int) -> float:
         """Measure the time per decision over about ``count`` decisions."""
         decided = 0
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         while decided < decisions:
             decided += self.tick()
-        return (time.perf_counter() - begun) / decided * 1e6
+        took_s = time.perf_counter() - begun
+        self.cpu_s += time.process_time() - cpu_begun
+        self.decided += decided
+        return took_s / decided * 1e6
 
 
 def main() -> None:
@@ -130,13 +135,14 @@ def main() -> None:
         {repr(key): functools.partial(cluster.microseconds, decisions) for key, cluster in clusters.items()},
         options.repetitions,
     )
-    for size, policy, groups in clusters:
+    for (size, policy, groups), cluster in clusters.items():
         parameters: dict[str, str | int | float | bool] = {"engines": size, "policy": policy, "groups": groups}
         took = samples[repr((size, policy, groups))]
         options.keep(
             Figure("planner_decisions", "Planner and scheduler: decisions per second, one core", parameters, "1/s"),
             [1e6 / microseconds for microseconds in took],
             target=Target("value", 5_000),
+            cpu=CpuCost("operation", {"planner": cluster.cpu_s / cluster.decided}),
         )
         if size == large:
             options.keep(

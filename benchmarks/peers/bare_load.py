@@ -6,7 +6,6 @@ keys, and its handler returns a constant.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -20,6 +19,7 @@ from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.types import BlockShape
 from peers.bare_grpc import BareGrpc
+from peers.memory import ArenaMemory
 
 
 class BareLoad:
@@ -33,8 +33,7 @@ class BareLoad:
     def __init__(self, shape: BlockShape, keys: Sequence[bytes]) -> None:
         self.shape = shape
         self._stack = ExitStack()
-        self._arena = mmap.mmap(-1, len(keys) * shape.block_bytes)
-        np.frombuffer(self._arena, np.uint8)[:] = 1
+        self._arena = ArenaMemory(len(keys) * shape.block_bytes)
         self._offsets = np.random.default_rng(0).permutation(len(keys)) * shape.block_bytes
         self._checksums = np.zeros((len(keys), shape.layers), np.uint64)
         server = self._stack.enter_context(BareGrpc(metadata_pb2.LookupResponse(hit_blocks=len(keys))))
@@ -45,7 +44,7 @@ class BareLoad:
         """Make the call and copy all blocks, with or without checksums."""
         self._lookup(self._request, timeout=10)
         sums = self._checksums if verify else None
-        copy_from_arena(memoryview(self._arena), self._offsets, buffer, checksums=sums)
+        copy_from_arena(self._arena.view, self._offsets, buffer, checksums=sums)
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from kvstore.core.checksum import LayerHasher
+from kvstore.core.checksum import piece_checksums
 from kvstore.transport.nixl.address_table import Rows, consecutive_blocks
 from kvstore.transport.nixl.agent import WAIT_S, NixlAgent, NixlOptions, Region
 
@@ -89,9 +89,7 @@ class BareNixl:
         if layer_bytes:
             begin = int(self._ours[rows][0, 0]) - address_of(self._memory)
             piece = self._memory.data[begin : begin + int(self._ours[rows][:, 1].sum())]
-            hasher = LayerHasher(layer_bytes, len(piece) // layer_bytes)
-            hasher.update([piece])
-            hasher.digests()
+            piece_checksums([piece], layer_bytes)
 
     def _say(self, what: dict[str, Any]) -> None:
         assert self._child.stdin is not None

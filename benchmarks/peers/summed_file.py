@@ -37,8 +37,9 @@ class SummedFile:
         self._file = file
         self._piece_bytes = piece_bytes
         self._caller = np.random.default_rng(3).integers(0, 256, nbytes, np.uint8)
-        self._pages = mmap.mmap(-1, nbytes)
-        self._pages.madvise(mmap.MADV_HUGEPAGE)  # as the node's arena: scattered pages would cut the requests into small ones
+        # huge pages, as in the node's arena: scattered pages would cut the requests into small ones. Shared memory gets none so.
+        self._pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._pages.madvise(mmap.MADV_HUGEPAGE)
         self._space = np.frombuffer(self._pages, np.uint8)
         self._space[:] = 0
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)

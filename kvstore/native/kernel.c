@@ -9,7 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { STRIPE = 64, SECRET_BYTES = 192, BLOCK_STRIPES = (SECRET_BYTES - STRIPE) / 8, AHEAD = 1024, SHORT = 240, MOST_THREADS = 64, SHARES = 8 };
+enum { STRIPE = 64, SECRET_BYTES = 192, BLOCK_STRIPES = (SECRET_BYTES - STRIPE) / 8, AHEAD = 1024, SHORT = 240, LONG = 1 << 20 };
+enum { MOST_THREADS = 64, SHARES = 8 };
 enum { VERSION = 2 }; /* of the exported functions and their arguments; changes together with VERSION in c_kernel.py */
 enum { CACHED, STREAMED, STREAMED_QUARTERS };
 enum { DONE = 0, OUT_OF_RANGE = 1, OVERLAP = 2, BAD_SHAPE = 3 };
@@ -252,22 +253,22 @@ static void fence(void) {}
 /* --- choice of the instruction set ------------------------------------------------------------------------------------------------ */
 
 typedef uint64_t (*LongHash)(const uint8_t *in, uint8_t *out, size_t length, int mode);
-typedef void (*StreamCopy)(uint8_t *to, const uint8_t *from, size_t length, int mode);
+typedef void (*Copy)(uint8_t *to, const uint8_t *from, size_t length, int mode);
 
 typedef struct {
     const char *name;
     LongHash hash;
-    StreamCopy stream;
+    Copy copy;
 } Kernel;
 
 static const Kernel KERNELS[] = {
 #if defined(__x86_64__)
-    {"avx512", avx512_long, avx512_stream},
-    {"avx2", avx2_long, avx2_stream},
+    {"avx512", avx512_long, avx512_copy},
+    {"avx2", avx2_long, avx2_copy},
 #elif defined(__aarch64__)
-    {"neon", neon_long, neon_stream},
+    {"neon", neon_long, neon_copy},
 #endif
-    {"portable", portable_long, portable_stream},
+    {"portable", portable_long, portable_copy},
 };
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
 static const Kernel *kernel;
@@ -362,13 +363,15 @@ static int mode_of(const CopyBatch *batch, const uint8_t *to)
     return (uintptr_t)to % STRIPE ? STREAMED_QUARTERS : STREAMED;
 }
 
+/* memcpy is fastest if its target is aligned to cache lines, or long. Other pieces it copies at two thirds of the speed on some
+ * processors. */
 static void copy_bytes(const CopyBatch *batch, uint8_t *to, const uint8_t *from, uint64_t bytes)
 {
     const int mode = mode_of(batch, to);
-    if (mode != CACHED)
-        kernel->stream(to, from, bytes, mode);
-    else
+    if (mode == CACHED && ((uintptr_t)to % STRIPE == 0 || bytes >= LONG))
         memcpy(to, from, bytes);
+    else
+        kernel->copy(to, from, bytes, mode);
 }
 
 static uint64_t copy_and_hash(const CopyBatch *batch, uint8_t *to, const uint8_t *from)

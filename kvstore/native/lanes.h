@@ -55,11 +55,20 @@ TARGET static uint64_t NAME(long)(const uint8_t *in, uint8_t *out, size_t length
     return merged(lanes, length);
 }
 
-/* Copy past the caches. */
-TARGET static void NAME(stream)(uint8_t *to, const uint8_t *from, size_t length, int mode)
+/* Copy. With `mode` CACHED, four stripes are loaded before the first is stored. */
+TARGET static void NAME(copy)(uint8_t *to, const uint8_t *from, size_t length, int mode)
 {
     size_t at = 0;
-    for (; at + STRIPE <= length; at += STRIPE) {
+    for (; mode == CACHED && at + 4 * STRIPE <= length; at += 4 * STRIPE) {
+        VECTOR data[4 * VECTORS];
+        for (int s = 0; s < 4; s++)
+            __builtin_prefetch(from + at + s * STRIPE + AHEAD);
+        for (int v = 0; v < 4 * VECTORS; v++)
+            data[v] = LOAD(from + at + v * WIDTH);
+        for (int v = 0; v < 4 * VECTORS; v++)
+            STORE(to + at + v * WIDTH, data[v]);
+    }
+    for (; mode != CACHED && at + STRIPE <= length; at += STRIPE) {
         __builtin_prefetch(from + at + AHEAD);
         VECTOR data[VECTORS];
         for (int v = 0; v < VECTORS; v++)

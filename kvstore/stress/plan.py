@@ -101,7 +101,8 @@ class StressPlan:
         duration_s: length of the warm pass; None: as many operations as there are stored requests.
         mix: operations of the warm pass.
         rate: operations per second of the warm pass, all sessions together. An operation begins at its time or when the session
-            has ended the one before, and its latency counts from its time. None: one after the other.
+            has ended the one before, and its latency counts from its time, without the making and checking of bytes. None: one
+            after the other.
         deadline_s: limit per call.
 
     Raises:

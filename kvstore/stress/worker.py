@@ -104,8 +104,8 @@ def _warm(plan: StressPlan, number: int, runner: RequestRunner, reporter: _Repor
     try:
         if plan.rate is not None:
             seconds, samples = limit.sample(), 1
-        for done, (kind, keys, late_s) in enumerate(_started(plan, number)):
-            with reporter.operation(kind, late_s):
+        for done, (kind, keys, due_s) in enumerate(_started(plan, number)):
+            with reporter.operation(kind, due_s):
                 run[kind](keys)
             if plan.rate is None and done % _SAMPLE_EVERY == 0:
                 seconds += limit.sample()
@@ -115,19 +115,19 @@ def _warm(plan: StressPlan, number: int, runner: RequestRunner, reporter: _Repor
     return samples * plan.request_bytes, seconds
 
 
-def _started(plan: StressPlan, number: int) -> Iterator[tuple[OperationKind, list[BlockKey], float]]:
-    """Yield each operation of the warm pass when it is to begin, and how late it begins."""
+def _started(plan: StressPlan, number: int) -> Iterator[tuple[OperationKind, list[BlockKey], float | None]]:
+    """Yield each operation of the warm pass when it is to begin, with that time after the start; None without a rate."""
     start_s = time.monotonic()
     for at, (kind, keys) in enumerate(warm_operations(plan, number)):
         now_s, due_s = time.monotonic() - start_s, plan.due_s(number, at)
         if plan.duration_s is not None and max(now_s, due_s) >= plan.duration_s:
             return
         if plan.rate is None:
-            yield kind, keys, 0.0
+            yield kind, keys, None
             continue
         if now_s < due_s:
             time.sleep(due_s - now_s)
-        yield kind, keys, max(0.0, time.monotonic() - start_s - due_s)
+        yield kind, keys, due_s
 
 
 def warm_operations(plan: StressPlan, number: int) -> Iterator[tuple[OperationKind, list[BlockKey]]]:
@@ -152,16 +152,26 @@ class _Reporter:
         self._next_s = time.monotonic() + _REPORT_S
         self._latencies: dict[OperationKind, list[float]] = {}
         self._failed = 0
+        self._free_s = 0.0
+        """When the session would be free for an operation with a due time, if it made and checked payloads in no time."""
 
     @contextmanager
-    def operation(self, kind: OperationKind, late_s: float = 0.0) -> Iterator[None]:
-        """Count an operation with the time of its calls after ``late_s``, and report if it is time."""
+    def operation(self, kind: OperationKind, due_s: float | None = None) -> Iterator[None]:
+        """Count an operation, and report if it is time.
+
+        Its latency is the time of its calls. With a due time, the wait for the calls of earlier operations is added. The
+        session's own work is not: it is no latency of the store.
+        """
         calls = (self._tally.lookup_s, self._tally.load_s, self._tally.store_s)
         before = [len(times) for times in calls]
         errors = self._tally.errors.total()
         yield
         spent_s = sum(sum(times[first:]) for times, first in zip(calls, before, strict=True))
-        self._latencies.setdefault(kind, []).append(late_s + spent_s)
+        latency_s = spent_s
+        if due_s is not None:
+            self._free_s = max(self._free_s, due_s) + spent_s
+            latency_s = self._free_s - due_s
+        self._latencies.setdefault(kind, []).append(latency_s)
         self._tally.requests += 1
         self._failed += self._tally.errors.total() > errors
         if time.monotonic() >= self._next_s:

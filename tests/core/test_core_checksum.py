@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.core import checksum
 from kvstore.core.buffers import DenseBlocks, ScatteredBlocks
-from kvstore.core.checksum import block_checksums, layer_checksums, verify
+from kvstore.core.checksum import LayerHasher, block_checksums, layer_checksums, piece_checksums, verify
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
+from kvstore.native import CopyBatch, run
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "golden" / "checksums.json").read_text())["vectors"]
 
@@ -72,6 +76,50 @@ def test_every_layout_gives_the_same_checksums(shape: BlockShape, count: int, ra
         assert block_checksums(buffer, list(range(count))[::-1]).tolist() == expected[::-1]
     for block, row in zip(blocks, expected, strict=True):
         assert layer_checksums(memoryview(block), shape) == np.array(row, "<u8").tobytes()
+
+
+@pytest.mark.parametrize("size", [5, 300, 70_000])
+@given(cuts=st.lists(st.integers(0, 20)), whole=st.booleans(), seed=st.integers(0, 100))
+def test_pieces_cut_anywhere_give_the_same_checksums(size: int, cuts: list[int], whole: bool, seed: int) -> None:
+    """``whole``: cuts are between layer blocks."""
+    data = np.random.default_rng(seed).bytes(20 * size)
+    places = sorted({0, 20, *cuts}) if whole else sorted({0, 20 * size, *(cut * size // 3 for cut in cuts)})
+    ends = [place * size for place in places] if whole else places
+    pieces = [memoryview(data)[start:end] for start, end in itertools.pairwise(ends)]
+    expected = [xxhash.xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)]
+    hasher = LayerHasher(size, 20)
+    hasher.update(pieces)
+    assert hasher.digests().tolist() == piece_checksums(pieces, size).tolist() == expected
+
+
+@pytest.mark.parametrize(("parts", "hashers"), [(15, ["xxhash"] * 15), (16, ["kernel"])])
+def test_stream_of_many_layer_blocks_uses_the_kernel(parts: int, hashers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (used.append(name), work(*given))[1]
+
+    monkeypatch.setattr(checksum, "hash_parts", noted("kernel", checksum.hash_parts))
+    monkeypatch.setattr(checksum, "_digest", noted("xxhash", xxhash.xxh3_64_intdigest))
+    hasher = LayerHasher(100, parts)
+    hasher.update([memoryview(bytes(parts * 100))])
+    assert used == hashers
+
+
+def test_pieces_in_memory_are_one_call_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of up to 64 KiB would be hashed by xxhash with the interpreter lock held."""
+    calls: list[int] = []
+
+    def noted(batch: CopyBatch, sums: npt.NDArray[np.uint64]) -> None:
+        calls.append(len(batch.sources))
+        run(batch, sums)
+
+    monkeypatch.setattr(checksum, "run", noted)
+    memory = np.random.default_rng(1).integers(0, 256, 12 << 16, np.uint8).data
+    pieces = [memory[5 << 16 :], memory[: 5 << 16]]
+    expected = [xxhash.xxh3_64_intdigest(piece[at : at + (1 << 16)]) for piece in pieces for at in range(0, len(piece), 1 << 16)]
+    assert piece_checksums(pieces, 1 << 16).tolist() == expected
+    assert calls == [12]
 
 
 @given(shapes, st.data())

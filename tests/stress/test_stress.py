@@ -106,6 +106,13 @@ def test_stress_mix_at_a_rate_counts_each_operation(store: LocalCluster) -> None
     assert warm["stored_bytes"] == warm["operations"]["store"]["count"] * 4 * (64 << 10)
 
 
+def test_stress_latency_at_a_rate_is_of_calls_alone(store: LocalCluster) -> None:
+    """All operations are due at once. So the last one waits for the calls of all others, but not for the making of bytes."""
+    warm = stress(store, "--mix", "0:0:1", "--rate", "1000000", "--clients", "1")["warm"]
+    in_calls_ms = 1000 * warm["stored_bytes"] / warm["bytes_per_s"]
+    assert 0.9 * in_calls_ms < warm["operations"]["store"]["latency_ms"]["max"] < in_calls_ms + 0.01
+
+
 def test_stress_rate_not_reached_is_said() -> None:
     assert pace(60.0, None) == "60.0/s"
     assert pace(198.0, 200.0) == "198.0/s of 200/s wanted"

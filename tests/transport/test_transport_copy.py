@@ -18,6 +18,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.native import CopyBatch, run
 from kvstore.testing.transport_suite import BUFFERS, SENTINEL, content, dense
+from kvstore.transport.nixl import address_table
 
 Make = Callable[[int, BlockShape], BlockBuffer]
 
@@ -89,7 +90,9 @@ def test_copy_matches_bytewise_model(
     if sums is not None:
         assert np.array_equal(sums, block_checksums(buffer, blocks)[:, first : first + layers])
 
-    target = bytearray(size)
+    found, target = sums, bytearray(size)
+    if sums is not None:
+        sums = np.zeros_like(sums)
     copy_to_arena(
         buffer, memoryview(target), offsets, blocks, first_layer=first, layer_count=layers, threads=2, checksums=sums
     )  # fmt: skip
@@ -97,6 +100,7 @@ def test_copy_matches_bytewise_model(
     for offset in offsets:
         expected[offset + low : offset + high] = before[offset + low : offset + high]
     assert target == expected
+    assert sums is None or np.array_equal(sums, found)
 
 
 @pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
@@ -158,3 +162,26 @@ def test_copy_invalid_arguments_are_refused() -> None:
         copy_from_arena(arena, [0], dense(4, shape), checksums=np.zeros((1, 1), np.uint64))
     with pytest.raises(InvalidArgument):
         copy_to_arena(dense(4, shape), memoryview(bytes(1000)), [0])
+
+
+def test_copy_of_descriptors_is_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def noted(batch: CopyBatch) -> None:
+        calls.append(len(batch.sources))
+        run(batch)
+
+    monkeypatch.setattr(address_table, "run", noted)
+    memory = np.frombuffer(random_arena(10_000), np.uint8)
+    target = np.zeros_like(memory)
+    spans = [(700, 50), (0, 700), (5_000, 1), (9_999, 1)]
+    ours, theirs = (
+        np.array([(array.ctypes.data + start, length, 0) for start, length in spans], np.uint64) for array in (target, memory)
+    )
+    address_table.copy_rows(ours, theirs)
+    address_table.copy_rows(ours[:0], theirs[:0])
+    assert calls == [4]
+    copied = np.concatenate([np.arange(start, start + length) for start, length in spans])
+    assert np.array_equal(target[copied], memory[copied])
+    target[copied] = 0
+    assert not target.any()

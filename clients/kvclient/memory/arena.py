@@ -18,7 +18,7 @@ from kvclient.memory.buffers import LayersOf
 from kvclient.memory.device_buffer import ArenaPinner, CopyEvent, DeviceBuffer, Offsets
 from kvclient.memory.shared_mapping import MappingUse, is_charged_to_first_user, is_resident, map_file, populate
 from kvstore.core.buffers import BlockBuffer, Layout, Positions, ScatteredBlocks, positions
-from kvstore.core.checksum import ChecksumArray, LayerHasher, block_checksums
+from kvstore.core.checksum import ChecksumArray, block_checksums, piece_checksums
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, KVStoreError, PermissionDenied, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockShape, SessionId
 from kvstore.native import CopyBatch, address_of, bounds_of, run
@@ -110,6 +110,7 @@ class _Copy:
         if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= arena.nbytes - shape.block_bytes:
             raise InvalidArgument("block outside the arena", arena_bytes=arena.nbytes, block_bytes=shape.block_bytes)
         self._shape = shape
+        self._arena = arena
         self._arena_bounds = bounds_of(arena)
         self._starts = starts + (self._arena_bounds[0] + first_layer * shape.layer_block_bytes)
         self._layout = Layout(buffer, writable=into_buffer)
@@ -134,14 +135,18 @@ class _Copy:
         if checksums is None or rest or (lengths != length).any():
             self._copy(ours, theirs, lengths, threads)
             if checksums is not None:
-                # hash the buffer, not the arena: on a load, the bytes in the buffer are what counts
-                hasher = LayerHasher(self._shape.layer_block_bytes, checksums.size)
-                hasher.update(self._layout.pieces(self._blocks, self._first_layer, self._layer_count))
-                checksums[:] = hasher.digests().reshape(checksums.shape)
+                checksums[:] = piece_checksums(self._copies(), self._shape.layer_block_bytes).reshape(checksums.shape)
             return
         sums = np.empty(checksums.size, np.uint64)
         self._copy(ours, theirs, None, threads, parts, sums)
         checksums[:] = sums.reshape(checksums.shape)
+
+    def _copies(self) -> list[memoryview]:
+        """Return the memory of the copies: what counts is what has arrived. In the arena, layer blocks are never split."""
+        if self._into_buffer:
+            return self._layout.pieces(self._blocks, self._first_layer, self._layer_count)
+        length = self._layer_count * self._shape.layer_block_bytes
+        return [self._arena[start : start + length] for start in (self._starts - self._arena_bounds[0]).tolist()]
 
     def _copy(
         self,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.buffers import Layout
+from kvstore.native import CopyBatch, run
 
 Addresses = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.uint64]
@@ -92,6 +92,14 @@ def consecutive_blocks(address: int, count: int, layers: int, layer_bytes: int) 
 
 
 def copy_rows(targets: Rows, sources: Rows) -> None:
-    """Copy within this process, without the interpreter lock. Both sides must have equal lengths."""
-    for target, source, length in zip(targets[:, 0].tolist(), sources[:, 0].tolist(), sources[:, 1].tolist(), strict=True):
-        ctypes.memmove(target, source, length)
+    """Copy within this process, in one call of the native kernel. Both sides must have equal lengths."""
+    if not len(targets):
+        return
+    lengths = np.ascontiguousarray(sources[:, 1])
+    (to, target_bounds), (start, source_bounds) = _ends(targets), _ends(sources)
+    run(CopyBatch(start, to, source_bounds, target_bounds, lengths=lengths))
+
+
+def _ends(rows: Rows) -> tuple[Addresses, tuple[int, int]]:
+    """Return the addresses of descriptors, and their lowest address with the first one after them."""
+    return np.ascontiguousarray(rows[:, 0]), (int(rows[:, 0].min()), int((rows[:, 0] + rows[:, 1]).max()))

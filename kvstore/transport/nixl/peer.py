@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.buffers import BlockBuffer, Layout
-from kvstore.core.checksum import LayerHasher
+from kvstore.core.checksum import piece_checksums
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable, Unsupported
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import transport as transport_metrics
@@ -426,9 +426,8 @@ def _received_memory(
 
 
 def _verify(pieces: list[memoryview], data: DataFrame, layer_bytes: int) -> npt.NDArray[np.bool_]:
-    hasher = LayerHasher(layer_bytes, data.hits * data.layer_count)
-    hasher.update(pieces)
-    good: npt.NDArray[np.bool_] = (hasher.digests().reshape(data.checksums.shape) == data.checksums).all(axis=1)
+    found = piece_checksums(pieces, layer_bytes).reshape(data.checksums.shape)
+    good: npt.NDArray[np.bool_] = (found == data.checksums).all(axis=1)
     return good
 
 
