@@ -16,7 +16,7 @@ from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import LoadJob, LoadSample, StepPlan, WorkerOutput
 from kvclient.engines.vllm.scheduler import verdicts as verdicts_module
 from kvclient.engines.vllm.scheduler.load_prices import PriceQuery, QuotedPrice
-from kvclient.engines.vllm.scheduler.prefix_lookup import PrefixMatch
+from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, PrefixMatch
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.scheduler.verdicts import PRICE_VALID_S, Verdicts
 from kvclient.load.prediction import STORAGE_LINKS
@@ -227,6 +227,32 @@ def test_prediction_of_a_planned_read_ahead_is_not_counted(clock: Clock) -> None
     assert made.get_num_new_matched_tokens(request(PROMPT, "waits"), 0) == (8 * BLOCK, True)
     ended(made, "waits", 1e-3, DRAM=8 * BLOCK_BYTES)
     assert "load_predictions" not in made.counters.totals()
+
+
+def test_read_ahead_that_hangs_counts_against_the_disk(clock: Clock) -> None:
+    made = side(shelf := Shelf(8))
+    steps(made, clock, 1e-3)
+    for name, runs in (("DRAM", [(0, 8, Tier.DRAM)]), ("NVME", [(0, 8, Tier.NVME)])):
+        shelf.runs = runs
+        load(made, name)
+        ended(made, name, 1e-3, **{name: 8 * BLOCK_BYTES})
+    assert read_ahead(made, "waits", asked=False) == [8]
+    assert made.get_num_new_matched_tokens(request(PROMPT, "waits"), 0) == (8 * BLOCK, True)
+    ended(made, "waits", 10.0)
+    assert load(made, "disk") == 0
+    shelf.runs = [(0, 8, Tier.DRAM)]
+    assert load(made, "memory") == 8 * BLOCK
+
+
+def test_failed_lookup_reads_nothing_ahead(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup that was late or failed has no places: pricing it would end the engine."""
+    made = side(shelf := Shelf(8))
+    steps(made, clock, 1e-3)
+    failed: Future[PrefixMatch] = Future()
+    failed.set_result(NOTHING)
+    monkeypatch.setattr(shelf, "begin", lambda *_: failed)
+    assert read_ahead(made, "asked") == []
+    assert read_ahead(made, "not asked", asked=False) == []
 
 
 def test_prefix_below_min_load_tokens_is_not_read_ahead() -> None:

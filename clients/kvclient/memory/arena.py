@@ -110,7 +110,6 @@ class _Copy:
         if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= arena.nbytes - shape.block_bytes:
             raise InvalidArgument("block outside the arena", arena_bytes=arena.nbytes, block_bytes=shape.block_bytes)
         self._shape = shape
-        self._arena = arena
         self._arena_bounds = bounds_of(arena)
         self._starts = starts + (self._arena_bounds[0] + first_layer * shape.layer_block_bytes)
         self._layout = Layout(buffer, writable=into_buffer)
@@ -135,18 +134,13 @@ class _Copy:
         if checksums is None or rest or (lengths != length).any():
             self._copy(ours, theirs, lengths, threads)
             if checksums is not None:
-                checksums[:] = piece_checksums(self._copies(), self._shape.layer_block_bytes).reshape(checksums.shape)
+                # hash the buffer, not the arena: a load must bring the right bytes there, and a store must not hash a wrong copy
+                pieces = self._layout.pieces(self._blocks, self._first_layer, self._layer_count)
+                checksums[:] = piece_checksums(pieces, self._shape.layer_block_bytes).reshape(checksums.shape)
             return
         sums = np.empty(checksums.size, np.uint64)
         self._copy(ours, theirs, None, threads, parts, sums)
         checksums[:] = sums.reshape(checksums.shape)
-
-    def _copies(self) -> list[memoryview]:
-        """Return the memory of the copies: what counts is what has arrived. In the arena, layer blocks are never split."""
-        if self._into_buffer:
-            return self._layout.pieces(self._blocks, self._first_layer, self._layer_count)
-        length = self._layer_count * self._shape.layer_block_bytes
-        return [self._arena[start : start + length] for start in (self._starts - self._arena_bounds[0]).tolist()]
 
     def _copy(
         self,

@@ -45,7 +45,7 @@ class PrefixMatch:
 
     @property
     def lookup(self) -> Lookup:
-        """The found blocks of the first namespace. All workers load theirs at the same time, from the same places."""
+        """The found blocks, at least one, of the first namespace. All workers load theirs at once, from the same places."""
         return next(iter(self.by_group[0].values())).part(0, self.hit_blocks)
 
 

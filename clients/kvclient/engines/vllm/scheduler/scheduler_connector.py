@@ -484,7 +484,7 @@ class SchedulerConnector:
         else:
             found = state.found
         tokens = found.hit_blocks * self._block_tokens
-        if tokens < self._options.min_load_tokens:
+        if not tokens or tokens < self._options.min_load_tokens:
             return NOTHING
         blocks = found.hit_blocks
         if state.verdict is not None:

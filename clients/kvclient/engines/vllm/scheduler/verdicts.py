@@ -41,7 +41,9 @@ class _ExpectedLoad:
     """A load to come or under way.
 
     Attributes:
-        sizes: bytes by source, as the index names them.
+        sizes: bytes by source. Blocks that are read ahead are to come from the DRAM of this host.
+        named_sizes: bytes by source, as the lookup named them. A load that brings nothing counts against these: a hung disk also
+            ends a read ahead.
         load_s: how long it should take; None: not known, or no prediction that can be compared.
         price_s: the planner's price of its part over storage links; None: not known.
         limit_s: time after which it ends, since it is a probe; None: it is not.
@@ -50,6 +52,7 @@ class _ExpectedLoad:
     """
 
     sizes: dict[Hashable, int]
+    named_sizes: dict[Hashable, int]
     load_s: float | None
     price_s: float | None = None
     limit_s: float | None = None
@@ -157,7 +160,9 @@ class Verdicts:
             if ahead and blocks_beyond(lookup.runs, lookup.hit_blocks, self._own_node)[first:ahead].any():
                 load_s = None  # read ahead by plan: they come out of the DRAM of several hosts
             limit_s = None if verdict is None else verdict.limit_s
-            self._loads[request_id] = _ExpectedLoad(sizes, load_s, self._price_of(sizes, prices), limit_s)
+            named = self._segments(lookup, first) if ahead else segments
+            named_sizes = bytes_by_source(named or (), blocks, self._decisions.block_bytes)
+            self._loads[request_id] = _ExpectedLoad(sizes, named_sizes, load_s, self._price_of(sizes, prices), limit_s)
         return blocks
 
     def _segments(self, lookup: Lookup, first: int, ahead: int = 0) -> list[Segment] | None:
@@ -205,8 +210,8 @@ class Verdicts:
                 if early:
                     continue
             if not sample.sources:
-                if expected.sizes:
-                    self._decisions.load_failed(expected.sizes, sample.seconds)
+                if expected.named_sizes:
+                    self._decisions.load_failed(expected.named_sizes, sample.seconds)
                 if expected.price_s is not None and sample.seconds > expected.price_s:  # a hung link
                     self._decisions.priced_load_ended(STORAGE_LINKS, expected.price_s, expected.sizes, sample.seconds)
                 continue
