@@ -17,7 +17,7 @@ from peers import PeerMissingError
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Environment in which ``malloc`` asks for transparent huge pages (glibc 2.35 and later). fio allocates its buffers by it."""
-NOTE = "fio's buffers are in transparent huge pages"
+NOTE = "fio asks for transparent huge pages"
 
 
 @dataclass(frozen=True, slots=True)

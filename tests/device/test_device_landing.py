@@ -176,7 +176,7 @@ def test_landing_costs_two_launches_per_filling(
 
 @pytest.mark.parametrize(("mib", "launches"), [(64, 64), (128, 32)])
 def test_landing_launches_for_1000_blocks_of_llama(mib: int, launches: int) -> None:
-    """As documented: two per filling, for 16 tokens of Llama-3-8B."""
+    """As documented: two per filling (counted in the test above), for 16 tokens of Llama-3-8B."""
     layers = torch.empty((32, 1, 64 << 10), dtype=torch.uint8).unbind(0)
     with LandingRing(DeviceCopier(PagedCache(list(layers))), gds="off", ring_bytes=mib << 20) as ring:
         assert 2 * -(-1000 // ring.slots.count) == launches

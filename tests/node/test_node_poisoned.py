@@ -12,10 +12,12 @@ from kvstore.node.control import retention
 from kvstore.node.durability.writeback import WriteBack
 from kvstore.node.eviction.arena import ArenaEvictor
 from kvstore.node.eviction.operator_requests import evict_tier
+from kvstore.node.eviction.quotas import space_may_free_up
 from kvstore.node.eviction.ttl import mark_expired
 from kvstore.node.eviction.volumes import VolumeEvictor
 from kvstore.node.state.block_states import InvalidTransition, VolumeReplica
 from kvstore.node.state.eviction_orders import TtlOrder
+from kvstore.node.state.grants import SlotGrant
 from kvstore.node.state.model import Block
 from kvstore.node.state.residency import Residency
 from kvstore.tiers.contract import Slot
@@ -77,7 +79,10 @@ def test_block_that_cannot_leave_dram_delays_no_other(
     assert node.is_resident([keys[7]]) == [True]
     assert node.counters.get("eviction_bugs_total") == 1
     (block,) = (block for block in node.table.snapshot() if block.key == keys[7])
-    assert (block.pins, node.table.residency.pins_that_end(block)) == (1, 0), "no store waits for its space"
+    assert (block.pins, block.set_apart) == (1, True)
+    waiting = SlotGrant(node.namespaces[0], node.run(77, 0, 8), [])
+    node.write_back()
+    assert not space_may_free_up(node.table.residency, waiting, own_only=False), "no store waits for its space"
     assert node.store(99, 0, 8) == [StoreOutcome.STORED] * 8
     end(node, monkeypatch)
 

@@ -113,7 +113,8 @@ def space_may_free_up(residency: Residency, waiting: SlotGrant, *, own_only: boo
         blocks, stores = residency.blocks.values(), list(residency.preparing.values())
     if any(other is not waiting for other in stores):
         return True
-    return any(block.in_transfer or residency.pins_that_end(block) > (1 if block is waiting.guarded else 0) for block in blocks)
+    in_use = (block for block in blocks if block.in_transfer or block.pins > (1 if block is waiting.guarded else 0))
+    return any(not block.set_apart for block in in_use)
 
 
 def evict_tenant_dram(residency: Residency, order: EvictionOrder, wanted_bytes: int) -> int:

@@ -25,7 +25,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 STATE_MASK: Final = 0xF
 """Bits of the state in DRAM. The state of the replica on a volume is ``VOLUME_SHIFT`` bits higher."""
-_PRODUCED, _TRANSIENT, _CONDEMNED = 1 << 8, 1 << 9, 1 << 10
+_PRODUCED, _TRANSIENT, _CONDEMNED, _SET_APART = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 _DEPTH_AT, _DEPTH_MASK = 16, (1 << 32) - 1
 _ROW_AT, _ROW_MASK = 48, (1 << 32) - 1
 _PAGE_AT, _PAGE_MASK = 80, (1 << 48) - 1
@@ -86,6 +86,8 @@ class Block:
     """Kept in DRAM only while it is pinned."""
     condemned = _SettableFlag(_CONDEMNED)
     """Proved corrupt in DRAM while it was pinned, and left the table. Its last pin gives the slot back."""
+    set_apart = _SettableFlag(_SET_APART)
+    """Pinned for good after a bug: its space is never free."""
 
     def __init__(self, namespace: NodeNamespace, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
         self.namespace = namespace

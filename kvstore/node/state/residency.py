@@ -98,7 +98,6 @@ class Residency:
         self.cascades_chains = cascades_chains
         self.evicts_nvme = True
         """Whether blocks may leave a volume to free space for others."""
-        self._set_apart: set[BlockKey] = set()
         self.story = Story()
         self._record = self.story.entries.append
         self._log = log
@@ -117,13 +116,9 @@ class Residency:
     def set_apart(self, block: Block, bug: Exception) -> None:
         """Pin a block for good, after an unexpected error in its eviction. Its state is unknown: no search may meet it again."""
         block.pins += 1
-        self._set_apart.add(block.key)
+        block.set_apart = True
         self.counters.add(node_metrics.EVICTION_BUGS)
         log.error("block not evicted: unexpected error, not tried again (key=%s)", block.key.hex(), exc_info=bug)
-
-    def pins_that_end(self, block: Block) -> int:
-        """Return how many pins of a block will be released: all but the one of a block that was set apart."""
-        return block.pins - (block.key in self._set_apart)
 
     # ---- DRAM
     def set_dram_state(self, block: Block, new: DramState) -> None:

@@ -150,9 +150,9 @@ class ConnectorOptions:
     def required_layout(self, device_type: str, capability: tuple[int, int] | None) -> str | None:
         """Return vLLM's name of the order that its KV cache should have; None: vLLM decides.
 
-        A page of a layer has the order that it has by vLLM's default on the same device (tokens first, but heads first for the
-        kernels of compute capability 10), so engines with ``kv_layout`` ``engine`` share its blocks. Layer-wise loads copy each
-        layer by itself, and CPUs have no block-major kernels.
+        A page of a layer has the order that it has by vLLM's default on the same device (tokens first, but heads first for
+        FlashInfer on compute capability 10), so engines with ``kv_layout`` ``engine`` share its blocks. Layer-wise loads copy
+        each layer by itself, and CPUs have no block-major kernels.
 
         Args:
             device_type: vLLM's name of the type of device.
