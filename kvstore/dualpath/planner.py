@@ -94,6 +94,8 @@ class _Live:
     at: dict[str, Charge] = field(default_factory=dict)
     """First charge of the plan at each node; later charges there share its limit."""
     failed: frozenset[str] = frozenset()
+    restored: dict[int, int] | None = None
+    """Of a plan of another planner: position in ``parts`` by index of the part. None: the index is the position."""
 
     @property
     def next_check(self) -> float:
@@ -145,6 +147,10 @@ class Planner:
         """Number of plans in progress."""
         return len(self._live)
 
+    def __contains__(self, plan_id: int) -> bool:
+        """Whether the plan is in progress."""
+        return plan_id in self._live
+
     def decisions(self) -> list[LoadPlan]:
         """Return the most recent decisions, oldest first."""
         return list(self._decisions)
@@ -162,7 +168,6 @@ class Planner:
                 tuple(
                     (part, None if charge is None else charge.blocks)
                     for part, charge in zip(live.parts, live.charges, strict=True)
-                    if part.count
                 ),
             )
             for plan_id, live in plans
@@ -237,37 +242,38 @@ class Planner:
     ) -> None:
         """Count a plan of another planner in the queues, as its client describes it. A plan that is known stays as it is.
 
+        Only progress and the end of the plan change its charges. Its parts are not planned again, because their indexes and the
+        nodes that failed are not known: ``fail`` raises ``NotFound``.
+
         Args:
             plan_id: the plan.
             request: what was planned.
-            parts: parts in progress. Those of unknown nodes are left out.
+            parts: parts in progress. Those of unknown nodes are left out, as if they had ended.
             now: current time.
-            life_s: as for ``plan``; so are ``policy`` and ``tenant``.
-            policy: divides failed parts.
+            life_s: as for ``plan``.
+            policy: policy that made the plan.
             tenant: tenant that the client is confined to.
 
         Raises:
-            InvalidArgument: a negative life, or parts that overlap, are not within the request, or have invalid indexes.
+            InvalidArgument: a negative life, or parts that overlap, are not within the request, or have the same index.
             CapacityExceeded: too many parts are in progress, of all clients or of the tenant.
         """
         if plan_id in self._live:
             return
         end = 0
         for part in sorted(parts, key=lambda part: part.start):
-            if part.start < end or part.count < 1 or part.end > request.blocks or not 0 <= part.index < limits.MAX_PLAN_PARTS:
+            if part.start < end or part.count < 1 or part.end > request.blocks:
                 raise InvalidArgument("part is impossible", index=part.index, start=part.start, count=part.count)
             end = part.end
+        if len({part.index for part in parts}) < len(parts):
+            raise InvalidArgument("two parts have the same index", plan_id=plan_id)
         states = {part.node: state for part in parts if (state := self.queues.state(part.node, now)) is not None}
-        by_index = {part.index: part for part in parts if part.node in states}
-        length = max(by_index, default=-1) + 1
-        self._check_space(1 + length, tenant)
+        parts = [part for part in parts if part.node in states]
+        self._check_space(1 + len(parts), tenant)
         live = self._new_plan(request, now, life_s, policy, tenant)
-        for index in range(length):
-            if index in by_index:
-                self._add_part(live, by_index[index], now)
-            else:  # it has ended
-                live.parts.append(PlanPart(index, request.prefill_node, ReadSide.PREFILL, 0, 0))
-                live.charges.append(None)
+        live.restored = {part.index: position for position, part in enumerate(parts)}
+        for part in parts:
+            self._add_part(live, part, now)
         self._set_patience(live, states.values(), now)
         self._keep(plan_id, live)
 
@@ -286,10 +292,18 @@ class Planner:
         ]
         return LoadPrice(*seconds)
 
-    def progress(self, plan_id: int, part: int, blocks_done: int, now: float) -> bool:
+    def progress(self, plan_id: int, part: int, blocks_done: int, now: float, *, measured: bool = True) -> bool:
         """Record how many blocks of a part have arrived in total, so that a lost or repeated report does no harm.
 
         Only newly arrived blocks keep a plan alive.
+
+        Args:
+            plan_id: the plan.
+            part: index of the part.
+            blocks_done: blocks that have arrived.
+            now: current time.
+            measured: the blocks arrived since the last report, so they count in the bandwidth estimate. False: some of them
+                arrived before the plan was restored.
 
         Returns:
             False: the plan or the part has ended, and the client should stop loading it.
@@ -301,17 +315,17 @@ class Planner:
         if live is None:
             self.counters.late_reports += 1
             return False
-        charge = self._charge(live, part)
-        if charge is None:
+        position = part if live.restored is None else live.restored.get(part)
+        if position is None or (charge := self._charge(live, position)) is None:
             self.counters.late_reports += 1
             return False
-        count = live.parts[part].count
+        count = live.parts[position].count
         if not 0 <= blocks_done <= count:
             raise InvalidArgument("blocks_done out of bounds", blocks_done=blocks_done, count=count)
         new = max(0, blocks_done - (count - charge.blocks))
         if new:
             self._moved(plan_id, live, now)
-        self.queues.credit(charge, new, now, moved=True)
+        self.queues.credit(charge, new, now, moved=measured)
         return True
 
     def finish(self, plan_id: int, now: float) -> bool:
@@ -345,7 +359,7 @@ class Planner:
             Only the new parts, under the next generation; empty if everything had arrived. The other parts continue.
 
         Raises:
-            NotFound: the plan has ended.
+            NotFound: the plan has ended, or another planner made it.
             InvalidArgument: the part has ended or does not exist, or the spans are not in it.
             CapacityExceeded: the plan would have too many parts, or too many are in progress; nothing has changed.
             Unavailable: no node is left; the plan has ended, and the missing blocks are misses.
@@ -354,6 +368,8 @@ class Planner:
         if live is None:
             self.counters.late_reports += 1
             raise NotFound("the plan has ended", plan_id=plan_id)
+        if live.restored is not None:
+            raise NotFound("another planner made this plan: plan the missing blocks as a new load", plan_id=plan_id)
         charge = self._charge(live, part)
         if charge is None:
             raise InvalidArgument("the part has ended", plan_id=plan_id, part=part)

@@ -13,6 +13,8 @@ from kvclient import CacheSpec, KVClient, Paths
 from kvclient.load import planned
 from kvclient.load.sink import BlockSink, LoadRequest, Positions
 from kvclient.load.sources.storage_path import RemotePath
+from kvproto.v1 import metadata_pb2
+from kvstore.core.errors import Unavailable
 from support.wait import wait_until
 
 
@@ -46,7 +48,7 @@ def test_load_waits_for_cancelled_part_and_says_so(
     assert hits == [0]
 
 
-def test_plan_forgotten_is_described_once_to_the_planner(
+def test_plan_forgotten_is_described_three_times_at_most(
     spec: CacheSpec,
     metadata: FakeMetadata,
     near: FakeNode,
@@ -56,23 +58,61 @@ def test_plan_forgotten_is_described_once_to_the_planner(
 ) -> None:
     client, far = make_client(near), make_node("far")
     metadata.plan_script = lambda request: plan_of(far, request.blocks)
-    metadata.forgotten = [1]
+    metadata.forgotten = [1]  # also after a description, as if that had been lost
 
     def done() -> int:
         return max([part.blocks_done for report in metadata.reports for part in report.parts], default=0)
 
+    def described() -> list[metadata_pb2.LoadReport]:
+        return [report for report in metadata.reports if report.HasField("forgotten")]
+
     def bring_three(_: RemotePath, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
         for number, position in enumerate(missing[:3]):
             sink.layers_arrived(np.array([position]), 0, request.context.shape.layers)
-            wait_until(lambda: any(report.HasField("forgotten") for report in metadata.reports))
             wait_until(lambda number=number: done() > number)
+            wait_until(lambda: len(described()) >= 3)
 
     monkeypatch.setattr(RemotePath, "_fetch", bring_three)
     data, lookup = np.zeros((8, spec.block_bytes), np.uint8), found(spec, 8, (0, 8, far))
     client.load(lookup, data, paths=Paths(decode_node="far", stall_s=60.0), deadline_s=60.0)
-    [report] = [report for report in metadata.reports if report.HasField("forgotten")]
-    [part] = report.forgotten.parts
-    assert (part.index, part.start, part.count, part.node_id) == (0, 0, 8, "far")
-    assert (report.forgotten.load.prefill_node, report.forgotten.load.blocks) == ("near", 8)
-    assert 0 < report.forgotten.load.budget_ms <= 60_000
-    assert [(one.index, one.blocks_done) for one in report.parts] == [(0, 1)]
+    assert len(described()) == 3
+    for report in described():
+        [part] = report.forgotten.parts
+        assert (part.index, part.start, part.count, part.node_id) == (0, 0, 8, "far")
+        assert (report.forgotten.load.prefill_node, report.forgotten.load.blocks) == ("near", 8)
+        assert 0 < report.forgotten.load.budget_ms <= 60_000
+        assert [(one.index, one.blocks_done) for one in report.parts] == [(0, 1)]
+
+
+def test_part_of_described_plan_fails_is_planned_as_new_load(
+    spec: CacheSpec,
+    metadata: FakeMetadata,
+    near: FakeNode,
+    make_node: Callable[..., FakeNode],
+    make_client: Callable[..., KVClient],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, far, asked = make_client(near), make_node("far"), list[int]()
+
+    def plan(request: metadata_pb2.PlanLoadRequest) -> metadata_pb2.LoadPlan:
+        asked.append(request.blocks)
+        answer = plan_of(far, request.blocks)
+        answer.plan_id = len(asked)
+        return answer
+
+    metadata.plan_script, metadata.forgotten = plan, [1]
+    fetched: list[list[int]] = []
+
+    def bring(_: RemotePath, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
+        fetched.append(missing.tolist())
+        first = len(asked) == 1
+        sink.layers_arrived(missing[:3] if first else missing, 0, request.context.shape.layers)
+        if first:
+            wait_until(lambda: any(report.HasField("forgotten") for report in metadata.reports))
+            raise Unavailable("the node is gone")
+
+    monkeypatch.setattr(RemotePath, "_fetch", bring)
+    data, lookup = np.zeros((8, spec.block_bytes), np.uint8), found(spec, 8, (0, 8, far))
+    client.load(lookup, data, paths=Paths(decode_node="far", stall_s=60.0), deadline_s=60.0)
+    assert asked == [8, 5]
+    assert fetched == [list(range(8)), list(range(3, 8))]

@@ -286,10 +286,9 @@ def test_plan_forgotten_is_told_until_it_ends() -> None:
     assert reporter.take_forgotten([1]) == set()
     server.forgotten = []
     described = pb.PlanInProgress(parts=[pb.PlanPart(index=0, count=4, node_id="a")])
-    before = len(server.seen)
     reporter.tell({1: [(0, 3)]}, finished=False, forgotten={1: described})
-    server.wait(before + 1)
-    assert server.seen[-1].loads[0].forgotten == described
+    wait_until(lambda: any(load.HasField("forgotten") for request in server.seen for load in request.loads))
+    assert [load.forgotten for request in server.seen for load in request.loads if load.HasField("forgotten")] == [described]
     reporter.close()
 
 

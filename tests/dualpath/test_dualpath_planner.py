@@ -600,9 +600,8 @@ def test_restored_plans_give_the_queues_of_the_old_planner() -> None:
             one.pending_bytes, one.sending_bytes, one.receiving_bytes,
         )  # fmt: skip
     some = next(number for number, plan in plans.items() if new.live(1, number - 1)[0].plan_id == number and plan.parts)
-    left = new.live(1, some - 1)[0].parts[-1][0]
-    again = new.fail(some, left.index, (), now)
-    assert sum(part.count for part in again.parts) == left.count
+    with pytest.raises(NotFound, match="another planner"):
+        new.fail(some, new.live(1, some - 1)[0].parts[-1][0].index, (), now)
     for number in plans:
         assert new.finish(number, now)
     assert all(state is not None and not state.pending_bytes for node in NODES if (state := new.queues.state(node, now)))
@@ -615,8 +614,7 @@ def test_restored_plans_give_the_queues_of_the_old_planner() -> None:
         pytest.param([(0, 0, 6), (1, 5, 2)], id="overlap"),
         pytest.param([(0, 3, 0)], id="empty"),
         pytest.param([(0, -1, 2)], id="below the request"),
-        pytest.param([(limits.MAX_PLAN_PARTS, 0, 2)], id="index too large"),
-        pytest.param([(-1, 0, 2)], id="index below zero"),
+        pytest.param([(4, 0, 2), (4, 2, 2)], id="same index"),
     ],
 )
 def test_restored_plan_with_bad_parts_charges_nothing(spans: list[tuple[int, int, int]]) -> None:
@@ -631,15 +629,40 @@ def test_restored_plan_with_bad_parts_charges_nothing(spans: list[tuple[int, int
 
 
 def test_restored_parts_count_as_parts_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_PARTS_UNDER_WAY", 100)
+    monkeypatch.setattr(limits, "MAX_PARTS_UNDER_WAY", 5)
     planner = Planner(policy_named("split"))
     planner.add_node("a", 1e9, 1e9)
     request = PlanRequest("r", 10, 1 << 20, BLOCK_TOKENS, "a")
-    planner.restore(1, request, [PlanPart(49, "a", ReadSide.PREFILL, 0, 10)], 0.0)
+    parts = [PlanPart(index, "a", ReadSide.PREFILL, start, 5) for index, start in ((2**32 - 1, 0), (7, 5))]
+    planner.restore(1, request, parts, 0.0)
     with pytest.raises(CapacityExceeded):
-        planner.restore(2, request, [PlanPart(49, "a", ReadSide.PREFILL, 0, 10)], 0.0)
-    planner.restore(3, request, [PlanPart(9, "gone", ReadSide.PREFILL, 0, 10)], 0.0)
+        planner.restore(2, request, parts, 0.0)
+    planner.restore(3, request, parts[1:], 0.0)
+    assert planner.finish(1, 0.0)
+    planner.restore(2, request, parts, 0.0)
     assert len(planner) == 2
+
+
+def test_restored_plan_unknown_parts_count_as_ended() -> None:
+    planner = Planner(policy_named("split"))
+    planner.add_node("a", 1e9, 1e9)
+    parts = [PlanPart(4, "a", ReadSide.PREFILL, 0, 5), PlanPart(9, "gone", ReadSide.DECODE, 5, 5)]
+    planner.restore(1, PlanRequest("r", 10, 1 << 20, BLOCK_TOKENS, "a"), parts, 0.0)
+    assert [planner.progress(1, index, 2, 0.0) for index in (0, 4, 9, 4_000)] == [False, True, False, False]
+    state = planner.queues.state("a", 0.0)
+    assert state is not None
+    assert state.pending_bytes == 3 << 20
+
+
+def test_restored_plan_earlier_progress_is_not_measured() -> None:
+    planner = Planner(policy_named("split"))
+    planner.add_node("a", 3e9, 1e9)
+    part = PlanPart(0, "a", ReadSide.PREFILL, 0, 10_000)
+    planner.restore(1, PlanRequest("r", 10_000, 1 << 20, BLOCK_TOKENS, "a"), [part], 5.0)
+    planner.progress(1, 0, 9_000, 5.0, measured=False)
+    state = planner.queues.state("a", 5.0)
+    assert state is not None
+    assert (state.snic, state.pending_bytes) == (3e9, 1_000 << 20)
 
 
 def test_missing_spans_complement_arrived_spans() -> None:

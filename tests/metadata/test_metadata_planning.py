@@ -18,7 +18,9 @@ from kvclient import ClientOptions
 from kvclient.nodes import metadata_client as directory
 from kvclient.nodes.connect import watch_servers
 from kvclient.nodes.metadata_client import MetadataClient
+from kvproto.v1 import admin_pb2
 from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1.admin_pb2_grpc import MetadataAdminStub
 from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.config.metadata import MetadataConfig
 from kvstore.core import limits
@@ -363,6 +365,16 @@ async def test_report_describes_plan_to_another_server(running: Running, tmp_pat
         moved.forgotten.CopyFrom(described)
         assert await report(fresh, moved, moved) == []
         assert await pending(fresh) == 95
+
+        async def rates() -> set[str]:
+            return set(re.findall(r"queued at ([0-9]+) MB/s", (await plan(fresh, asked(policy="oracle"))).reason))
+
+        assert await rates() == {"1000"}, "blocks read under the former planner say nothing about a link"
+        moved.parts[0].blocks_done = 10
+        assert await report(fresh, moved) == []
+        assert len(await rates()) == 2, "blocks read since then do, even if the report repeats the description"
+        with pytest.raises(NotFound):
+            await replan(fresh, answer.plan_id, answer.parts[0].index)
         for wrong in ({"block_bytes": 0}, {"prefill_node": ""}, {"policy": "none"}, {"blocks": 50}):
             load = asked(**wrong)
             with pytest.raises(InvalidArgument):
@@ -372,6 +384,29 @@ async def test_report_describes_plan_to_another_server(running: Running, tmp_pat
         assert await report(fresh, pb.LoadReport(plan_id=answer.plan_id, finished=True)) == []
         assert await pending(fresh) == 0
     await server.stop(0.0)
+
+
+async def test_restored_part_of_host_with_both_roles_stays(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = (await hosts(running))["p"]
+    monkeypatch.delattr(PlannerService, "_relays")  # a search over all nodes, which no restored plan needs
+    load, part = asked(decode_node="p"), pb.PlanPart(count=100, node_id="p")
+    assert await report(p, pb.LoadReport(plan_id=5, forgotten=pb.PlanInProgress(load=load, parts=[part]))) == []
+    seen = await call_aio(MetadataAdminStub(running.channel).DescribePlanning, admin_pb2.DescribePlanningRequest(), TIMEOUT_S)
+    [queue] = [queue for queue in seen.queues if queue.node_id == "p"]
+    assert (queue.pending_bytes, queue.sending_bytes, queue.receiving_bytes) == (100 << 20, 0, 0)
+
+
+async def test_report_on_unknown_part_of_restored_plan_is_ignored(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    load, parts = (
+        asked(),
+        [pb.PlanPart(index=3, count=50, node_id="p"), pb.PlanPart(index=70, start=50, count=50, node_id="gone")],
+    )
+    moved = [pb.PartReport(index=index, blocks_done=10) for index in (3, 70, 4_000)]
+    described = pb.LoadReport(plan_id=5, parts=moved, forgotten=pb.PlanInProgress(load=load, parts=parts))
+    assert await report(p, described, pb.LoadReport(plan_id=6)) == [6]
+    assert await report(p, described) == []
+    assert await pending(p) == 40
 
 
 async def test_plan_ids_are_random(running: Running) -> None:

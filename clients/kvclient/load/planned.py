@@ -12,6 +12,7 @@ the metadata server makes from the queues of all links. Each part of the plan ru
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextvars import copy_context
@@ -34,6 +35,8 @@ _WATCH_S = 0.05
 """Interval of the checks for stalls, and of progress reports."""
 _END_S = 5.0
 """Parts that have not ended this long after the load's deadline or cancellation are reported: a bug blocks their threads."""
+_DESCRIPTIONS = 3
+"""Maximum number of times that a plan is described to a planner that does not know it. A description may be lost."""
 _RETRIED = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_SPACE)
 """Outcomes after which another path is tried. MISS and CORRUPT in storage are the same over every path; damage between another
 host's node and this one is reported as UNAVAILABLE."""
@@ -125,8 +128,8 @@ class _PlannedLoad:
         """By plan: its blocks, which it numbers from 0."""
         self._plan_ids: list[int] = []
         """Plans that the planner counts in its queues."""
-        self._restored: set[int] = set()
-        """Plans that another planner was told of, each once."""
+        self._described: Counter[int] = Counter()
+        """How often each plan was described to a planner that did not know it."""
         self._parts: list[_RunningPart] = []
         self._replans = 0
         self._predicted_s = 0.0
@@ -289,9 +292,9 @@ class _PlannedLoad:
             arrived = np.flatnonzero(~np.isin(positions, left, assume_unique=True))
             ranges = largest_ranges([(planned.start + first, last - first) for first, last in spans(arrived)])
             try:
-                if plan.plan_id in self._plan_ids:
+                if plan.plan_id in self._plan_ids and not self._described[plan.plan_id]:
                     again = self._metadata.replan_load(plan, planned, ranges, why, self._scope.left_s())
-                else:  # a plan of a read ahead, which the planner has forgotten
+                else:  # a plan of a read ahead, or of another planner: this one does not plan its parts again
                     again = self._plan(left)
             except KVStoreError as error:
                 message = "part of a load not planned again: this host reads it"
@@ -327,10 +330,12 @@ class _PlannedLoad:
             self._metadata.report_loads(moved, finished=finished, forgotten=forgotten)
 
     def _plans_forgotten(self, moved: dict[int, list[tuple[int, int]]]) -> dict[int, metadata_pb2.PlanInProgress]:
-        """Describe plans that another planner, which has replaced theirs, does not know. Add all their progress to ``moved``."""
+        """Describe plans that the planner does not know, because it replaced theirs. Add all their progress to ``moved``."""
         forgotten: dict[int, metadata_pb2.PlanInProgress] = {}
-        for plan_id in self._metadata.take_forgotten(self._plan_ids) - self._restored:
-            self._restored.add(plan_id)
+        for plan_id in self._metadata.take_forgotten(self._plan_ids):
+            if self._described[plan_id] == _DESCRIPTIONS:
+                continue
+            self._described[plan_id] += 1
             described = metadata_pb2.PlanInProgress()
             progress = moved[plan_id] = []
             for part in self._parts:

@@ -210,7 +210,7 @@ class ValkeyIndex(PrefixIndex):
 
     async def _poll(self) -> None:
         """Keep the copy of the small state and the sizes fresh."""
-        for turn in itertools.count():
+        for turn in itertools.count(1):  # the start has read everything
             await asyncio.sleep(POLL_S)
             try:
                 began_s = self.feed.now_s()

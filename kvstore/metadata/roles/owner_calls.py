@@ -54,7 +54,10 @@ PLANNING_METHODS: Final = (
 PLANNING_ADMIN_METHODS: Final = ("DescribePlanning",)
 """Methods of the service MetadataAdmin that the owner answers."""
 TAKEOVER_S: Final = 4.0
-"""Time after which another server has the role of an owner that was killed."""
+"""Time after which another server has the role of an owner that was killed.
+
+It is about 5 s if the clock of Valkey's host was set back.
+"""
 
 Context = Any
 Behaviour = Callable[[Any, Context], Awaitable[Any]]

@@ -194,21 +194,22 @@ class PlannerService:
         forgotten = []
         wrong: InvalidArgument | None = None
         for load in request.loads:
-            known = True
+            new = load.HasField("forgotten") and load.plan_id not in self.planner
             try:
-                if load.HasField("forgotten"):
+                if new:
                     self._restore(load.plan_id, load.forgotten, now_s)
             except CapacityExceeded:
                 self._counters.add(metadata_metrics.PLANS_REFUSED)
             except InvalidArgument as error:
                 wrong = error
+            known = load.plan_id in self.planner
             for part in load.parts:
                 try:
-                    known &= self.planner.progress(load.plan_id, part.index, part.blocks_done, now_s)
+                    self.planner.progress(load.plan_id, part.index, part.blocks_done, now_s, measured=not new)
                 except InvalidArgument as error:  # one call reports many loads: the others count
                     wrong = error
             if load.finished:
-                known &= self.planner.finish(load.plan_id, now_s)
+                self.planner.finish(load.plan_id, now_s)
             if not known:
                 forgotten.append(load.plan_id)
         self._counters.add(metadata_metrics.PLAN_REPORTS, len(request.loads))
@@ -220,8 +221,9 @@ class PlannerService:
         """Count a plan that the planner before this one made."""
         if not 0 < number <= MOST_PLAN_ID:
             raise InvalidArgument("no valid plan id", plan_id=number)
+        plan.load.relays = False  # it is not planned again
         read = self._checked_request(plan.load, "restored", now_s)
-        sides = {plan.load.prefill_node: ReadSide.PREFILL, plan.load.decode_node: ReadSide.DECODE}
+        sides = {plan.load.decode_node: ReadSide.DECODE, plan.load.prefill_node: ReadSide.PREFILL}  # one host may be both
         parts = [
             PlanPart(one.index, one.node_id, sides.get(one.node_id, ReadSide.RELAY), one.start, one.count) for one in plan.parts
         ]
