@@ -40,8 +40,9 @@ class SummedFile:
         # huge pages, as in the node's arena: scattered pages would cut the requests into small ones. Shared memory gets none so.
         self._pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._pages.madvise(mmap.MADV_HUGEPAGE)
-        self._space = np.frombuffer(self._pages, np.uint8)
-        self._space[:] = 0
+        self.space = np.frombuffer(self._pages, np.uint8)
+        """What is read from the file and written to it."""
+        self.space[:] = 0
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         self._pool = ThreadPoolExecutor(threads)
         self.write_durable(nbytes)  # laid out, as a slab is
@@ -61,7 +62,7 @@ class SummedFile:
             pass
 
     def _write(self, start: int, length: int) -> None:
-        space = self._space[start : start + length]
+        space = self.space[start : start + length]
         self._sum(self._caller[start : start + length])
         np.copyto(space, self._caller[start : start + length])
         self._sum(space)
@@ -69,7 +70,7 @@ class SummedFile:
             raise OSError(f"a block at {start} was not written whole")
 
     def _read(self, start: int, length: int) -> None:
-        space = self._space[start : start + length]
+        space = self.space[start : start + length]
         if os.preadv(self._fd, [space.data], start) != length:
             raise OSError(f"a block at {start} was not read whole")
         self._sum(space)
