@@ -174,7 +174,9 @@ async def _finds_all(peer: Peer) -> bool:
 
 
 async def _plans(peer: Peer) -> bool:
+    """Whether a server plans for a node that is alive."""
     with suppress(KVStoreError):
+        await peer.beat()
         await plan(peer)
         return True
     return False

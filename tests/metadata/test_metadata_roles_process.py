@@ -185,6 +185,19 @@ async def test_owner_ended_frees_its_roles(pair: Pair) -> None:
         wait_until(lambda role=role: f"role taken: {role}" in pair.other.log())  # type: ignore[misc]
 
 
+async def test_owner_ended_while_valkey_hangs_ends_in_order(pair: Pair, cluster: ValkeyServers) -> None:
+    """Its leases end by themselves: calls that free them must not use up the time of its stop."""
+    for server in cluster.servers:
+        server.kill(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(1.2)  # a renewal is under way
+        assert await asyncio.to_thread(pair.owner.stop) == 0
+        assert "has not ended" not in pair.owner.log()
+    finally:
+        for server in cluster.servers:
+            server.kill(signal.SIGCONT)
+
+
 async def test_owner_stopped_answers_nothing_after_it_wakes(pair: Pair) -> None:
     await plan_at(pair.at_owner)
     request = pb.AssignRequestRequest(operation_id=secrets.token_bytes(16), request_id="r", prompt_tokens=10, budget_ms=60_000)

@@ -42,6 +42,8 @@ CALL_S: Final = 5.0
 """Deadline of one change."""
 BEATS_S: Final = 1.0
 """Deadline of shared heartbeats. Written later, they would replace newer ones, and make silent nodes look alive."""
+LEASES_S: Final = 2.0
+"""Deadline of a change of leases. Later, they have ended, and a server that stops would wait for its last calls in vain."""
 REPLICATION_MS: Final = 100
 """Time that a change waits for a replica. After that, it can be lost with the primary."""
 _META_FIELDS: Final = ("format", "epoch", "revision", "lives", "namespaces", "notes")
@@ -432,14 +434,15 @@ class SmallStateStore:
         seen = [self._leases_seen.get(role, (None, now_s)) for role in roles]
         ended = [lease if isinstance(lease, bytes) and now_s - since_s > ttl_s else b"" for lease, since_s in seen]
         renewal = secrets.token_hex(8)
-        leases = await self._script(_TAKE_LEASES, keys, _encode_holder(holder), max(1, round(ttl_s * 1000)), renewal, *ended)
+        arguments = _encode_holder(holder), max(1, round(ttl_s * 1000)), renewal, *ended
+        leases = await self._script(_TAKE_LEASES, keys, *arguments, call_s=LEASES_S)
         if not isinstance(leases, list) or len(leases) != len(roles):
             raise Unavailable("Valkey sent an invalid answer", reply=str(leases)[:100])
         return _holders(roles, leases)
 
     async def free_leases(self, roles: Sequence[ServerRole], holder: LeaseHolder) -> None:
         """End the leases of a holder."""
-        await self._script(_FREE_LEASES, [names.LEASES[role] for role in roles], _encode_holder(holder))
+        await self._script(_FREE_LEASES, [names.LEASES[role] for role in roles], _encode_holder(holder), call_s=LEASES_S)
 
     async def drop(self) -> None:
         """Drop the small state, with all volume epochs and namespaces. The next refresh creates another epoch."""
