@@ -215,7 +215,7 @@ README_FIGURES: list[tuple[str, str, Callable[[Record], bool]]] = [
     ),
     (
         "README.md",
-        r"runs at ([\d.-]+) times the speed of one single-threaded `memcpy` at blocks of 1 MiB and more",
+        r"runs at ([\d.-]+) times the speed of one single-threaded `memcpy` between huge pages at blocks of 1 MiB and more",
         lambda record: record.figure == "dram_hit" and int(record.parameters["block_bytes"]) >= 1 << 20,
     ),
 ]
