@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _limited = LimitedLog(_log)
 
-RING_BYTES = 64 << 20
+RING_BYTES = 128 << 20
 IN_FLIGHT = 8
 ALIGNMENT = 4096
 """Alignment of slots in the ring, in bytes. The driver needs a bounce buffer to read to other addresses."""

@@ -89,7 +89,7 @@ class ConnectorOptions:
     device_staging_bytes: int = 64 << 20
     device_checksums: bool = True
     device_gds: str = "auto"
-    device_gds_bytes: int = 64 << 20
+    device_gds_bytes: int = 128 << 20
     device_pin_wait_s: float = 30.0
     allow_untested_vllm: bool = False
 

@@ -76,7 +76,7 @@ def make_pages(
     staging_bytes: int,
     checksums: bool = True,
     gds: GdsMode = "auto",
-    ring_bytes: int = 64 << 20,
+    ring_bytes: int = 128 << 20,
     int8: Sequence[ScaleGroups] | None = None,
 ) -> list[Pages]:
     """Create the pages of an engine by group, in host or device memory.
@@ -129,7 +129,7 @@ def device_pages(
     staging_bytes: int,
     checksums: bool = True,
     gds: GdsMode = "auto",
-    ring_bytes: int = 64 << 20,
+    ring_bytes: int = 128 << 20,
     int8: Sequence[ScaleGroups] | None = None,
 ) -> list[Pages]:
     """Create the pages on the given device. Copies of each group are measured and tested before use."""
@@ -184,7 +184,7 @@ class DevicePages:
         staging_bytes: int,
         checksums: bool = True,
         gds: GdsMode = "auto",
-        ring_bytes: int = 64 << 20,
+        ring_bytes: int = 128 << 20,
         int8: ScaleGroups | None = None,
     ) -> None:
         try:
