@@ -98,6 +98,7 @@ def test_blocks_land_from_nvme_with_device_checksums(folder: Path, tmp_path: Pat
         try:
             right, loaded = ask(engine)  # by the engine alone: the store is empty
             assert loaded == [0] * len(PROMPTS)
+            assert engine.flush()
             engine.forget()
             assert "of_pages" in hashed
             (client,) = engine.worker_side.clients
