@@ -20,6 +20,7 @@ pytest.importorskip("vllm")
 from pd_bed import Oracle, PdBed, pd_bed
 from vllm_bed import SingleEngine, VllmDriver, VllmEngine, text, tiny
 
+from kvclient import KVClient, Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.engine_bed import ServeSpec
 from kvstore.testing.connector.driver import StoreAddress
@@ -72,6 +73,11 @@ def test_blocks_go_both_ways_between_host_memory_and_a_device(family: str, mode:
         assert counts.get("device_loaded_bytes", 0) == (counts["load_bytes"] if reader else 0)
 
 
+def tiers_of(client: KVClient, prompt: list[int]) -> set[Tier]:
+    """The tiers in which the index shows blocks of a prompt."""
+    return {run.tier for run in client.lookup(client.keys(prompt)).runs}
+
+
 def test_blocks_land_from_nvme_with_device_checksums(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device hashes what it stores and what lands in its ring; nothing loaded passes the arena."""
     from late_connector import QuickChecksums, stand_in_kernels
@@ -103,6 +109,7 @@ def test_blocks_land_from_nvme_with_device_checksums(folder: Path, tmp_path: Pat
             assert "of_pages" in hashed
             (client,) = engine.worker_side.clients
             empty_dram(cluster, "n")
+            wait_until(lambda: all(tiers_of(client, prompt) == {Tier.NVME} for prompt in PROMPTS[:3]), "the index shows that")
             reader = client.context.disks
             assert reader is not None
             wait_until(lambda: reader.reads_disks(session_of(client).volumes))
