@@ -434,8 +434,8 @@ class SmallStateStore:
         seen = [self._leases_seen.get(role, (None, now_s)) for role in roles]
         ended = [lease if isinstance(lease, bytes) and now_s - since_s > ttl_s else b"" for lease, since_s in seen]
         renewal = secrets.token_hex(8)
-        arguments = _encode_holder(holder), max(1, round(ttl_s * 1000)), renewal, *ended
-        leases = await self._script(_TAKE_LEASES, keys, *arguments, call_s=LEASES_S)
+        ttl_ms = max(1, round(ttl_s * 1000))
+        leases = await self._script(_TAKE_LEASES, keys, _encode_holder(holder), ttl_ms, renewal, *ended, call_s=LEASES_S)
         if not isinstance(leases, list) or len(leases) != len(roles):
             raise Unavailable("Valkey sent an invalid answer", reply=str(leases)[:100])
         return _holders(roles, leases)
