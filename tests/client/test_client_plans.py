@@ -292,6 +292,22 @@ def test_plan_forgotten_is_told_until_it_ends() -> None:
     reporter.close()
 
 
+def test_plan_forgotten_does_not_outlive_a_dropped_report() -> None:
+    """The end of a load that the full queue drops is not reported. Nothing of its plan stays."""
+    server = Server()
+    reporter = PlanProgressReporter(server, LimitedLog(logging.getLogger("kvclient")))
+    server.forgotten = [1, 2]
+    reporter.tell({1: [(0, 3)], 2: [(0, 3)]}, finished=False)
+    wait_until(lambda: reporter.take_forgotten([2]) == {2}, "the answer has arrived")
+    server.hold.clear()
+    reporter.tell({3: []}, finished=False)
+    reporter.tell({plan: [] for plan in range(4, MAX_PLANS + 4)}, finished=False)
+    reporter.tell({1: [], **{plan: [] for plan in range(MAX_PLANS + 4, 3 * MAX_PLANS)}}, finished=True)
+    server.hold.set()
+    assert reporter.take_forgotten([1]) == set()
+    reporter.close()
+
+
 def test_plan_report_queue_is_bounded() -> None:
     server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
     server.hold.clear()

@@ -52,6 +52,8 @@ class PlanProgressReporter:
             forgotten: plans of ``moved`` that the planner has forgotten.
         """
         with self._changed:
+            if finished:
+                self._forgotten.difference_update(moved)
             if self._closed or len(self._moved) + len(moved) > MAX_PLANS:
                 self._incidents.counters.add(client_metrics.REPORTS_DROPPED, len(moved))
                 return
@@ -60,7 +62,6 @@ class PlanProgressReporter:
             self._restored.update(forgotten)
             if finished:
                 self._finished.update(moved)
-                self._forgotten.difference_update(moved)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvclient-report", daemon=True)
                 self._thread.start()
