@@ -141,6 +141,11 @@ def settle(cluster: LocalCluster, *, cold: bool) -> None:
             stub.Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=2), timeout=10)  # type: ignore[arg-type]
 
 
+def figure(name: str, title: str, tokens: int) -> Figure:
+    """Return a figure in milliseconds for one prompt length."""
+    return Figure(name, title, {"tokens": tokens, "kv_bytes_token": SIZE.kv_bytes, "hit": HIT}, "ms", lower_is_better=True)
+
+
 def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> None:
     """Record the figures of the store against computing, and of the ways to attach it against each other and the fs tier."""
     limit = Reference("the prefix in the engine's own cache", samples["resident"])
@@ -151,13 +156,7 @@ def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> No
         ("tier", "DRAM, by vLLM's offloading", "fs", "vLLM's fs tier", 1.0),
     ):
         options.keep(
-            Figure(
-                f"engine_ttft_{name}_{peer}",
-                f"TTFT, 95 % hit out of {what}",
-                {"tokens": tokens, "kv_bytes_token": SIZE.kv_bytes, "hit": HIT},
-                "ms",
-                lower_is_better=True,
-            ),
+            figure(f"engine_ttft_{name}_{peer}", f"TTFT, 95 % hit out of {what}", tokens),
             samples[name],
             peer=Reference(called, samples[peer]),
             limit=limit,
@@ -166,13 +165,7 @@ def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> No
         )
     for name, what in (("dram", "DRAM"), ("nvme", "NVMe"), ("layerwise", "DRAM, layer by layer")):
         options.keep(
-            Figure(
-                f"engine_ttft_{name}_recompute",
-                f"TTFT, 95 % hit out of {what}",
-                {"tokens": tokens, "kv_bytes_token": SIZE.kv_bytes, "hit": HIT},
-                "ms",
-                lower_is_better=True,
-            ),
+            figure(f"engine_ttft_{name}_recompute", f"TTFT, 95 % hit out of {what}", tokens),
             samples[name],
             peer=Reference("computing the prompt", samples["recompute"]),
             limit=limit,
@@ -185,13 +178,7 @@ def report_waits(options: Options, tokens: int, waited_ms: dict[str, list[float]
     """Record how much of the time to first token passes before the step that computes it: lookups, loads and empty steps."""
     for name, what in (("dram", "DRAM"), ("nvme", "NVMe"), ("tier", "DRAM, by vLLM's offloading")):
         options.keep(
-            Figure(
-                f"engine_ttft_wait_{name}",
-                f"Part of the TTFT before the step that computes, 95 % hit out of {what}",
-                {"tokens": tokens, "kv_bytes_token": SIZE.kv_bytes, "hit": HIT},
-                "ms",
-                lower_is_better=True,
-            ),
+            figure(f"engine_ttft_wait_{name}", f"Part of the TTFT before the step that computes, 95 % hit out of {what}", tokens),
             waited_ms[name],
             peer=Reference("vLLM's fs tier", waited_ms["fs"]),
             limit=Reference("the prefix in the engine's own cache", waited_ms["resident"]),

@@ -199,17 +199,23 @@ def test_verdict_after_read_ahead_counts_dram_prices(clock: Clock) -> None:
     assert made.get_num_new_matched_tokens(one, 0) == (8 * BLOCK, True)
 
 
+def measured(clock: Clock) -> tuple[SchedulerConnector, Shelf]:
+    """An engine that has computed prompts and loaded from both tiers, equally fast. Its store has 8 blocks on NVMe."""
+    made = side(shelf := Shelf(8))
+    steps(made, clock, 1e-3)
+    for tier in (Tier.DRAM, Tier.NVME):
+        shelf.runs = [(0, 8, tier)]
+        load(made, tier.name)
+        ended(made, tier.name, 1e-3, **{tier.name: 8 * BLOCK_BYTES})
+    return made, shelf
+
+
 @pytest.mark.parametrize(
     ("asked", "tier", "counted"), [(False, "DRAM", True), (False, "NVME", False), (True, "DRAM", False), (True, "NVME", True)]
 )
 def test_prediction_of_other_tiers_is_not_counted(clock: Clock, asked: bool, tier: str, counted: bool) -> None:
-    """A verdict before the read ahead predicts a load from NVMe, a later one a load from DRAM."""
-    made = side(shelf := Shelf(8))
-    steps(made, clock, 1e-3)
-    for name, runs in (("DRAM", [(0, 8, Tier.DRAM)]), ("NVME", [(0, 8, Tier.NVME)])):
-        shelf.runs = runs
-        load(made, name)
-        ended(made, name, 1e-3, **{name: 8 * BLOCK_BYTES})
+    """A verdict before the read ahead predicts a load from NVMe. A later verdict predicts a load from DRAM."""
+    made, _ = measured(clock)
     assert read_ahead(made, "waits", asked=asked) == [8]
     before = made.counters.totals().get("load_predictions", 0)
     assert made.get_num_new_matched_tokens(request(PROMPT, "waits"), 0) == (8 * BLOCK, True)
@@ -230,12 +236,7 @@ def test_prediction_of_a_planned_read_ahead_is_not_counted(clock: Clock) -> None
 
 
 def test_read_ahead_that_hangs_counts_against_the_disk(clock: Clock) -> None:
-    made = side(shelf := Shelf(8))
-    steps(made, clock, 1e-3)
-    for name, runs in (("DRAM", [(0, 8, Tier.DRAM)]), ("NVME", [(0, 8, Tier.NVME)])):
-        shelf.runs = runs
-        load(made, name)
-        ended(made, name, 1e-3, **{name: 8 * BLOCK_BYTES})
+    made, shelf = measured(clock)
     assert read_ahead(made, "waits", asked=False) == [8]
     assert made.get_num_new_matched_tokens(request(PROMPT, "waits"), 0) == (8 * BLOCK, True)
     ended(made, "waits", 10.0)
@@ -245,7 +246,7 @@ def test_read_ahead_that_hangs_counts_against_the_disk(clock: Clock) -> None:
 
 
 def test_failed_lookup_reads_nothing_ahead(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lookup that was late or failed has no places: pricing it would end the engine."""
+    """A lookup that was late or failed names no source of its blocks: to price it would end the engine."""
     made = side(shelf := Shelf(8))
     steps(made, clock, 1e-3)
     failed: Future[PrefixMatch] = Future()
