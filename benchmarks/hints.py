@@ -7,8 +7,8 @@ ended. The peer is the same policy without hints. The limit is Belady's MIN, whi
 
 The second figure has a cheating tenant: half of the sessions belong to a tenant that marks everything as urgent, of the highest
 priority, for an hour, and ends nothing. It is the hit ratio of the other tenant, which gives hints as above. The peer is that
-tenant's hit ratio if nobody gives hints. A third one is the cheater's own hit ratio. There each tenant may protect 0.45 of
-the cache: half of what all may protect together.
+tenant's hit ratio without any hints. A third one is the cheater's own hit ratio. There each tenant may protect 0.45 of
+the cache: half of the part that all tenants together may protect.
 
 ``--shares`` measures instead how the first two figures depend on the share that one tenant may protect (``node.hint_share``;
 default 0.5).
@@ -107,7 +107,7 @@ class Replay:
         policy: its name.
         capacity: blocks.
         share: fraction of it that one tenant may protect.
-        hint: what a tenant says after a turn; None: nothing.
+        hint: the hint of a tenant after a turn; None: it gives none.
     """
 
     def __init__(

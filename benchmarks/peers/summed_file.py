@@ -30,7 +30,7 @@ class SummedFile:
         threads: that many blocks are under way.
 
     Raises:
-        OSError: the filesystem has no O_DIRECT, or no space.
+        OSError: the filesystem does not support O_DIRECT, or is full.
     """
 
     def __init__(self, file: Path, nbytes: int, piece_bytes: int, threads: int) -> None:
@@ -41,7 +41,7 @@ class SummedFile:
         self._pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.space = np.frombuffer(self._pages, np.uint8)
-        """What is read from the file and written to it."""
+        """Memory that the file is read into and written from."""
         self.space[:] = 0
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         self._pool = ThreadPoolExecutor(threads)

@@ -109,7 +109,7 @@ def test_part_of_described_plan_fails_is_planned_as_new_load(
         sink.layers_arrived(missing[:3] if first else missing, 0, request.context.shape.layers)
         if first:
             wait_until(lambda: any(report.HasField("forgotten") for report in metadata.reports))
-            raise Unavailable("the node is gone")
+            raise Unavailable("the node was killed")
 
     monkeypatch.setattr(RemotePath, "_fetch", bring)
     data, lookup = np.zeros((8, spec.block_bytes), np.uint8), found(spec, 8, (0, 8, far))

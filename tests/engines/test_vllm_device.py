@@ -79,7 +79,7 @@ def tiers_of(client: KVClient, prompt: list[int]) -> set[Tier]:
 
 
 def test_blocks_land_from_nvme_with_device_checksums(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device hashes what it stores and what lands in its ring; nothing loaded passes the arena."""
+    """The device hashes stored blocks and blocks that land in its ring; no loaded block passes the arena."""
     from late_connector import QuickChecksums, stand_in_kernels
 
     stand_in_kernels(monkeypatch)

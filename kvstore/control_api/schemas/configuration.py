@@ -14,7 +14,7 @@ class Setting(ResponseModel):
     value: str = Field(description="value in force, as an operator writes it", examples=["64GiB"])
     source: str = Field(description="source of the value: default, file, environment, flag or derived", examples=["file"])
     detail: str = Field(description="file, variable or flag", examples=["/etc/kvstore/kvstore.toml"])
-    description: str = Field(description="what the setting does", examples=["DRAM arena"])
+    description: str = Field(description="meaning of the setting", examples=["DRAM arena"])
 
 
 class Settings(ResponseModel):

@@ -43,7 +43,7 @@ CALL_S: Final = 5.0
 BEATS_S: Final = 1.0
 """Deadline of shared heartbeats. Written later, they would replace newer ones, and make silent nodes look alive."""
 LEASES_S: Final = 2.0
-"""Deadline of a change of leases. Later, they have ended, and a server that stops would wait for its last calls in vain."""
+"""Deadline of a change of leases. They end soon after it in any case, and a server that stops waits for two such changes."""
 REPLICATION_MS: Final = 100
 """Time that a change waits for a replica. After that, it can be lost with the primary."""
 _META_FIELDS: Final = ("format", "epoch", "revision", "lives", "namespaces", "notes")

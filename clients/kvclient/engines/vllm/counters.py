@@ -12,7 +12,7 @@ COUNTERS = {
     "waits_for_shared_loads": "Scheduling steps in which a request waited for a layer-wise load of another one.",
     "lookup_blocks": "Blocks that were looked up.",
     "hit_blocks": "Blocks among them that the store had, in all groups and shards.",
-    "reads_ahead": "Prefixes read ahead while their requests waited in the queue, per worker; again after each minute.",
+    "reads_ahead": "Prefixes read ahead while requests waited in the queue, per worker. Longer waits count again each minute.",
     "verdicts_load": "Requests whose found blocks were all to be loaded, since that was predicted to be fastest.",
     "verdicts_cut": "Requests of which only the first found blocks were to be loaded, since computing the rest should be faster.",
     "verdicts_compute": "Requests whose found blocks were to be computed, since that was predicted to be faster.",

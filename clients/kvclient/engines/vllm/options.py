@@ -22,7 +22,7 @@ STORED_DTYPES = ("engine", "int8")
 KV_LAYOUTS = ("block_major", "engine")
 _MS = 1_000
 _HEADS_FIRST = 10
-"""Major compute capability whose attention kernels require the heads of a page to be outside of its tokens."""
+"""Major compute capability on which FlashInfer, vLLM's default there, has the tokens of a page within its heads."""
 
 
 @dataclass(frozen=True, slots=True)
