@@ -143,6 +143,7 @@ class ChunkJobs:
         for future, job in list(self._running.items()):
             if future.cancel():
                 del self._running[future]
+                self._count_missing(job, len(job.keys), "the tier was drained before the job began")
                 self._ended.put(job)
         wait(self._running)
 
