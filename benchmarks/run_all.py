@@ -52,7 +52,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "engine_transformers", "engine_ttft",
     ),
     "netlab": ("netlab_engines", "netlab_loads", "netlab_traffic_class", "netlab_vllm"),
-    "scale": ("audit_cost", "hints", "large_index", "server_rest", "server_scaling"),
+    "scale": ("audit_cost", "hints", "large_index", "server_rest", "server_scaling", "shard_loss"),
     "simulate": ("simulate_lab", "simulate_paper", "simulate_split"),
 }  # fmt: skip
 """Scripts by suite. Each script is in one."""

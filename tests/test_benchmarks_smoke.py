@@ -32,7 +32,7 @@ def write_trace(file: Path) -> None:
 THOROUGH = {
     "audit_cost", "device_copies", "device_pipeline", "forwarding", "gds_read", "hbm_pool", "large_index", "load_choice",
     "netlab_engines", "netlab_traffic_class", "nixl_transport", "node_memory", "scheduling", "server_rest", "server_scaling",
-    "sharded_index", "simulate_lab", "simulate_paper", "verified_cpu",
+    "shard_loss", "sharded_index", "simulate_lab", "simulate_paper", "verified_cpu",
 }  # fmt: skip
 """Scripts that take long even with tiny sizes. The checks of types read them in every run."""
 
