@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,10 +18,23 @@ from kvstore.cli.app import root
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 
+@pytest.fixture
+def other_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A node of this user that runs beside the test."""
+    with tempfile.TemporaryDirectory(prefix="kvh-") as name, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        folder = Path(name) / "kvstore" / "other"
+        folder.mkdir(parents=True)
+        listener.bind(str(folder / "other.sock"))
+        listener.listen()
+        yield
+
+
 def health(*arguments: str) -> Result:
     return CliRunner().invoke(root, ["health", *arguments])
 
 
+@pytest.mark.usefixtures("other_node")
 def test_health_mutual_tls_metadata_and_node(tmp_path: Path) -> None:
     tls = make_certificates(tmp_path / "pki").settings()
     with LocalCluster([NodeSpec("a", settings=tls)], tmp_path / "store", metadata_settings=tls) as cluster:
@@ -30,7 +45,7 @@ def test_health_mutual_tls_metadata_and_node(tmp_path: Path) -> None:
             return health(daemon, *(part for setting in settings for part in ("--set", setting)))
 
         assert (asked("metadata", metadata).output, asked("node", node).output) == ("metadata: serves\n", "node: serves\n")
-        assert asked("node", node[1:]).output == "node: serves\n", "the only node that runs is asked if none is configured"
+        assert asked("node", node[1:]).output == "node: serves\n", "the only node of the folder is asked if none is configured"
         stranger = asked("metadata", [setting for setting in metadata if ".tls." not in setting])
         assert stranger.exit_code == 1
         cluster.kill("a")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import ssl
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import click
@@ -77,17 +79,21 @@ def health(config: Config, *, daemon: str) -> CommandOutput:
 
 
 def _found(config: Config, settings: NodeConfig) -> NodeConfig:
-    """Find the node to query: the configured one, or the only one that has a socket on this host if the configuration names none.
+    """Find the node to query: the configured one; if none is named, the only one of ``node.run_dir``, or else of this host.
 
     Daemons under systemd get their names from the unit's environment, which commands do not see.
     """
     if config.node.node_id or (settings.run_dir / f"{settings.node_id}.sock").exists():
         return settings
-    running = [one.path for one in sockets_in(socket_folders(config))[0] if one.error is None]
+    running = _running_in([settings.run_dir]) or _running_in(socket_folders(config))
     if len(running) > 1:
         names = ", ".join(path.stem for path in running)
         raise click.ClickException(f"node: several nodes run on this host ({names}); name one: --set node.node_id=NAME")
     return settings.model_copy(update={"run_dir": running[0].parent, "node_id": running[0].stem}) if running else settings
+
+
+def _running_in(folders: Sequence[Path]) -> list[Path]:
+    return [one.path for one in sockets_in(folders)[0] if one.error is None]
 
 
 def address_from_here(listen: str) -> str:
