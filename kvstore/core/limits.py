@@ -20,6 +20,8 @@ MAX_NODE_FINDINGS = 16
 """Health findings in one heartbeat."""
 MAX_RANGE_CHECKS = 16
 """Checks of key ranges in one heartbeat."""
+MAX_REPAIRED_RANGES = 64
+"""Key ranges in one call that repairs them."""
 MAX_CODE_BYTES = 64
 """Name of a health code."""
 MAX_SOURCES = 4_096

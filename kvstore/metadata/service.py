@@ -27,7 +27,7 @@ from kvstore.metadata.events.contract import EventSource
 from kvstore.metadata.events.event_log import BlockEventLog
 from kvstore.metadata.events.subscription import report_served
 from kvstore.metadata.indexing.anti_entropy import IndexDigests
-from kvstore.metadata.indexing.index_mutations import register_node, repair_range
+from kvstore.metadata.indexing.index_mutations import register_node, repair_ranges
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.indexing.publish_stream import PublishStream
@@ -236,15 +236,21 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         parts.counters.add(metadata_metrics.RANGES_DIFFERING, len(ranges))
         return pb.CompareDigestsResponse(differing_ranges=ranges)
 
-    async def RepairRange(self, request: pb.RepairRangeRequest, context: object) -> pb.RepairRangeResponse:
+    async def RepairRanges(self, request: pb.RepairRangesRequest, context: object) -> pb.RepairRangesResponse:
         check_id(request.operation_id, "operation_id")
-        if request.range >= limits.DIGEST_RANGES:
-            raise InvalidArgument("range is out of bounds", range=request.range, ranges=limits.DIGEST_RANGES)
+        ranges = set(request.ranges)
+        if not 0 < len(request.ranges) <= limits.MAX_REPAIRED_RANGES:
+            limit = limits.MAX_REPAIRED_RANGES
+            raise InvalidArgument(
+                "a call must name at least one range, and not too many", ranges=len(request.ranges), limit=limit
+            )
+        if max(ranges) >= limits.DIGEST_RANGES:
+            raise InvalidArgument("range is out of bounds", range=max(ranges), ranges=limits.DIGEST_RANGES)
         volume_epoch = await self._parts.nodes.known_volume_epoch(*_volume_of(request))
         runs = runs_from_proto(request.blocks)
-        added, removed = await self._parts.writes.run(repair_range, self._parts.index, volume_epoch, request.range, runs)
+        added, removed = await self._parts.writes.run(repair_ranges, self._parts.index, volume_epoch, ranges, runs)
         self._parts.counters.add(metadata_metrics.REPLICAS_REPAIRED, added + removed)
-        return pb.RepairRangeResponse(added=added, removed=removed)
+        return pb.RepairRangesResponse(added=added, removed=removed)
 
     async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest, context: object) -> pb.RegisterNamespaceResponse:
         check_id(request.operation_id, "operation_id")
@@ -367,7 +373,7 @@ def add_to_server(service: MetadataService, server: grpc.aio.Server) -> None:
     server.add_registered_method_handlers(SERVICE_NAME, {"Lookup": lookup})  # type: ignore[attr-defined]
 
 
-def _volume_of(request: pb.CompareDigestsRequest | pb.RepairRangeRequest) -> tuple[NodeId, BootId, VolumeId]:
+def _volume_of(request: pb.CompareDigestsRequest | pb.RepairRangesRequest) -> tuple[NodeId, BootId, VolumeId]:
     return (
         NodeId(check_name(request.node_id, "node_id")),
         BootId(check_id(request.boot_id, "boot_id")),

@@ -29,7 +29,7 @@ from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import LEASES, RANGE_SLOTS, SLOTS, SMALL_SLOT, TAGS
 from kvstore.index.valkey.records import too_old
 from kvstore.index.valkey.small_state import SmallStateStore
-from kvstore.metadata.indexing.index_mutations import repair_range
+from kvstore.metadata.indexing.index_mutations import repair_ranges
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from support.chains import chain
@@ -512,8 +512,7 @@ def test_publish_reaches_shards_that_answer(three_shards: ValkeyServers, usual_i
     held = {key for key, _ in index.records_in_ranges(0, len(TAGS))}
     lacking = {key_range(key) for key in CHAIN[:-1] if key not in held}
     assert lacking <= compared()
-    for number in lacking:
-        repair_range(index, epoch, number, [part for part in in_single_runs(run) if key_range(part.keys[0]) == number])
+    repair_ranges(index, epoch, lacking, [part for part in in_single_runs(run) if key_range(part.keys[0]) in lacking])
     assert index.lookup(NAMESPACE, PACKED, {epoch}).blocks == len(CHAIN) - 1
 
 

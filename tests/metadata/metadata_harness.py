@@ -131,15 +131,15 @@ class Peer:
         return list((await call_aio(self.stub.CompareDigests, request, TIMEOUT_S)).differing_ranges)
 
     async def repair(self, volume: str, number: int, blocks: Sequence[BlockRun]) -> tuple[int, int]:
-        request = pb.RepairRangeRequest(
+        request = pb.RepairRangesRequest(
             operation_id=secrets.token_bytes(16),
             node_id=self.node_id,
             boot_id=self.boot_id,
             volume_id=volume,
-            range=number,
+            ranges=[number],
             blocks=blocks,
         )
-        answer = await call_aio(self.stub.RepairRange, request, TIMEOUT_S)
+        answer = await call_aio(self.stub.RepairRanges, request, TIMEOUT_S)
         return answer.added, answer.removed
 
 

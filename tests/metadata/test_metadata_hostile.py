@@ -103,18 +103,18 @@ def test_hostile_publish_gets_typed_errors(stub: MetadataStub, messages: list[pb
 @SETTINGS
 @given(
     request=st.builds(
-        pb.RepairRangeRequest,
+        pb.RepairRangesRequest,
         operation_id=some_bytes,
         node_id=st.one_of(st.just(EVIL), names),
         boot_id=st.one_of(st.just(BOOT[EVIL]), some_bytes),
         volume_id=st.one_of(st.just(f"{EVIL}/nvme0"), names),
-        range=st.one_of(u32, st.sampled_from([key[0] << 4 | key[1] >> 4 for key in KEYS])),
+        ranges=st.lists(st.one_of(u32, st.sampled_from([key[0] << 4 | key[1] >> 4 for key in KEYS])), max_size=70),
         blocks=st.lists(block_runs, max_size=3),
     )
 )
-def test_hostile_repair_gets_typed_errors(stub: MetadataStub, request: pb.RepairRangeRequest) -> None:
+def test_hostile_repair_gets_typed_errors(stub: MetadataStub, request: pb.RepairRangesRequest) -> None:
     try:
-        stub.RepairRange(request, timeout=TIMEOUT_S)
+        stub.RepairRanges(request, timeout=TIMEOUT_S)
     except grpc.RpcError as error:
         typed(error)
     nothing_is_lost(stub)

@@ -406,9 +406,14 @@ HOSTILE = {
         pb.CompareDigestsRequest(node_id="n", boot_id=b"b" * 16, volume_id="v", first_range=2**32 - 1, digests=[1], counts=[1]),
     ),
     "range beyond key space": (
-        "RepairRange",
-        pb.RepairRangeRequest(operation_id=b"o" * 16, node_id="n", boot_id=b"b" * 16, volume_id="v", range=4096),
+        "RepairRanges",
+        pb.RepairRangesRequest(operation_id=b"o" * 16, node_id="n", boot_id=b"b" * 16, volume_id="v", ranges=[1, 4096]),
     ),
+    "too many ranges": (
+        "RepairRanges",
+        pb.RepairRangesRequest(operation_id=b"o" * 16, node_id="n", boot_id=b"b" * 16, volume_id="v", ranges=range(65)),
+    ),
+    "no range": ("RepairRanges", pb.RepairRangesRequest(operation_id=b"o" * 16, node_id="n", boot_id=b"b" * 16, volume_id="v")),
     "empty spec": ("RegisterNamespace", pb.RegisterNamespaceRequest(operation_id=b"o" * 16)),
     "absurd spec": (
         "RegisterNamespace",

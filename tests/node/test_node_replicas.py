@@ -64,15 +64,13 @@ def test_batches_with_removals_first_give_the_state_of_events(events: list[tuple
         log.acknowledge(VOLUME, batch.events)
         total += batch.events
     assert index == truth
-    settled = log.settled_digests(VOLUME)
-    assert settled is not None
-    assert settled == log.digests(VOLUME)
-    digests, counts = settled
-    assert sum(counts) == len(truth)
+    found = log.range_digests(VOLUME)
+    assert all(found.settled)
+    assert sum(found.counts) == len(truth)
     expected: Counter[int] = Counter()
     for key in truth:
         expected[key_range(key)] ^= xxhash.xxh3_64_intdigest(key)
-    assert {where: digest for where, digest in enumerate(digests) if digest} == {k: v for k, v in expected.items() if v}
+    assert {where: digest for where, digest in enumerate(found.digests) if digest} == {k: v for k, v in expected.items() if v}
 
 
 @given(
@@ -107,9 +105,38 @@ def test_block_that_moves_between_volumes_is_always_listed(moves: list[tuple[int
             log.removed(volumes[volume], key)
         if at in rounds:
             publish()
-    while any(log.digests(volume) != log.settled_digests(volume) for volume in volumes):
+    while not all(all(log.range_digests(volume).settled) for volume in volumes):
         publish()
     assert index == held
+
+
+@given(st.lists(st.sampled_from(["store", "take", "acknowledge"]), max_size=60), st.data())
+def test_range_is_settled_once_the_index_has_its_changes(steps: list[str], data: st.DataObject) -> None:
+    log = make_log()
+    sent: list[tuple[int, list[int]]] = []
+    unsettled: Counter[int] = Counter()
+    for number, step in enumerate(steps):
+        if step == "store":
+            log.stored(VOLUME, block_of(number))
+            unsettled[key_range(key_of(number))] += 1
+        elif step == "take":
+            batches = log.take(data.draw(st.integers(1, 5)))
+            sent += ((batch.events, [key_range(key) for run in batch.stored for key in run.keys]) for batch in batches)
+        elif sent:
+            events, ranges = sent.pop(0)
+            log.acknowledge(VOLUME, events)
+            unsettled.subtract(ranges)
+        settled = log.range_digests(VOLUME).settled
+        assert {where for where, known in enumerate(settled) if not known} == {*(+unsettled)}
+
+
+def test_range_is_not_settled_while_an_inventory_is_due() -> None:
+    log = make_log(bound=1)
+    for number in range(2):
+        log.stored(VOLUME, block_of(number))
+    assert not any(log.range_digests(VOLUME).settled)
+    assert log.take_inventory_request(VOLUME)
+    assert all(log.range_digests(VOLUME).settled)
 
 
 def test_log_full_is_replaced_by_an_inventory() -> None:
@@ -128,9 +155,10 @@ def test_wait_for_index_ends_at_acknowledgement_or_deadline() -> None:
     assert log.wait_published([VOLUME], 0.0)
     log.stored(VOLUME, block_of(1))
     assert not log.wait_published([VOLUME], 0.0)
-    assert log.settled_digests(VOLUME) is None
+    assert not all(log.range_digests(VOLUME).settled)
     log.take(10)
     log.acknowledge(VOLUME, 1)
+    assert all(log.range_digests(VOLUME).settled)
     assert log.wait_published([VOLUME], 0.0)
 
 

@@ -6,7 +6,7 @@ stale data. Each function may be repeated: after a crash between two writes, the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvproto.v1.common_pb2 import NodeInfo
@@ -234,19 +234,21 @@ def _request_inventories(index: PrefixIndex, node_id: NodeId) -> None:
 
 
 # ---- anti-entropy ----
-def repair_range(index: PrefixIndex, volume_epoch: VolumeEpoch, wanted_range: int, runs: Sequence[BlockRun]) -> tuple[int, int]:
-    """Replace the index's keys of one volume epoch and range by the node's.
+def repair_ranges(
+    index: PrefixIndex, volume_epoch: VolumeEpoch, ranges: Collection[int], runs: Sequence[BlockRun]
+) -> tuple[int, int]:
+    """Replace the index's keys of one volume epoch and some ranges by the node's.
 
     Returns:
         The numbers of added and removed replicas.
 
     Raises:
-        InvalidArgument: a key belongs to another range.
+        InvalidArgument: a key does not belong to these ranges.
     """
     wanted = {key for run in runs for key in run.keys}
-    if any(key_range(key) != wanted_range for key in wanted):
-        raise InvalidArgument("a key is outside of the range to repair", range=wanted_range)
-    held = set(index.keys_in_range(volume_epoch, wanted_range))
+    if outside := {key_range(key) for key in wanted}.difference(ranges):
+        raise InvalidArgument("a key is outside of the ranges to repair", range=min(outside))
+    held = {key for number in ranges for key in index.keys_in_range(volume_epoch, number)}
     surplus = sorted(held - wanted)
     index.publish(volume_epoch, runs, surplus)
     return len(wanted - held), len(surplus)

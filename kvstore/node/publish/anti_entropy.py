@@ -1,8 +1,11 @@
 """Anti-entropy: finds ranges of the key space in which the index differs from the table, and repairs them.
 
-Digests can be compared only if the index has applied all published changes, and a store may happen during a comparison. So a
-range counts as drifted only if it did not change until the server had compared it. A range with writes is left to the next round.
-Drift is rare (a bug, a damaged index): a round repairs a limited number of ranges and leaves the others to the next.
+A range can be compared only if the index has applied all its changes, and a store may happen during a comparison. So a range
+counts as drifted only if the index had its last change before the comparison, and it did not change until the server had
+compared it. A busy node changes only some of its ranges within the time of a comparison; these are left to the next round. Drift
+is rare (a bug, a damaged index): a round repairs a limited number of ranges and leaves the others to the next.
+
+Ranges whose last changes the index may have lost are compared on request, again and again until each was compared once.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.checksum import key_range
@@ -29,9 +33,24 @@ log = logging.getLogger(__name__)
 RANGES_PER_CALL = 512
 REPAIRS_PER_ROUND = 512
 REPAIR_ATTEMPTS = 3
+REPAIRS_PER_SCAN = 256
+"""Ranges whose blocks are collected at once. The more, the more of them change before their turn comes."""
+REPAIRS_PER_CALL = 16
+REPAIRED_BLOCKS = 4_096
+"""Blocks in one call, unless one range has more."""
+SUSPECT_ATTEMPTS = 8
 RPC_TIMEOUT_S = 5.0
 SETTLE_S = 2.0
-"""Time that the comparison of suspect ranges waits for the publication of changes, per part."""
+"""Time that each attempt to compare suspect ranges waits for the publication of changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ComparedPart:
+    compared: set[int]
+    """Ranges that are equal or drifted."""
+    drifted: list[int]
+    busy: int
+    """Number of ranges that could not be compared, because they changed."""
 
 
 class AntiEntropy:
@@ -65,76 +84,98 @@ class AntiEntropy:
         for volume in self._log.volumes:
             drifted: list[int] = []
             for first in range(0, DIGEST_RANGES, RANGES_PER_CALL):
-                drifted += self._drifted(boot_id, volume, first, max_age_s)
-            self._repair(boot_id, volume, drifted[:REPAIRS_PER_ROUND])
-            repaired += len(drifted[:REPAIRS_PER_ROUND])
+                part = self._compare_part(boot_id, volume, first, max_age_s)
+                drifted += part.drifted
+                self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, part.busy)
+            repaired += self._repair(boot_id, volume, drifted[:REPAIRS_PER_ROUND])
             if drifted:
                 self._counters.add(node_metrics.INDEX_RANGES_DRIFTED, len(drifted))
                 log.warning("index drift found: %s (drifted=%d, ranges=%d)", volume, len(drifted), DIGEST_RANGES)
         return repaired
 
-    def compare_suspects(self, boot_id: BootId, ranges: Container[int]) -> int:
+    def compare_suspects(self, boot_id: BootId, ranges: Collection[int]) -> int:
         """Compare ranges that may have lost changes. Returns the number of repaired ranges. The same errors as ``compare``.
 
-        Digests can be compared only while no change waits for its acknowledgement, so a busy node waits for such a moment.
+        A range that changes during each of several attempts is left to the next round.
         """
         repaired = 0
         for volume in self._log.volumes:
-            drifted: list[int] = []
-            for first in range(0, DIGEST_RANGES, RANGES_PER_CALL):
-                if any(number in ranges for number in range(first, first + RANGES_PER_CALL)):
-                    self._wait_settled(volume)
-                    drifted += [number for number in self._drifted(boot_id, volume, first, 0.0) if number in ranges]
-            self._repair(boot_id, volume, drifted)
-            repaired += len(drifted)
+            remaining, drifted = set(ranges), set[int]()
+            for _ in range(SUSPECT_ATTEMPTS):
+                if not remaining:
+                    break
+                self._log.wait_published([volume], time.monotonic() + SETTLE_S)
+                for first in sorted({number // RANGES_PER_CALL * RANGES_PER_CALL for number in remaining}):
+                    part = self._compare_part(boot_id, volume, first, 0.0)
+                    drifted |= remaining.intersection(part.drifted)
+                    remaining -= part.compared
+            self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, len(remaining))
+            repaired += self._repair(boot_id, volume, drifted)
         return repaired
 
-    def _wait_settled(self, volume: VolumeId) -> None:
-        deadline_s = time.monotonic() + SETTLE_S
-        while self._log.settled_digests(volume) is None and time.monotonic() < deadline_s:
-            self._log.wait_published([volume], deadline_s)
-
-    def _drifted(self, boot_id: BootId, volume: VolumeId, first: int, max_age_s: float) -> list[int]:
-        changes = self._log.changes(volume)
-        before = self._log.settled_digests(volume)
-        if before is None:
-            self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, RANGES_PER_CALL)
-            return []
-        digests, counts = before
+    def _compare_part(self, boot_id: BootId, volume: VolumeId, first: int, max_age_s: float) -> _ComparedPart:
+        before = self._log.range_digests(volume)
+        part = range(first, min(first + RANGES_PER_CALL, DIGEST_RANGES))
+        settled = {number for number in part if before.settled[number]}
+        if not settled:
+            return _ComparedPart(set(), [], len(part))
         request = metadata_pb2.CompareDigestsRequest(
             node_id=self._node_id,
             boot_id=boot_id,
             volume_id=volume,
             first_range=first,
-            digests=digests[first : first + RANGES_PER_CALL],
-            counts=counts[first : first + RANGES_PER_CALL],
+            digests=before.digests[part.start : part.stop],
+            counts=before.counts[part.start : part.stop],
             max_age_ms=int(max_age_s * 1000),
         )
-        differing = call(self._stub.CompareDigests, request, RPC_TIMEOUT_S).differing_ranges
-        if not differing:
-            return []
-        later = self._log.changes(volume)
-        return [number for number in differing if changes[number] == later[number]]
+        differing = settled.intersection(call(self._stub.CompareDigests, request, RPC_TIMEOUT_S).differing_ranges)
+        later = self._log.changes(volume) if differing else before.changes
+        drifted = [number for number in sorted(differing) if before.changes[number] == later[number]]
+        compared = settled - differing | set(drifted)
+        return _ComparedPart(compared, drifted, len(part) - len(compared))
 
-    def _repair(self, boot_id: BootId, volume: VolumeId, ranges: Iterable[int]) -> None:
-        remaining = set(ranges)
-        for _ in range(REPAIR_ATTEMPTS):
-            if not remaining:
-                return
+    def _repair(self, boot_id: BootId, volume: VolumeId, ranges: Iterable[int]) -> int:
+        """Replace the contents of ranges in the index by the table's. Returns the number of ranges that are right now."""
+        remaining = deque(ranges)
+        repaired = 0
+        for _ in range(REPAIR_ATTEMPTS * -(-len(remaining) // REPAIRS_PER_SCAN)):
+            part = [remaining.popleft() for _ in range(min(REPAIRS_PER_SCAN, len(remaining)))]
             changes = self._log.changes(volume)
-            held: dict[int, list[Described]] = defaultdict(list)
+            held: dict[int, list[Described]] = {number: [] for number in part}
             for block in self._table.held_by(volume):
-                if (number := key_range(block.key)) in remaining:
-                    held[number].append(block)
-            for number in remaining:
-                request = metadata_pb2.RepairRangeRequest(
-                    operation_id=secrets.token_bytes(16),
-                    node_id=self._node_id,
-                    boot_id=boot_id,
-                    volume_id=volume,
-                    range=number,
-                    blocks=[run_to_proto(run) for run in runs_of(held[number])],
-                )
-                call(self._stub.RepairRange, request, RPC_TIMEOUT_S)
+                if (of := held.get(key_range(block.key))) is not None:
+                    of.append(block)
+            for numbers in _groups(held):
+                now = self._log.changes(volume)
+                if same := [number for number in numbers if now[number] == changes[number]]:  # a repair would undo later changes
+                    self._repair_ranges(boot_id, volume, same, [block for number in same for block in held[number]])
             later = self._log.changes(volume)
-            remaining = {number for number in remaining if changes[number] != later[number]}  # changed during the repair
+            changed = [number for number in part if changes[number] != later[number]]  # before or during its repair
+            repaired += len(part) - len(changed)
+            remaining.extend(changed)
+        return repaired
+
+    def _repair_ranges(self, boot_id: BootId, volume: VolumeId, ranges: Sequence[int], blocks: Sequence[Described]) -> None:
+        request = metadata_pb2.RepairRangesRequest(
+            operation_id=secrets.token_bytes(16),
+            node_id=self._node_id,
+            boot_id=boot_id,
+            volume_id=volume,
+            ranges=ranges,
+            blocks=[run_to_proto(run) for run in runs_of(blocks)],
+        )
+        call(self._stub.RepairRanges, request, RPC_TIMEOUT_S)
+
+
+def _groups(held: Mapping[int, Sequence[object]]) -> Iterator[list[int]]:
+    """Divide ranges into groups for one call each: few blocks together, so that publishing goes on between the calls."""
+    group: list[int] = []
+    blocks = 0
+    for number, of in held.items():
+        if group and (len(group) == REPAIRS_PER_CALL or blocks + len(of) > REPAIRED_BLOCKS):
+            yield group
+            group, blocks = [], 0
+        group.append(number)
+        blocks += len(of)
+    if group:
+        yield group

@@ -134,6 +134,23 @@ class _Net:
         return Taken(volume, runs_of(block for block in self.last.values() if block is not None), list(self.removed), self.events)
 
 
+@dataclass(frozen=True, slots=True)
+class RangeDigests:
+    """A volume's ranges of the key space at one moment, by number.
+
+    Attributes:
+        digests: digest of each range.
+        counts: number of its keys.
+        changes: how often it has changed. Removing and adding a block changes this, but not the digest.
+        settled: whether the index has applied all of its changes. Other ranges cannot be compared.
+    """
+
+    digests: Sequence[int]
+    counts: Sequence[int]
+    changes: Sequence[int]
+    settled: Sequence[bool]
+
+
 def _never_hidden(takes: Sequence[Taken]) -> Iterator[Taken]:
     """Order a round's batches so that a block that moves between volumes is always listed in at least one.
 
@@ -157,7 +174,17 @@ def _never_hidden(takes: Sequence[Taken]) -> Iterator[Taken]:
 
 
 class _VolumeLog:
-    __slots__ = ("acknowledged", "appended", "changes", "counts", "digests", "gathered", "inventory_needed", "taken")
+    __slots__ = (
+        "acknowledged",
+        "appended",
+        "changed_last",
+        "changes",
+        "counts",
+        "digests",
+        "gathered",
+        "inventory_needed",
+        "taken",
+    )
 
     def __init__(self) -> None:
         self.appended = 0
@@ -168,6 +195,7 @@ class _VolumeLog:
         self.digests = [0] * DIGEST_RANGES
         self.counts = [0] * DIGEST_RANGES
         self.changes = [0] * DIGEST_RANGES
+        self.changed_last = [0] * DIGEST_RANGES  # number of the last event of each range
 
 
 class ReplicaChangeLog:
@@ -240,6 +268,7 @@ class ReplicaChangeLog:
                 return
             self._events.append((volume, key, block))
             log.appended += 1
+            log.changed_last[where] = log.appended
             self._wake.notify()
 
     def wait(self, timeout_s: float) -> None:
@@ -319,17 +348,13 @@ class ReplicaChangeLog:
                     return all(log.acknowledged >= mark for log, mark in marks)
             return True
 
-    def settled_digests(self, volume: VolumeId) -> tuple[list[int], list[int]] | None:
-        """Return digest and count of every range. None: the index has not applied everything, so a comparison is impossible."""
+    def range_digests(self, volume: VolumeId) -> RangeDigests:
+        """Return the state of all ranges as of now. While a whole inventory is due, no range is settled."""
         with self._lock:
             log = self._of(volume)
-            return None if log.acknowledged < log.appended else (list(log.digests), list(log.counts))
-
-    def digests(self, volume: VolumeId) -> tuple[list[int], list[int]]:
-        """Return digest and count of every range as of now; for tests."""
-        with self._lock:
-            log = self._of(volume)
-            return list(log.digests), list(log.counts)
+            known = -1 if log.inventory_needed else log.acknowledged
+            settled = [number <= known for number in log.changed_last]
+            return RangeDigests(list(log.digests), list(log.counts), list(log.changes), settled)
 
     def changes(self, volume: VolumeId) -> list[int]:
         """Return how often each range has changed. Removing and adding a block changes this, but not the digest."""

@@ -32,7 +32,7 @@ ERRORS: Final = (
     "capacity_exceeded", "unavailable", "deadline_exceeded", "corrupt_block", "internal",
 )  # fmt: skip
 METHODS: Final = (
-    "RegisterNode", "Heartbeat", "CompareDigests", "RepairRange", "RegisterNamespace", "ListNamespaces", "ListNodes", "Lookup",
+    "RegisterNode", "Heartbeat", "CompareDigests", "RepairRanges", "RegisterNamespace", "ListNamespaces", "ListNodes", "Lookup",
     "PlanLoad", "PriceLoad", "ReportLoads", "ReplanLoad", "ReportEngines", "AssignRequest", "CancelRequest", "GetStats",
     "UnregisterNode", "DrainNode", "UndrainNode", "RemoveNode", "LocateBlocks", "LookupHeads",
     "PullBlocks",

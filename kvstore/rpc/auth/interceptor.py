@@ -74,7 +74,7 @@ _METADATA: Final = {
     "UnregisterNode": Permission.SERVE,
     "Publish": Permission.SERVE,
     "CompareDigests": Permission.SERVE,
-    "RepairRange": Permission.SERVE,
+    "RepairRanges": Permission.SERVE,
     "LocateBlocks": Permission.SERVE,
     "RegisterNamespace": Permission.DATA,
     "ListNamespaces": Permission.DATA,

@@ -65,7 +65,7 @@ RULES: Final = {
     "/kvstore.v1.Metadata/WatchBlocks": _STREAM,
     "/kvstore.v1.Metadata/CompareDigests": _READ,
     # a late repetition would replace a range by its older content
-    "/kvstore.v1.Metadata/RepairRange": _CHANGE,
+    "/kvstore.v1.Metadata/RepairRanges": _CHANGE,
     # equal specs are equal namespaces
     "/kvstore.v1.Metadata/RegisterNamespace": _READ,
     "/kvstore.v1.Metadata/ListNamespaces": _READ,

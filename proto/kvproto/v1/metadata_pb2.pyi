@@ -325,23 +325,23 @@ class CompareDigestsResponse(_message.Message):
     differing_ranges: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, differing_ranges: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class RepairRangeRequest(_message.Message):
-    __slots__ = ("operation_id", "node_id", "boot_id", "volume_id", "range", "blocks")
+class RepairRangesRequest(_message.Message):
+    __slots__ = ("operation_id", "node_id", "boot_id", "volume_id", "ranges", "blocks")
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
-    RANGE_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     operation_id: bytes
     node_id: str
     boot_id: bytes
     volume_id: str
-    range: int
+    ranges: _containers.RepeatedScalarFieldContainer[int]
     blocks: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]
-    def __init__(self, operation_id: _Optional[bytes] = ..., node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., volume_id: _Optional[str] = ..., range: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRun, _Mapping]]] = ...) -> None: ...
+    def __init__(self, operation_id: _Optional[bytes] = ..., node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., volume_id: _Optional[str] = ..., ranges: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[_Union[_common_pb2.BlockRun, _Mapping]]] = ...) -> None: ...
 
-class RepairRangeResponse(_message.Message):
+class RepairRangesResponse(_message.Message):
     __slots__ = ("added", "removed")
     ADDED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]

@@ -60,10 +60,10 @@ class MetadataStub:
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.CompareDigestsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_metadata__pb2.CompareDigestsResponse.FromString,
                 _registered_method=True)
-        self.RepairRange = channel.unary_unary(
-                '/kvstore.v1.Metadata/RepairRange',
-                request_serializer=kvstore_dot_v1_dot_metadata__pb2.RepairRangeRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.RepairRangeResponse.FromString,
+        self.RepairRanges = channel.unary_unary(
+                '/kvstore.v1.Metadata/RepairRanges',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.RepairRangesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.RepairRangesResponse.FromString,
                 _registered_method=True)
         self.RegisterNamespace = channel.unary_unary(
                 '/kvstore.v1.Metadata/RegisterNamespace',
@@ -200,8 +200,8 @@ class MetadataServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RepairRange(self, request, context):
-        """Anti-entropy: replaces the index's keys of one volume in one range of key space.
+    def RepairRanges(self, request, context):
+        """Anti-entropy: replaces the index's keys of one volume in some ranges of key space.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -370,10 +370,10 @@ def add_MetadataServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_v1_dot_metadata__pb2.CompareDigestsRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_metadata__pb2.CompareDigestsResponse.SerializeToString,
             ),
-            'RepairRange': grpc.unary_unary_rpc_method_handler(
-                    servicer.RepairRange,
-                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.RepairRangeRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.RepairRangeResponse.SerializeToString,
+            'RepairRanges': grpc.unary_unary_rpc_method_handler(
+                    servicer.RepairRanges,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.RepairRangesRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.RepairRangesResponse.SerializeToString,
             ),
             'RegisterNamespace': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterNamespace,
@@ -613,7 +613,7 @@ class Metadata:
             _registered_method=True)
 
     @staticmethod
-    def RepairRange(request,
+    def RepairRanges(request,
             target,
             options=(),
             channel_credentials=None,
@@ -626,9 +626,9 @@ class Metadata:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvstore.v1.Metadata/RepairRange',
-            kvstore_dot_v1_dot_metadata__pb2.RepairRangeRequest.SerializeToString,
-            kvstore_dot_v1_dot_metadata__pb2.RepairRangeResponse.FromString,
+            '/kvstore.v1.Metadata/RepairRanges',
+            kvstore_dot_v1_dot_metadata__pb2.RepairRangesRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.RepairRangesResponse.FromString,
             options,
             channel_credentials,
             insecure,
