@@ -17,8 +17,9 @@ from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, VolumeId
+from kvstore.node.publish.batch_stream import BATCHES_IN_FLIGHT
 from kvstore.node.publish.contract import PublishedBlocks
-from kvstore.node.publish.publisher import BATCHES_IN_FLIGHT, IndexPublisher
+from kvstore.node.publish.publisher import IndexPublisher
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.observe.counters import Counters
@@ -205,7 +206,7 @@ class SilentServer(BreakingServer):
 @pytest.mark.parametrize("servicer", [BreakingServer(3), SilentServer(0)], ids=["broken", "never acknowledged"])
 def test_publish_broken_stream_repeats_unsent_batches(servicer: BreakingServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are more batches than may be in flight. The next stream sends those that the first did not."""
-    monkeypatch.setattr("kvstore.node.publish.publisher.ACK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("kvstore.node.publish.batch_stream.ACK_TIMEOUT_S", 0.5)
     counters = Counters()
     volumes = [VolumeId(f"n/{number}") for number in range(3 * BATCHES_IN_FLIGHT)]
     log = ReplicaChangeLog(volumes, counters, MonotonicClock())

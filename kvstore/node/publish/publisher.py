@@ -3,8 +3,8 @@
 Theory of operation. There are three threads.
 
 1. The *publisher* registers the node, sends the inventories that the server requests, and then streams the ``ReplicaChangeLog``
-   in numbered batches, a few of them unacknowledged. After a broken stream it repeats unacknowledged batches. The server ignores
-   batches that it has applied.
+   in numbered batches, a few of them unacknowledged (``BatchStream``). After a broken stream it repeats unacknowledged batches.
+   The server ignores batches that it has applied.
 2. The heartbeat thread sends heartbeats. If the server has forgotten this node or has a new index, the node registers again.
 3. *Anti-entropy* compares digests with the index and repairs ranges that differ.
 
@@ -14,14 +14,11 @@ No load or store waits for the metadata server. While it is down, other nodes fi
 from __future__ import annotations
 
 import logging
-import queue
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-
-import grpc
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.checksum import key_range
@@ -29,6 +26,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.core.types import BlockRun, BootId, VolumeId
 from kvstore.node.publish.anti_entropy import AntiEntropy
+from kvstore.node.publish.batch_stream import BatchStream, SentBatches
 from kvstore.node.publish.contract import PublishedBlocks, PublishedVolume
 from kvstore.node.publish.health import HealthReporter
 from kvstore.node.publish.heartbeat import HeartbeatListener
@@ -45,18 +43,13 @@ from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.rpc.client import RetryPolicy, call
 from kvstore.rpc.codec import run_to_proto
 from kvstore.rpc.diagnosis import Diagnoser, Target
-from kvstore.rpc.errors import from_rpc_error
 from kvstore.rpc.failover.connect import connect_metadata
 
 log = logging.getLogger(__name__)
 
 BATCH_EVENTS = 4096
-BATCHES_IN_FLIGHT = 8
 _OVER_QUOTA = (node_metrics.STORE_SKIPPED_QUOTA_BLOCKS, node_metrics.WRITE_BACK_BEYOND_QUOTA_BLOCKS)
 RPC_TIMEOUT_S = 5.0
-ACK_TIMEOUT_S = 30.0
-"""A stream without an acknowledgement for this long is replaced by a new one."""
-JOIN_S = 10.0
 _ACCESS_ERRORS = (Unauthenticated, PermissionDenied)
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 2.0
@@ -137,8 +130,7 @@ class IndexPublisher:
         self._epoch = b""
         self._heartbeat_s = 0.5
         self._heartbeats = 0
-        self._sequence = 0
-        self._unacknowledged: deque[tuple[metadata_pb2.PublishRequest, int]] = deque()
+        self._sent = SentBatches()
         self._volume_changes: deque[tuple[VolumeId, common_pb2.VolumeInfo | None]] = deque()
         """Volumes that the next registration adds, or (None) no longer has."""
         # work that a broken stream leaves to the next one
@@ -293,90 +285,37 @@ class IndexPublisher:
                 call(self._stub.DrainNode, order, RPC_TIMEOUT_S)
         if response.index_epoch != self._epoch:
             self._epoch = response.index_epoch
-            self._sequence = 0
-            for request_sent, events in self._unacknowledged:  # the inventories include them
+            self._sent.sequence = 0
+            for request_sent, events in self._sent.unacknowledged:  # the inventories include them
                 self._log.acknowledge(VolumeId(request_sent.volume_id), events)
-            self._unacknowledged.clear()
+            self._sent.unacknowledged.clear()
             self._checks.restarted()
             needed = list(self._volumes)
         return needed
 
     def _stream(self, inventories: Sequence[VolumeId]) -> None:
-        """Publish until the stream breaks, the server requires a registration, or ``stop``."""
-        outbox: queue.SimpleQueue[metadata_pb2.PublishRequest | None] = queue.SimpleQueue()  # ``slots`` bounds it
-        slots = threading.Semaphore(BATCHES_IN_FLIGHT)
-        lock = threading.Lock()
-        broken: list[grpc.RpcError] = []
-        ended = threading.Event()
-        acknowledged_s = time.monotonic()  # time of the last acknowledgement, or when the wait for it began
+        """Publish until the stream breaks, the server requires a registration, or ``stop``.
 
-        def requests() -> Iterator[metadata_pb2.PublishRequest]:
-            while (message := outbox.get()) is not None:
-                yield message
+        First repeat what an earlier stream sent and the server did not acknowledge, then send inventories and the log.
 
-        responses = self._stub.Publish(requests())
-
-        def receive() -> None:
-            nonlocal acknowledged_s
-            try:
-                for response in responses:
-                    self._health.publish_acknowledged()
-                    with lock:
-                        acknowledged_s = time.monotonic()
-                        while self._unacknowledged and self._unacknowledged[0][0].sequence <= response.sequence:
-                            message, events = self._unacknowledged.popleft()
-                            self._log.acknowledge(VolumeId(message.volume_id), events)
-                            slots.release()
-                    self._checks.acknowledged(response.sequence)
-            except grpc.RpcError as error:
-                broken.append(error)
-            ended.set()
-            self._log.wake()
-
-        receiver = threading.Thread(target=receive, name="kvstore-publish-acks", daemon=True)
-        receiver.start()
-
-        def is_over() -> bool:
-            return ended.is_set() or self._stopping.is_set() or self._again.is_set() or is_silent()
-
-        def is_silent() -> bool:
-            with lock:
-                return bool(self._unacknowledged) and time.monotonic() - acknowledged_s > ACK_TIMEOUT_S
-
-        def send(message: metadata_pb2.PublishRequest) -> bool:
-            while not slots.acquire(timeout=0.1):
-                if is_over():
-                    return False
-            outbox.put(message)
-            return True
-
-        try:
-            with lock:
-                resend = [message for message, _ in self._unacknowledged]
-            alive = all(send(message) for message in resend)
+        Raises:
+            KVStoreError: the stream broke, or the server does not acknowledge.
+        """
+        with BatchStream(self._stub, self._sent, self._log, self._health, self._checks, self._must_end_stream) as stream:
+            alive = stream.resend()
             batches = self._batches(inventories)
-            while alive and not is_over():
+            while alive and not stream.is_over():
                 message, events = next(batches)
                 if message is None:
                     self._log.wait(0.2)
-                    continue
-                with lock:
-                    if not self._unacknowledged:
-                        acknowledged_s = time.monotonic()
-                    self._sequence += 1
-                    message.sequence = self._sequence
-                    self._unacknowledged.append((message, events))
-                alive = send(message)
-        finally:
-            outbox.put(None)
-            responses.cancel()
-            receiver.join(JOIN_S)
-        if self._stopping.is_set() or self._again.is_set():
-            return
-        if is_silent():
-            raise Unavailable("published changes are not acknowledged", seconds=ACK_TIMEOUT_S)
-        if broken:
-            raise from_rpc_error(broken[0])
+                else:
+                    alive = stream.send(message, events)
+        if not self._must_end_stream():
+            stream.raise_failure()
+
+    def _must_end_stream(self) -> bool:
+        """Whether the publisher stops, or must register again."""
+        return self._stopping.is_set() or self._again.is_set()
 
     def _batches(self, inventories: Sequence[VolumeId]) -> Iterator[tuple[metadata_pb2.PublishRequest | None, int]]:
         """Return the messages to send, with their number of events: inventories, then the log. (None, 0): no changes now."""
@@ -390,16 +329,16 @@ class IndexPublisher:
                 del self._inventories_due[volume]
             for check in self._checks.lost():
                 yield from self._lost_blocks(check)
-                self._checks.sent(check.token, self._sequence)
-                if not self._unacknowledged:
-                    self._checks.acknowledged(self._sequence)
+                self._checks.sent(check.token, self._sent.sequence)
+                if not self._sent.unacknowledged:
+                    self._checks.acknowledged(self._sent.sequence)
             if not self._round:
                 self._round.extend(self._log.take(BATCH_EVENTS))
             while self._round:
                 taken = self._round.popleft()
                 yield self._message(taken.volume, taken.stored, b"".join(taken.removed)), taken.events
             if not any(self._log.behind(volume) for volume in self._volumes):
-                if not self._log.waiting() and not self._unacknowledged:
+                if not self._log.waiting() and not self._sent.unacknowledged:
                     self._health.publish_caught_up()
                 yield None, 0
 
