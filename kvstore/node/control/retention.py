@@ -69,6 +69,13 @@ class _Rule(NamedTuple):
     copies: int = 1
 
 
+class _BegunOrders(NamedTuple):
+    """Eviction orders that a rule begins for a namespace, by tier. One order may be that of both tiers."""
+
+    namespace: NodeNamespace
+    orders: dict[Tier, EvictionOrder]
+
+
 class RetentionEnforcer:
     """Enforces quotas and rules of namespaces. ``report`` and ``apply`` from one thread; ``start`` and ``stop`` once each.
 
@@ -259,51 +266,90 @@ class RetentionEnforcer:
         return held
 
     def _apply_rules(self) -> None:
-        """Apply new and ended rules, also to namespaces opened since the last round."""
-        table = self._table
-        begun: list[tuple[NodeNamespace, dict[Tier, EvictionOrder]]] = []
-        no_longer_kept = []
+        """Apply new and ended rules, also to namespaces opened since the last round.
+
+        1. Switch each namespace whose rule is another one than that in force.
+        2. Attach its new eviction orders. Blocks that are stored from now on enter them.
+        3. Insert the namespace's earlier blocks into the new orders. Until that ends, nothing is evicted by them.
+        4. Return the blocks of namespaces that are no longer kept to the other orders.
+
+        The list of earlier blocks is made after step 2: each block is in the list, or entered the new orders by itself.
+        """
+        begun: list[_BegunOrders] = []
+        no_longer_kept: list[NodeNamespace] = []
         for namespace in self._namespaces.all():
             rule = self._rules.get(namespace.namespace_id, _Rule())
-            ttl_s, kept, copies = rule
-            if rule == (namespace.uses.ttl_s if namespace.uses is not None else 0.0, namespace.kept, namespace.copies):
-                continue
-            with table.residency.lock:
-                if namespace.uses is not None and ttl_s:
-                    namespace.uses.ttl_s = ttl_s
-                elif namespace.uses is not None:
-                    for tier in TIERS:
-                        namespace.drop_order(tier, namespace.uses)
-                    namespace.uses = None
-                elif ttl_s:
-                    namespace.uses = TtlOrder(table.clock, ttl_s)
-                    begun.append((namespace, dict.fromkeys(TIERS, namespace.uses)))
-                if kept and not namespace.kept:
-                    namespace.kept_orders = {tier: EvictionOrder(LruPolicy(), of_kept=True) for tier in TIERS}
-                    begun.append((namespace, namespace.kept_orders))
-                elif namespace.kept and not kept:
-                    for tier, order in namespace.kept_orders.items():
-                        namespace.drop_order(tier, order)
+            in_force = _rule_in_force(namespace)
+            if rule != in_force:
+                begun += self._switch(namespace, rule)
+                if in_force.kept and not rule.kept:
                     no_longer_kept.append(namespace)
-                namespace.kept, namespace.copies = kept, copies
-                table.accounts.kept = tuple(one for one in {*table.accounts.kept, namespace} if one.kept)
         for namespace, orders in begun:
-            with table.residency.lock:
-                for tier, order in orders.items():
-                    order.entering = 1
-                    namespace.add_order(tier, order)
+            self._attach(namespace, orders)
         held = self._held_of([*(namespace for namespace, _ in begun), *no_longer_kept])
         for namespace, orders in begun:
-            enter(table.residency, orders, held[namespace])
+            enter(self._table.residency, orders, held[namespace])
         for namespace in no_longer_kept:
-            keys = [block.key for block in held[namespace]]
-            for first in range(0, len(keys), EVICT_BATCH_BLOCKS):
-                with table.residency.lock:
-                    table.residency.arena_evictor.restore(namespace, keys[first : first + EVICT_BATCH_BLOCKS])
-                    table.residency.volume_evictor.restore(namespace, keys[first : first + EVICT_BATCH_BLOCKS])
+            self._make_evictable(namespace, held[namespace])
         known = self._namespaces.all()
-        table.accounts.twice_held = tuple(namespace for namespace in known if namespace.copies > 1)
+        self._table.accounts.twice_held = tuple(namespace for namespace in known if namespace.copies > 1)
         self._with_rules = {one for one in known if one.kept or one.uses is not None or one.copies > 1}
+
+    def _switch(self, namespace: NodeNamespace, rule: _Rule) -> list[_BegunOrders]:
+        """Put a rule into force for one namespace, under one hold of the table's lock.
+
+        Returns:
+            The eviction orders that the rule begins. They are not attached to the namespace yet.
+        """
+        table = self._table
+        with table.residency.lock:
+            begun = [self._switch_ttl(namespace, rule.ttl_s), self._switch_kept(namespace, kept=rule.kept)]
+            namespace.kept, namespace.copies = rule.kept, rule.copies
+            table.accounts.kept = tuple(one for one in {*table.accounts.kept, namespace} if one.kept)
+        return [_BegunOrders(namespace, orders) for orders in begun if orders]
+
+    def _switch_ttl(self, namespace: NodeNamespace, ttl_s: float) -> dict[Tier, EvictionOrder]:
+        """Begin, change or end a namespace's time to live. The caller holds the table's lock. Returns the orders that begin."""
+        uses = namespace.uses
+        if uses is None:
+            if not ttl_s:
+                return {}
+            namespace.uses = TtlOrder(self._table.clock, ttl_s)
+            return dict.fromkeys(TIERS, namespace.uses)
+        if ttl_s:
+            uses.ttl_s = ttl_s
+        else:
+            for tier in TIERS:
+                namespace.drop_order(tier, uses)
+            namespace.uses = None
+        return {}
+
+    @staticmethod
+    def _switch_kept(namespace: NodeNamespace, *, kept: bool) -> dict[Tier, EvictionOrder]:
+        """Begin or end the orders of a kept namespace. The caller holds the table's lock. Returns the orders that begin."""
+        if kept and not namespace.kept:
+            namespace.kept_orders = {tier: EvictionOrder(LruPolicy(), of_kept=True) for tier in TIERS}
+            return namespace.kept_orders
+        if namespace.kept and not kept:
+            for tier, order in namespace.kept_orders.items():
+                namespace.drop_order(tier, order)
+        return {}
+
+    def _attach(self, namespace: NodeNamespace, orders: dict[Tier, EvictionOrder]) -> None:
+        """Have new blocks of a namespace enter its new orders, which evict nothing before its earlier blocks are in them."""
+        with self._table.residency.lock:
+            for tier, order in orders.items():
+                order.entering = 1
+                namespace.add_order(tier, order)
+
+    def _make_evictable(self, namespace: NodeNamespace, blocks: Sequence[Block]) -> None:
+        """Return the blocks of a namespace that is no longer kept to the other orders, a part at a time."""
+        residency = self._table.residency
+        keys = [block.key for block in blocks]
+        for first in range(0, len(keys), EVICT_BATCH_BLOCKS):
+            with residency.lock:
+                residency.arena_evictor.restore(namespace, keys[first : first + EVICT_BATCH_BLOCKS])
+                residency.volume_evictor.restore(namespace, keys[first : first + EVICT_BATCH_BLOCKS])
 
     def enforce_quotas(self) -> None:
         """Evict blocks beyond the shares, in batches. Part of ``round``.
@@ -396,3 +442,8 @@ def _raise_first(errors: Sequence[Exception]) -> None:
 
 def _rules_of(rules: Iterable[NamespaceRule]) -> dict[NamespaceId, _Rule]:
     return {NamespaceId(one.namespace_id): _Rule(one.ttl_ms / 1000, one.kept, max(1, one.copies)) for one in rules}
+
+
+def _rule_in_force(namespace: NodeNamespace) -> _Rule:
+    """The rule that a namespace follows now."""
+    return _Rule(namespace.uses.ttl_s if namespace.uses is not None else 0.0, namespace.kept, namespace.copies)
