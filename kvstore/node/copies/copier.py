@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvproto.v1 import metadata_pb2
 from kvstore.core.clock import Clock
@@ -34,7 +34,7 @@ from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.control.pull_client import LOCATE_KEYS, PullClient
 from kvstore.node.copies.copy_queue import Candidate, CopyOffer, CopyQueue, Partners, plan_offers
 from kvstore.node.copies.membership import Membership
-from kvstore.node.copies.placement import unit_of
+from kvstore.node.copies.placement import Members, unit_of
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
@@ -71,6 +71,20 @@ MAX_RETRY_S: Final = 300.0
 LATE_S: Final = 600.0
 """A second copy is late that is not made this long after its block became durable, or after a pass began."""
 _ALONE: Final = "there is no other node with a durable volume"
+
+
+class _MembershipChange(NamedTuple):
+    """What the last list of nodes changed.
+
+    Attributes:
+        before: the nodes until then.
+        lost: nodes that lost a durable volume, or left with it.
+        moved: nodes that are in another zone now, by name.
+    """
+
+    before: Members
+    lost: frozenset[NodeId]
+    moved: Sequence[NodeId]
 
 
 class Copier:
@@ -247,42 +261,67 @@ class Copier:
 
     # ---- passes
     def _begin_pass_if_due(self, namespaces: frozenset[NodeNamespace], now_s: float) -> None:
-        volumes, members, zones = self._membership.volumes, self._membership.members, self._membership.zones
-        if self._read_token != self._token or now_s >= self._membership.until_s:
-            token = self._token
-            statuses = self._calls.nodes()
-            self._membership.update(statuses, now_s)
-            self._addresses = {NodeId(one.node.node_id): one.node.control_address for one in statuses}
-            self._read_token = token
-        lost = {node_id for node_id, _ in volumes - self._membership.volumes}
-        why = ""
-        if namespaces - self._namespaces:
-            why = "a namespace has two copies now"
-        elif lost:
-            why = f"volumes lost, of {', '.join(sorted(lost))}"
-        elif self._membership.members.reach > self._reach > 0:
-            why = "partners in another zone or on another host appeared"
-        elif moved := sorted(one for one, zone in self._membership.zones.items() if zones.get(one, zone) != zone):
-            why = f"zones changed, of {', '.join(moved)}"
-        elif (self._queue.left_out or self._new_left_out) and now_s >= self._left_out_due_s:
-            why = "blocks were left out of the queue"
+        """Begin a pass over all blocks if there is a reason, else one over the blocks in DRAM from time to time.
+
+        Args:
+            namespaces: those with two copies.
+            now_s: the time.
+
+        Raises:
+            KVStoreError: the metadata server does not list the nodes. Nothing has changed.
+        """
+        change = self._refresh_members(now_s)
+        reason = self._reason_for_pass(namespaces, change, now_s)
         self._namespaces = namespaces
-        if why:
-            self._reach = 0
-            hot, cold = self._held_blocks()
-            self._left_out_due_s, self._new_left_out = now_s + LEFT_OUT_S, False
-            self._hot_due_s = now_s + HOT_CHECK_S
-            if lost:
-                goes_on = self._queue.sifting
-                self._lost = frozenset(self._lost | lost if goes_on else lost)
-                before = self._before_loss if goes_on else members
-                self._before_loss = self._membership.members.with_lost(before, self._lost)
-            self._queue.begin_pass(hot, cold, now_s, sifting=bool(lost))
-            self._counters.add(node_metrics.COPY_PASSES)
-            log.info("pass over second copies started: %s (blocks=%d)", why, len(hot) + len(cold))
+        if reason:
+            self._begin_full_pass(reason, change, now_s)
         elif now_s >= self._hot_due_s and not self._queue.passing:
             self._hot_due_s = now_s + HOT_CHECK_S
-            self._queue.begin_pass(self._held_blocks()[0], [], now_s)
+            hot, _ = self._held_blocks()
+            self._queue.begin_pass(hot, [], now_s)
+
+    def _refresh_members(self, now_s: float) -> _MembershipChange:
+        """Read the list of nodes if it has changed, or if a silent node ceases to count."""
+        membership = self._membership
+        before, volumes, zones = membership.members, membership.volumes, membership.zones
+        if self._read_token != self._token or now_s >= membership.until_s:
+            token = self._token  # before the list is read: a change during the call is read in the next round
+            statuses = self._calls.nodes()
+            membership.update(statuses, now_s)
+            self._addresses = {NodeId(one.node.node_id): one.node.control_address for one in statuses}
+            self._read_token = token
+        lost = frozenset(node_id for node_id, _ in volumes - membership.volumes)
+        moved = sorted(node_id for node_id, zone in membership.zones.items() if zones.get(node_id, zone) != zone)
+        return _MembershipChange(before, lost, moved)
+
+    def _reason_for_pass(self, namespaces: frozenset[NodeNamespace], change: _MembershipChange, now_s: float) -> str:
+        """Why a pass over all blocks must begin, for the log; empty: there is no reason."""
+        if namespaces - self._namespaces:
+            return "a namespace has two copies now"
+        if change.lost:
+            return f"volumes lost, of {', '.join(sorted(change.lost))}"
+        if self._membership.members.reach > self._reach > 0:
+            return "partners in another zone or on another host appeared"
+        if change.moved:
+            return f"zones changed, of {', '.join(change.moved)}"
+        if (self._queue.left_out or self._new_left_out) and now_s >= self._left_out_due_s:
+            return "blocks were left out of the queue"
+        return ""
+
+    def _begin_full_pass(self, reason: str, change: _MembershipChange, now_s: float) -> None:
+        """Begin a pass over all blocks, in place of one that has not ended. After a loss, it checks first what was shared."""
+        self._reach = 0
+        hot, cold = self._held_blocks()
+        self._left_out_due_s, self._new_left_out = now_s + LEFT_OUT_S, False
+        self._hot_due_s = now_s + HOT_CHECK_S
+        if change.lost:
+            repairs_earlier_loss = self._queue.sifting  # the pass that it began has not ended
+            self._lost = self._lost | change.lost if repairs_earlier_loss else change.lost
+            before = self._before_loss if repairs_earlier_loss else change.before
+            self._before_loss = self._membership.members.with_lost(before, self._lost)
+        self._queue.begin_pass(hot, cold, now_s, sifting=bool(change.lost))
+        self._counters.add(node_metrics.COPY_PASSES)
+        log.info("pass over second copies started: %s (blocks=%d)", reason, len(hot) + len(cold))
 
     def _held_blocks(self) -> tuple[list[Block], list[Block]]:
         """Return the durable blocks of namespaces with two copies: those in DRAM, and the others."""
