@@ -18,7 +18,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -69,6 +69,21 @@ class WriteTarget(Protocol):
         Several threads call this at once. ``wait_turn`` returns after all earlier batches are committed and reported. It must be
         called before a block is committed or reported.
         """
+
+
+class _FailedWrite(NamedTuple):
+    """A block that a volume did not accept."""
+
+    block: Block
+    slot: Slot
+    error: Exception
+
+
+class _WrittenBatch(NamedTuple):
+    """Result of a write, or of a write and its commit."""
+
+    written: Sequence[tuple[Block, Slot]]
+    failed: Sequence[_FailedWrite]
 
 
 class LocalTarget:
@@ -127,59 +142,105 @@ class LocalTarget:
         return usage.capacity_bytes - usage.used_bytes
 
     def _write(self, node_volume: NodeVolume, blocks: Sequence[Block], wait_turn: Callable[[], None]) -> list[Block]:
-        """Write to one volume. Returns the blocks that it did not accept."""
+        """Write to one volume: allocate slots, write, wait for the turn of the batch, commit, report to the table.
+
+        Where a step fails, the volume does not accept the block:
+
+        | failure | blocks not accepted | their slots are freed |
+        |---|---|---|
+        | there is no slot | those without a slot | they have none |
+        | the write stalls | all of the call | when the write has ended |
+        | the write of a block fails | this block | after the commit of the others |
+        | the commit stalls | all of the call | when the commit has ended and was undone |
+        | the commit fails | all with a slot | at once |
+
+        Returns:
+            The blocks that it did not accept.
+        """
         slots = self._slots(node_volume, blocks)
         accepted, remaining = blocks[: len(slots)], list(blocks[len(slots) :])
         if not accepted:
             return remaining
-        view = self._table.dram.view
+        try:
+            batch = self._write_slots(node_volume, accepted, slots)
+        except VolumeStalled as error:
+            self._stalled(node_volume, error)
+            return list(blocks)
+        wait_turn()
+        try:
+            batch = self._commit(node_volume, batch)
+        except VolumeStalled as error:
+            self._stalled(node_volume, error)
+            node_volume.volume.free([one.slot for one in batch.failed])
+            return list(blocks)
+        for block, slot in batch.written:
+            self._table.writeback_done(block, node_volume, slot)
+        self._counters.add(node_metrics.WRITE_BACK_BLOCKS, len(batch.written))
+        if batch.failed:
+            self._back_off(node_volume, batch.failed[0].error)
+            node_volume.volume.free([one.slot for one in batch.failed])
+            remaining += [one.block for one in batch.failed]
+        return remaining
+
+    def _write_slots(self, node_volume: NodeVolume, blocks: Sequence[Block], slots: Sequence[Slot]) -> _WrittenBatch:
+        """Write headers and data of blocks. They are not durable yet.
+
+        Raises:
+            VolumeStalled: the write did not end in time, or was refused. The slots are freed when it has ended.
+        """
+        view, volume = self._table.dram.view, node_volume.volume
         items = []
         try:
-            for block, slot in zip(accepted, slots, strict=True):
+            for block, slot in zip(blocks, slots, strict=True):
                 assert block.dram is not None  # dirty blocks are not evicted from DRAM
                 items.append((slot, block.record(), view(block.dram, block.namespace.shape.block_bytes)))
-            errors = node_volume.guard.change(lambda: node_volume.volume.write(items), lambda _: node_volume.volume.free(slots))
-        except VolumeStalled as error:
-            self._stalled(node_volume, error)
-            return list(blocks)
-        except BaseException:  # a bug; no write is in progress. After one in the commit below, the catalog may name the slots
-            node_volume.volume.free(slots)
+            errors = node_volume.guard.change(lambda: volume.write(items), lambda _: volume.free(slots))
+        except VolumeStalled:
             raise
-        written = [(block, slot) for block, slot, error in zip(accepted, slots, errors, strict=True) if error is None]
-        failed = [(block, slot, error) for block, slot, error in zip(accepted, slots, errors, strict=True) if error is not None]
-        wait_turn()
+        except BaseException:  # a bug; no write is in progress. After one in the commit, the catalog may name the slots
+            volume.free(slots)
+            raise
+        outcomes = list(zip(blocks, slots, errors, strict=True))
+        return _WrittenBatch(
+            [(block, slot) for block, slot, error in outcomes if error is None],
+            [_FailedWrite(block, slot, error) for block, slot, error in outcomes if error is not None],
+        )
 
-        def late(error: BaseException | None) -> None:
-            """Settle a commit that ended after its blocks were given up: the catalog must not name their slots."""
-            try:
-                if error is None:
-                    node_volume.guard.timed(lambda: node_volume.volume.commit([], [block.key for block, _ in written]))
-            except (OSError, KVStoreError) as failure:
-                log.warning("volume keeps blocks until restart: %s (blocks=%d): %s", node_volume.volume_id, len(written), failure)
-            else:
-                node_volume.volume.free([slot for _, slot in written])
+    def _commit(self, node_volume: NodeVolume, batch: _WrittenBatch) -> _WrittenBatch:
+        """Sync and commit what was written. Returns the batch; if the commit failed, with all of its blocks as failed.
 
-        entries = [(slot, block.record()) for block, slot in written]
+        Raises:
+            VolumeStalled: the commit did not end in time, or was refused. ``_undo_late_commit`` frees the written slots.
+        """
+        entries = [(slot, block.record()) for block, slot in batch.written]
         try:
-            node_volume.guard.change(lambda: node_volume.volume.commit(entries, []), late)
-        except VolumeStalled as error:
-            self._stalled(node_volume, error)
-            node_volume.volume.free([slot for _, slot, _ in failed])
-            return list(blocks)
+            node_volume.guard.change(
+                lambda: node_volume.volume.commit(entries, []), partial(self._undo_late_commit, node_volume, batch.written)
+            )
+        except VolumeStalled:
+            raise
         except (OSError, KVStoreError) as error:
-            failed += [(block, slot, error) for block, slot in written]
-            written = []
+            return _WrittenBatch([], [*batch.failed, *(_FailedWrite(block, slot, error) for block, slot in batch.written)])
+        if batch.written:
+            node_volume.failing.succeeded(self._clock.now_s())
+        return batch
+
+    @staticmethod
+    def _undo_late_commit(node_volume: NodeVolume, written: Sequence[tuple[Block, Slot]], error: BaseException | None) -> None:
+        """Settle a commit that ended after its blocks were given up: the catalog must not name their slots.
+
+        Args:
+            node_volume: the volume.
+            written: the blocks of the commit.
+            error: why the commit failed; None: it succeeded.
+        """
+        try:
+            if error is None:
+                node_volume.guard.timed(lambda: node_volume.volume.commit([], [block.key for block, _ in written]))
+        except (OSError, KVStoreError) as failure:
+            log.warning("volume keeps blocks until restart: %s (blocks=%d): %s", node_volume.volume_id, len(written), failure)
         else:
-            if written:
-                node_volume.failing.succeeded(self._clock.now_s())
-        for block, slot in written:
-            self._table.writeback_done(block, node_volume, slot)
-        self._counters.add(node_metrics.WRITE_BACK_BLOCKS, len(written))
-        if failed:
-            self._back_off(node_volume, failed[0][2])
-            node_volume.volume.free([slot for _, slot, _ in failed])
-            remaining += [block for block, _, _ in failed]
-        return remaining
+            node_volume.volume.free([slot for _, slot in written])
 
     def _slots(self, node_volume: NodeVolume, blocks: Sequence[Block]) -> list[Slot]:
         """Allocate slots for as many leading blocks as possible, evicting others."""
