@@ -29,7 +29,7 @@ import hiredis
 
 from kvstore.core.clock import BootTimeClock
 from kvstore.core.errors import CapacityExceeded, KVStoreError, Unavailable
-from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun
+from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, NamespaceId
 from kvstore.index.contract import RemovedKeys, VolumeEpoch
 from kvstore.index.counts import Count
 from kvstore.index.valkey.cluster import Lane, Unanswered, ValkeyClient
@@ -349,6 +349,24 @@ class BlockFeed:
         finally:
             if connection is not None:
                 connection.close()
+
+
+def with_earlier_removals(
+    volume_epoch: VolumeEpoch, told: Sequence[RemovedKeys], removed: Sequence[BlockKey]
+) -> Sequence[RemovedKeys]:
+    """Add the removals of a batch that found nothing to those that took effect. Pure.
+
+    If a server ends after a batch took effect and before it was appended, the node publishes the batch again, and then its
+    removals find nothing. So such removals are events, too.
+
+    Args:
+        volume_epoch: the publisher.
+        told: keys that volume epochs no longer hold.
+        removed: keys that the batch removes.
+    """
+    known = {key for entry in told if entry.volume_epoch == volume_epoch for key in entry.keys}
+    before = [key for key in removed if key not in known]
+    return [*told, RemovedKeys(volume_epoch, NamespaceId(b""), before)] if before else told
 
 
 def still_true(

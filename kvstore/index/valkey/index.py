@@ -21,6 +21,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Container, Coroutine, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar, Final, Self, TypeVar
 
 import hiredis
@@ -58,24 +59,30 @@ from kvstore.index.valkey import keys as names
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import UNANSWERED, Answer, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import Reply, pack
-from kvstore.index.valkey.feed import FRESH_S, BlockFeed, still_true
+from kvstore.index.valkey.feed import FRESH_S, BlockFeed, still_true, with_earlier_removals
 from kvstore.index.valkey.range_audit import RangeAudit, read_ranges
 from kvstore.index.valkey.records import (
     CAS_SCRIPT,
     Abilities,
+    PublishAttempt,
+    PublishedBatch,
+    blocks_of,
     change_command,
+    damaged_keys,
+    entries_of,
     holders_of,
+    raced_keys,
     read_command,
     records_of,
     refused_change,
     sweep_commands,
-    took_effect,
+    unanswered,
 )
 from kvstore.index.valkey.servers.metadata_servers import decode_records, exchange_commands
 from kvstore.index.valkey.servers.summary import read_abilities, read_stats
 from kvstore.index.valkey.servers.watch import ServerWatch
 from kvstore.index.valkey.shared_value import SharedValue
-from kvstore.index.valkey.small_state import POLL_S, REPLICATION_MS, SmallState, SmallStateStore
+from kvstore.index.valkey.small_state import POLL_S, REPLICATION_MS, OpenVisibleEpochs, SmallState, SmallStateStore
 from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -148,7 +155,7 @@ class ValkeyIndex(PrefixIndex):
         self._abilities = Abilities()
         self._run_ends = RunEndCache()
         self._listener: IndexListener | None = None
-        self._open_visible: tuple[object, Container[VolumeEpoch], frozenset[VolumeEpoch]] = ((), frozenset(), frozenset())
+        self._open_visible = OpenVisibleEpochs()
         self._changes = FailureTracker()
         self._polls = FailureTracker()
         self._swept_to = 0
@@ -257,53 +264,74 @@ class ValkeyIndex(PrefixIndex):
 
     # ---- blocks ----
     def publish(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
+        """Publish a batch, with compare-and-set for each record. The contract says what a batch is.
+
+        1. Read the records of the batch, edit them in memory, and replace each that is still what was read (``_try_publish``).
+        2. If other servers have changed some of them, do the same again after a random pause. Each time one server wins.
+        3. Append to the feed what took effect, wait for the replicas of the shards, and tell the listener.
+
+        Keys whose shard does not answer are *missed*: later attempts leave them out, and nodes compare their ranges.
+        """
         check_batch(stored, removed)
-        keys_read = BatchEdit.reads(stored, removed)
+        batch = PublishedBatch(volume_epoch, stored, removed, BatchEdit.reads(stored, removed))
         lost: dict[tuple[VolumeEpoch, int], list[BlockKey]] = {}
-        missed: set[BlockKey] = set()
-        for attempt in range(MAX_RACES):
-            time.sleep(random.uniform(0.0, attempt * RACE_PAUSE_S))  # noqa: S311  # no secret
-            replies = self._run_without_lost([read_command(key) for key in keys_read])
-            missed |= {key for key, reply in zip(keys_read, replies, strict=True) if reply is UNANSWERED}
-            state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
-            if volume_epoch not in state.volume_epochs:
-                raise NotFound("the volume epoch is not open", volume_epoch=volume_epoch)
-            ordinals = self._ordinals({run.namespace for run in stored})
-            existing = {key: reply for key, reply in zip(keys_read, replies, strict=True) if is_record(reply)}
-            edit = BatchEdit(volume_epoch, state.volume_epochs, ordinals.get, existing)
-            edit.remove(removed)
-            for run in stored:
-                edit.store(run)
-            for holder, keys in edit.removed.items():
-                lost[holder] = list(dict.fromkeys([*lost.get(holder, ()), *keys]))
-            changes = [(key, value) for key, value in edit.changes() if key not in missed]
-            commands = [change_command(key, existing.get(key), value, self._abilities) for key, value in changes]
-            changed_s = self._clock.now_s()  # before the change, which is true from then on
-            outcomes = list(zip(changes, self._change(commands, self._run_without_lost), strict=True))
-            missed |= {key for (key, _), reply in outcomes if reply is UNANSWERED}
-            raced = {key for (key, _), reply in outcomes if reply is not UNANSWERED and not took_effect(reply)}
-            if not raced:
+        missed: AbstractSet[BlockKey] = frozenset()
+        for races in range(MAX_RACES):
+            time.sleep(random.uniform(0.0, races * RACE_PAUSE_S))  # noqa: S311  # no secret
+            attempt = self._try_publish(batch, missed)
+            missed = attempt.missed
+            for holder, gone in attempt.edit.removed.items():
+                lost[holder] = list(dict.fromkeys([*lost.get(holder, ()), *gone]))
+            if not attempt.raced:
                 break
-            self._count(metadata_metrics.INDEX_RACES, len(raced))
-            if raced <= {key for key, reply in zip(keys_read, replies, strict=True) if reply is not None and key not in existing}:
-                break  # damaged records never become what was expected
-        if raced:
-            self._count(metadata_metrics.INDEX_RACES_LOST, len(raced))
+            self._count(metadata_metrics.INDEX_RACES, len(attempt.raced))
+            if attempt.all_damaged:
+                break  # they never become what was expected
+        if attempt.raced:
+            self._count(metadata_metrics.INDEX_RACES_LOST, len(attempt.raced))
             limited.warning(
                 "gave up on records that are damaged or that other servers keep changing (volume_epoch=%d, keys=%d)",
                 volume_epoch,
-                len(raced),
+                len(attempt.raced),
             )
         self._note_missed(missed & {*removed, *(key for run in stored for key in run.keys)}, volume_epoch)
-        slots = {slot for (slot, _), (_, reply) in zip(commands, outcomes, strict=True) if reply is not UNANSWERED}
-        told = [RemovedKeys(holder, self._name_of(ordinal), keys) for (holder, ordinal), keys in lost.items()]
+        edit, slots = attempt.edit, attempt.slots
+        told = [RemovedKeys(holder, self._name_of(ordinal), gone) for (holder, ordinal), gone in lost.items()]
         if self.feed.wanted():
-            slots |= self._append_to_feed(volume_epoch, edit.stored, told, removed, changed_s)
+            slots |= self._append_to_feed(volume_epoch, edit.stored, told, removed, attempt.changed_s)
         self._replicate(slots)
         self._run_ends.record_stored(stored)
         if self._listener is not None and (edit.stored or lost):
             self._listener.published(volume_epoch, edit.stored, told)
         report_ignored(edit, volume_epoch, self._count)
+
+    def _try_publish(self, batch: PublishedBatch, left_out: AbstractSet[BlockKey]) -> PublishAttempt:
+        """Read, edit and replace the records of a batch once. Keys that are left out are not replaced.
+
+        Raises:
+            NotFound: the volume epoch is not open.
+        """
+        keys = batch.keys
+        replies = self._run_without_lost([read_command(key) for key in keys])
+        state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
+        if batch.volume_epoch not in state.volume_epochs:
+            raise NotFound("the volume epoch is not open", volume_epoch=batch.volume_epoch)
+        ordinals = self._ordinals({run.namespace for run in batch.stored})
+        existing = {key: reply for key, reply in zip(keys, replies, strict=True) if is_record(reply)}
+        edit = BatchEdit(batch.volume_epoch, state.volume_epochs, ordinals.get, existing)
+        edit.remove(batch.removed)
+        for run in batch.stored:
+            edit.store(run)
+        missed = left_out | unanswered(keys, replies)
+        changes = [(key, value) for key, value in edit.changes() if key not in missed]
+        commands = [change_command(key, existing.get(key), value, self._abilities) for key, value in changes]
+        changed_s = self._clock.now_s()  # before the change, which is true from then on
+        outcomes = self._change(commands, self._run_without_lost)
+        changed = [key for key, _ in changes]
+        slots = {slot for (slot, _), outcome in zip(commands, outcomes, strict=True) if outcome is not UNANSWERED}
+        raced = raced_keys(changed, outcomes)
+        all_damaged = bool(raced) and raced <= damaged_keys(keys, replies)
+        return PublishAttempt(edit, changed_s, slots, missed | unanswered(changed, outcomes), raced, all_damaged)
 
     def _note_missed(self, missed: Collection[BlockKey], volume_epoch: VolumeEpoch) -> None:
         """Nodes compare the ranges of records that were not changed, because their shard is away, after it is back."""
@@ -320,14 +348,8 @@ class ValkeyIndex(PrefixIndex):
         removed: Sequence[BlockKey],
         changed_s: float,
     ) -> set[int]:
-        """Append a batch that took effect to the feed. Returns the hash slot that was written.
-
-        If a server ends after a batch took effect and before it was appended, the node publishes the batch again, and then its
-        removals find nothing. So such removals are events, too.
-        """
-        known = {key for entry in told if entry.volume_epoch == volume_epoch for key in entry.keys}
-        before = [key for key in removed if key not in known]
-        gone = [*told, RemovedKeys(volume_epoch, NamespaceId(b""), before)] if before else told
+        """Append a batch that took effect to the feed. Returns the hash slot that was written."""
+        gone = with_earlier_removals(volume_epoch, told, removed)
         if self._clock.now_s() - changed_s > FRESH_S:
             keys = sorted({*(key for run in stored for key in run.keys), *(key for entry in gone for key in entry.keys)})
             changed_s = self._clock.now_s()
@@ -349,7 +371,7 @@ class ValkeyIndex(PrefixIndex):
         known = state.namespaces.get(namespace)
         if not count or known is None:
             return PrefixHit(0, (), state.revision)
-        volume_epochs = self._visible_of(state, visible)
+        volume_epochs = self._open_visible.of(state, visible)
         search = PrefixSearch(count, self._run_ends.of(head, ends))
         trusted, answered = self._audit.states.trusted, False
         for positions in search:
@@ -386,16 +408,7 @@ class ValkeyIndex(PrefixIndex):
 
     def describe(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:
         state = self._fresh()
-        by_number = {known.ordinal: namespace for namespace, known in state.namespaces.items()}
-        found: list[IndexEntry | None] = []
-        for value in self._run([read_command(key) for key in keys]):
-            if not is_record(value):
-                found.append(None)
-                continue
-            ordinal, depth, *flat = decode(value)
-            replicas = tuple((VolumeEpoch(number), start) for number, start in zip(flat[::2], flat[1::2], strict=True))
-            found.append(IndexEntry(by_number.get(ordinal), depth, replicas))
-        return found
+        return entries_of(self._run([read_command(key) for key in keys]), state)
 
     def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
         check_keys(keys)
@@ -425,15 +438,7 @@ class ValkeyIndex(PrefixIndex):
             number += width
         following = BlockKey(records[most][0]) if len(records) > most else None
         state = self._fresh()  # after the records: each volume epoch that they name is known, or closed
-        by_number = {known.ordinal: namespace for namespace, known in state.namespaces.items()}
-        blocks = []
-        for key, value in records[:most]:
-            record = decode(value)
-            held_by = tuple(replicas_of(record, state.volume_epochs))
-            namespace = by_number.get(record[0])
-            if held_by and namespace is not None:
-                blocks.append(IndexedBlock(BlockKey(key), namespace, record[1], held_by))
-        return blocks, following
+        return blocks_of(records[:most], state), following
 
     # ---- anti-entropy ----
     def keys_in_range(self, volume_epoch: VolumeEpoch, key_range: int) -> list[BlockKey]:
@@ -688,13 +693,3 @@ class ValkeyIndex(PrefixIndex):
 
     def _name_of(self, ordinal: int) -> NamespaceId:
         return self._small.state.named(ordinal) or NamespaceId(b"")
-
-    def _visible_of(self, state: SmallState, visible: Container[VolumeEpoch]) -> Container[VolumeEpoch]:
-        """The open volume epochs among the visible ones; computed once per frozen set."""
-        judged_state, judged, open_visible = self._open_visible
-        if judged is visible and judged_state is state.volume_epochs:
-            return open_visible
-        open_visible = frozenset([volume_epoch for volume_epoch in state.volume_epochs if volume_epoch in visible])
-        if isinstance(visible, frozenset):
-            self._open_visible = state.volume_epochs, visible, open_visible
-        return open_visible

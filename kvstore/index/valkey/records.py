@@ -9,19 +9,20 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress, repeat
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 
 from kvstore.core.errors import CapacityExceeded, KVStoreError, Unavailable
-from kvstore.core.types import BlockKey, NamespaceId
-from kvstore.index.contract import PackedRecords, VolumeEpoch
-from kvstore.index.record import decode, encode, is_record, is_record_size, replicas_of
+from kvstore.core.types import BlockKey, BlockRun, NamespaceId
+from kvstore.index.contract import IndexedBlock, IndexEntry, PackedRecords, VolumeEpoch
+from kvstore.index.record import BatchEdit, decode, encode, is_record, is_record_size, replicas_of
 from kvstore.index.replica_digests import find_other_epochs
-from kvstore.index.valkey.cluster import Answer, Command
+from kvstore.index.valkey.cluster import UNANSWERED, Answer, Command
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.keys import NAME_BYTES, RANGE_SLOTS, TAG_BYTES, TAGS, record_name
 from kvstore.index.valkey.small_state import SmallState
@@ -99,6 +100,33 @@ def holders_of(answers: Sequence[Answer], state: SmallState, namespace: Namespac
     ]
 
 
+def entries_of(answers: Sequence[Answer], state: SmallState) -> list[IndexEntry | None]:
+    """What records say; None for answers that are no record."""
+    by_number = {known.ordinal: namespace for namespace, known in state.namespaces.items()}
+    found: list[IndexEntry | None] = []
+    for answer in answers:
+        if not is_record(answer):
+            found.append(None)
+            continue
+        ordinal, depth, *flat = decode(answer)
+        replicas = tuple((VolumeEpoch(number), start) for number, start in zip(flat[::2], flat[1::2], strict=True))
+        found.append(IndexEntry(by_number.get(ordinal), depth, replicas))
+    return found
+
+
+def blocks_of(records: Sequence[tuple[bytes, bytes]], state: SmallState) -> list[IndexedBlock]:
+    """The blocks of known namespaces that open volume epochs hold, according to keys and records."""
+    by_number = {known.ordinal: namespace for namespace, known in state.namespaces.items()}
+    blocks = []
+    for key, value in records:
+        record = decode(value)
+        held_by = tuple(replicas_of(record, state.volume_epochs))
+        namespace = by_number.get(record[0])
+        if held_by and namespace is not None:
+            blocks.append(IndexedBlock(BlockKey(key), namespace, record[1], held_by))
+    return blocks
+
+
 def change_command(key: BlockKey, before: bytes | None, after: bytes | None, abilities: Abilities) -> Command:
     """Replace a record if it is still ``before`` (None: absent). Read the reply with ``took_effect``."""
     name = record_name(key)
@@ -123,6 +151,60 @@ def refused_change(reply: str, *, full: bool) -> KVStoreError:
 def took_effect(reply: object) -> bool:
     """Whether a change took effect; False: the record is no longer what it was."""
     return reply in (b"OK", 1)
+
+
+class PublishedBatch(NamedTuple):
+    """One batch of a volume epoch.
+
+    Attributes:
+        volume_epoch: the publisher.
+        stored: runs to add.
+        removed: keys to remove.
+        keys: those of the batch, and parents of its runs: the records to read.
+    """
+
+    volume_epoch: VolumeEpoch
+    stored: Sequence[BlockRun]
+    removed: Sequence[BlockKey]
+    keys: Sequence[BlockKey]
+
+
+class PublishAttempt(NamedTuple):
+    """What one attempt to publish a batch did.
+
+    Attributes:
+        edit: the batch, applied in memory to the records that were read.
+        changed_s: a time before the records were replaced.
+        slots: hash slots whose shards answered the changes.
+        missed: keys whose shard did not answer this attempt or an earlier one.
+        raced: keys whose records were no longer what was read, and were not replaced.
+        all_damaged: whether there are raced keys, and the values of all of them are no records.
+    """
+
+    edit: BatchEdit
+    changed_s: float
+    slots: set[int]
+    missed: AbstractSet[BlockKey]
+    raced: AbstractSet[BlockKey]
+    all_damaged: bool
+
+
+def unanswered(keys: Sequence[BlockKey], answers: Sequence[Answer]) -> AbstractSet[BlockKey]:
+    """The keys whose shard did not answer."""
+    return {key for key, answer in zip(keys, answers, strict=True) if answer is UNANSWERED}
+
+
+def raced_keys(keys: Sequence[BlockKey], answers: Sequence[Answer]) -> AbstractSet[BlockKey]:
+    """The keys whose change took no effect although their shard answered."""
+    return {key for key, answer in zip(keys, answers, strict=True) if answer is not UNANSWERED and not took_effect(answer)}
+
+
+def damaged_keys(keys: Sequence[BlockKey], answers: Sequence[Answer]) -> AbstractSet[BlockKey]:
+    """The keys whose value is not a record."""
+    present = (
+        (key, answer) for key, answer in zip(keys, answers, strict=True) if answer is not None and answer is not UNANSWERED
+    )
+    return {key for key, answer in present if not is_record(answer)}
 
 
 def sweep_commands(

@@ -17,7 +17,7 @@ import asyncio
 import secrets
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
@@ -251,6 +251,24 @@ class SmallState:
     def named(self, ordinal: int) -> NamespaceId | None:
         """The namespace with a number. For diagnosis: it searches."""
         return next((namespace for namespace, known in self.namespaces.items() if known.ordinal == ordinal), None)
+
+
+class OpenVisibleEpochs:
+    """The open volume epochs among those that a lookup may see; computed once per frozen set."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, Container[VolumeEpoch], frozenset[VolumeEpoch]] = ((), frozenset(), frozenset())
+        """Open volume epochs, visible ones, and those that are both."""
+
+    def of(self, state: SmallState, visible: Container[VolumeEpoch]) -> Container[VolumeEpoch]:
+        """The open volume epochs among the visible ones."""
+        judged_state, judged, open_visible = self._last
+        if judged is visible and judged_state is state.volume_epochs:
+            return open_visible
+        open_visible = frozenset([volume_epoch for volume_epoch in state.volume_epochs if volume_epoch in visible])
+        if isinstance(visible, frozenset):
+            self._last = state.volume_epochs, visible, open_visible
+        return open_visible
 
 
 class SmallStateStore:
