@@ -124,36 +124,55 @@ class PrefixSearch:
         self._discovery_left = MAX_DISCOVERY_PROBES
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        """Yield the positions of each round."""
-        found = self.found
+        """Yield the positions of each round.
+
+        1. The first round probes the guesses. If they are right, the search ends.
+        2. The intervals between known positions are put on a stack, the highest on top. The search takes the top interval, asks
+           ``_next_probe`` whether one of its positions matters, and replaces it by its parts (``_divide``).
+        3. It ends when the stack is empty, or if too many answers are unknown.
+        """
         if not self._count:
             return
-        if not found:
+        if not self.found:
             first = self._first_round()
             yield first
-            found.update({at: found.get(at) for at in first})
-            blocks = _as_guessed(self._count, first, found.__getitem__, found)
+            self.found.update({at: self.found.get(at) for at in first})
+            blocks = _as_guessed(self._count, first, self.found.__getitem__, self.found)
             if blocks is not None:
                 self._hole = blocks
                 return
         stack = self._known_intervals()
-        next_probe, unknown = self._next_probe, self._unknown
-        one_by_one = self._width == 1
-        asked: list[tuple[int, int, Sequence[int]]] = []
-        while stack and not (unknown and self._gives_up()):
+        if self._width == 1:
+            yield from self._single_probes(stack)
+        yield from self._batched_rounds(stack)
+
+    def _single_probes(self, stack: list[tuple[int, int]]) -> Iterator[Sequence[int]]:
+        """Probe one position per round, up to the first unknown answer. The stack keeps what is left to search.
+
+        The loop is short because a probe of LMDB costs as much as a few calls.
+        """
+        found, unknown, next_probe = self.found, self._unknown, self._next_probe
+        while stack and not unknown:
             low, high = stack.pop()
             if high - low > 1 and (position := next_probe(low, high)) is not None:
-                if one_by_one and not unknown:  # shorter than the way of a batch: a probe of LMDB costs as much as a few calls
-                    yield (position,)
-                    if found.get(position):
-                        stack.append((low, position))
-                        stack.append((position, high))
-                    else:
-                        self._divide(low, high, (position,), stack)
-                    continue
-                if batch := self._batch(position, low, high):
-                    asked.append((low, high, batch))
-            if asked and (not stack or one_by_one or len(asked) == MAX_INTERVALS):
+                yield (position,)
+                if found.get(position):
+                    stack.append((low, position))
+                    stack.append((position, high))
+                else:
+                    self._divide(low, high, (position,), stack)
+
+    def _batched_rounds(self, stack: list[tuple[int, int]]) -> Iterator[Sequence[int]]:
+        """Probe the positions of up to ``MAX_INTERVALS`` intervals per round; if the width is 1, one position of one interval."""
+        most = 1 if self._width == 1 else MAX_INTERVALS
+        asked: list[tuple[int, int, Sequence[int]]] = []
+        unknown, next_probe = self._unknown, self._next_probe
+        while stack and not (unknown and self._gives_up()):
+            low, high = stack.pop()
+            position = next_probe(low, high) if high - low > 1 else None
+            if position is not None and (batch := self._batch(position, low, high)):
+                asked.append((low, high, batch))
+            if asked and (not stack or len(asked) == most):
                 yield [position for _, _, part in asked for position in part]
                 while asked and self._divide(*asked.pop(), stack):  # the lowest first, up to an absent position
                     pass
