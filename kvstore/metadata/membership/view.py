@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -22,6 +23,7 @@ from kvstore.metadata.membership.records import (
 )
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,47 +70,28 @@ def is_engine_cache(record: NodeInfo) -> bool:
 
 
 def read_view(index: PrefixIndex) -> MembershipView:
-    """Read registrations and volume epochs. The revision is read first, so a concurrent change only causes another read."""
+    """Read registrations and volume epochs. The revision is read first, so a concurrent change only causes another read.
+
+    A volume epoch is in the view if its node's registration lists its volume.
+    """
     revision = index.revision
-    nodes: dict[NodeId, NodeInfo] = {}
-    orders: dict[NodeId, DrainOrder] = {}
-    boots_left: dict[NodeId, bytes] = {}
-    for prefix in (NODE_PREFIX, DRAIN_PREFIX, LEFT_PREFIX):
-        for name, value in index.notes(prefix).items():
-            node_id = NodeId(name.removeprefix(prefix))
-            try:
-                if prefix == NODE_PREFIX:
-                    nodes[node_id] = NodeInfo.FromString(value)
-                elif prefix == DRAIN_PREFIX:
-                    orders[node_id] = DrainOrder.FromString(value)
-                else:
-                    boots_left[node_id] = value
-            except DecodeError:
-                logger.exception("unreadable note ignored: %s (a node will be asked to register again)", name)
-    left = frozenset(node_id for node_id, boot in boots_left.items() if node_id in nodes and nodes[node_id].boot_id == boot)
-    positions = {
-        (node_id, VolumeId(volume.volume_id)): position
-        for node_id, record in nodes.items()
-        for position, volume in enumerate(record.volumes)
-    }
-    mounts: dict[VolumeId, list[VolumeLocation]] = {}
-    for node_id, record in nodes.items():
-        for number, mount in enumerate(record.mounts):
-            mounts.setdefault(VolumeId(mount), []).append(VolumeLocation(node_id, len(record.volumes) + number))
+    notes = _read_notes(index)
+    nodes = notes.nodes
+    volumes, mounts = _registered_volumes(nodes), _mounts_of(nodes)
     locations: dict[VolumeEpoch, VolumeLocation] = {}
     volume_epochs: dict[tuple[VolumeId, BootId], VolumeEpoch] = {}
     owners: dict[VolumeId, set[NodeId]] = {}
     mounted: dict[VolumeEpoch, tuple[VolumeLocation, ...]] = {}
     for epoch in index.volume_epochs():
-        position = positions.get((epoch.node_id, epoch.volume_id))
-        if position is None:
+        location = volumes.get((epoch.node_id, epoch.volume_id))
+        if location is None:
             continue  # between the writes of a registration; its last write changes the revision again
-        locations[epoch.volume_epoch] = VolumeLocation(epoch.node_id, position)
+        locations[epoch.volume_epoch] = location
         volume_epochs[epoch.volume_id, epoch.boot_id] = epoch.volume_epoch
         owners.setdefault(epoch.volume_id, set()).add(epoch.node_id)
         if epoch.tier is Tier.NVME and epoch.volume_id in mounts:
-            mounted[epoch.volume_epoch] = tuple(mounts[epoch.volume_id])
-    synced = index.notes(SYNCED_PREFIX)
+            mounted[epoch.volume_epoch] = mounts[epoch.volume_id]
+    synced = index.notes(SYNCED_PREFIX)  # after the volume epochs that the notes name
     arriving = frozenset(
         volume_id
         for (volume_id, boot_id), number in volume_epochs.items()
@@ -123,7 +106,53 @@ def read_view(index: PrefixIndex) -> MembershipView:
         volume_epochs=volume_epochs,
         owners={volume_id: frozenset(ids) for volume_id, ids in owners.items()},
         mounted=mounted,
-        drain_orders=orders,
-        left=left,
+        drain_orders=notes.drain_orders,
+        left=notes.left,
         arriving=arriving,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeNotes:
+    """Notes about nodes. The fields are those of ``MembershipView``."""
+
+    nodes: Mapping[NodeId, NodeInfo]
+    drain_orders: Mapping[NodeId, DrainOrder]
+    left: frozenset[NodeId]
+
+
+def _read_notes(index: PrefixIndex) -> _NodeNotes:
+    nodes = dict(_decoded(index, NODE_PREFIX, NodeInfo.FromString))
+    orders = dict(_decoded(index, DRAIN_PREFIX, DrainOrder.FromString))
+    boots_left = dict(_decoded(index, LEFT_PREFIX, bytes))
+    left = frozenset(node_id for node_id, boot in boots_left.items() if node_id in nodes and nodes[node_id].boot_id == boot)
+    return _NodeNotes(nodes, orders, left)
+
+
+def _decoded(index: PrefixIndex, prefix: str, decode: Callable[[bytes], T]) -> Iterator[tuple[NodeId, T]]:
+    """Yield each node that has a note with this prefix, and the content of the note. Unreadable notes are logged."""
+    for name, value in index.notes(prefix).items():
+        try:
+            content = decode(value)
+        except DecodeError:
+            logger.exception("unreadable note ignored: %s (a node will be asked to register again)", name)
+        else:
+            yield NodeId(name.removeprefix(prefix)), content
+
+
+def _registered_volumes(nodes: Mapping[NodeId, NodeInfo]) -> dict[tuple[NodeId, VolumeId], VolumeLocation]:
+    """Location of each volume at its owner."""
+    return {
+        (node_id, VolumeId(volume.volume_id)): VolumeLocation(node_id, position)
+        for node_id, record in nodes.items()
+        for position, volume in enumerate(record.volumes)
+    }
+
+
+def _mounts_of(nodes: Mapping[NodeId, NodeInfo]) -> dict[VolumeId, tuple[VolumeLocation, ...]]:
+    """Locations of each mounted volume at the nodes that mount it. A node's mounts follow its own volumes."""
+    mounts: dict[VolumeId, list[VolumeLocation]] = {}
+    for node_id, record in nodes.items():
+        for position, mount in enumerate(record.mounts, start=len(record.volumes)):
+            mounts.setdefault(VolumeId(mount), []).append(VolumeLocation(node_id, position))
+    return {volume_id: tuple(locations) for volume_id, locations in mounts.items()}
