@@ -65,54 +65,20 @@ class CacheLayer:
     """
 
     def __init__(self, tensor: torch.Tensor, kind: Kind) -> None:
-        lead = 2 if kind == "split" else 1
-        if kind not in KINDS:
-            raise InvalidArgument("unknown layout of a KV cache", layout=kind, known=", ".join(KINDS))
-        _check_tensor(tensor)
-        if (
-            tensor.ndim <= lead
-            or (kind == "split" and tensor.shape[0] != 2)
-            or not tensor.numel()
-            or tensor.layout != torch.strided
-        ):
-            raise InvalidArgument(
-                "a KV cache must be dense [pages, …], or [2, pages, …] for the layout split", shape=tuple(tensor.shape)
-            )
+        _check_cache(tensor, kind)
         tensor = tensor.detach()
-        # engines permute the axes of a page without moving its memory: only the order in memory matters
-        strides: tuple[int, ...] = tensor.stride()
-        order = sorted(range(lead, tensor.ndim), key=lambda axis: (-strides[axis], axis))
-        inner = math.prod(tensor.shape[axis] for axis in order)
-        expected = inner
-        for axis in order:
-            expected //= tensor.shape[axis]
-            if tensor.shape[axis] > 1 and tensor.stride(axis) != expected:
-                raise InvalidArgument(
-                    "pages of the KV cache are not contiguous", shape=tuple(tensor.shape), strides=tensor.stride()
-                )
-        page_axis = lead - 1
-        size = tensor.element_size()
-        stride = tensor.stride(page_axis) * size
-        split = tensor.stride(0) * size if kind == "split" else 0
-        pages = tensor.shape[page_axis]
-        part_bytes = inner * size
-        steps = sorted([(stride, pages)] + ([(split, 2)] if kind == "split" else []))
-        space = part_bytes
-        for step, count in steps:  # each axis must step over all bytes that the finer axes cover
-            if count > 1 and step < space:
-                raise InvalidArgument("pages of the KV cache overlap", shape=tuple(tensor.shape), strides=tensor.stride())
-            space = step * (count - 1) + space
+        geometry = _page_geometry(tensor, kind)
+        _check_no_overlap(tensor, geometry)
         self.tensor = tensor
-        self.order = tuple(axis - lead for axis in order)
+        self.order = geometry.order
         """Axes of a page by their order in memory, outermost first."""
-        self.pages = pages
-        self.page_stride = stride
-        self.part_stride = split
-        halves = 2 if kind == "pages" and tensor.ndim == 5 and tensor.shape[1] == 2 and order[0] == 1 else 1  # [blocks, 2, …]
-        self.page = PageShape(2 if kind == "split" else 1, part_bytes, halves)
+        self.pages = geometry.pages
+        self.page_stride = geometry.page_stride
+        self.part_stride = geometry.part_stride
+        self.page = PageShape(geometry.parts, geometry.part_bytes, _kv_halves(tensor, kind, geometry.order))
         self.address = tensor.data_ptr()
-        alike = 0 if pages == 1 else stride
-        self.alignment = math.gcd(part_bytes, alike, split, self.address, 16)
+        page_stride = 0 if self.pages == 1 else self.page_stride  # no page follows: the stride does not matter
+        self.alignment = math.gcd(self.page.part_bytes, page_stride, self.part_stride, self.address, 16)
         """Largest power of two, up to 16, that divides all sizes, strides and addresses, in bytes."""
         self.word = min(self.alignment, 8)
         """Bytes of the largest word that divides them."""
@@ -137,6 +103,93 @@ class CacheLayer:
         """Address after its last byte."""
         last = self.page_stride * (self.pages - 1) + self.part_stride * (self.page.parts - 1)
         return self.address + last + self.page.part_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _PageGeometry:
+    """Where the pages of a cache are in memory. Sizes and strides are in bytes.
+
+    Attributes:
+        order: axes of a page by their order in memory, outermost first; 0 is the first axis of a page.
+        pages: number of pages.
+        page_stride: distance between two pages.
+        parts: parts of a page.
+        part_stride: distance between the parts of a page; 0: it has one.
+        part_bytes: size of a part.
+    """
+
+    order: tuple[int, ...]
+    pages: int
+    page_stride: int
+    parts: int
+    part_stride: int
+    part_bytes: int
+
+
+def _leading_axes(kind: Kind) -> int:
+    """Number of axes before those of a page: ``[2, pages]`` or ``[pages]``."""
+    return 2 if kind == "split" else 1
+
+
+def _check_cache(tensor: torch.Tensor, kind: Kind) -> None:
+    """Check that a tensor can be the cache of a layer in this layout."""
+    if kind not in KINDS:
+        raise InvalidArgument("unknown layout of a KV cache", layout=kind, known=", ".join(KINDS))
+    _check_tensor(tensor)
+    if (
+        tensor.ndim <= _leading_axes(kind)
+        or (kind == "split" and tensor.shape[0] != 2)
+        or not tensor.numel()
+        or tensor.layout != torch.strided
+    ):
+        raise InvalidArgument(
+            "a KV cache must be dense [pages, …], or [2, pages, …] for the layout split", shape=tuple(tensor.shape)
+        )
+
+
+def _page_geometry(tensor: torch.Tensor, kind: Kind) -> _PageGeometry:
+    """Find the pages of a cache.
+
+    Engines permute the axes of a page without moving its memory: only the order in memory matters.
+
+    Raises:
+        InvalidArgument: a part of a page is not contiguous.
+    """
+    leading = _leading_axes(kind)
+    strides: tuple[int, ...] = tensor.stride()
+    order = sorted(range(leading, tensor.ndim), key=lambda axis: (-strides[axis], axis))
+    part_items = math.prod(tensor.shape[axis] for axis in order)
+    expected = part_items
+    for axis in order:
+        expected //= tensor.shape[axis]
+        if tensor.shape[axis] > 1 and strides[axis] != expected:
+            raise InvalidArgument("pages of the KV cache are not contiguous", shape=tuple(tensor.shape), strides=strides)
+    item_bytes = tensor.element_size()
+    return _PageGeometry(
+        order=tuple(axis - leading for axis in order),
+        pages=tensor.shape[leading - 1],
+        page_stride=strides[leading - 1] * item_bytes,
+        parts=2 if kind == "split" else 1,
+        part_stride=strides[0] * item_bytes if kind == "split" else 0,
+        part_bytes=part_items * item_bytes,
+    )
+
+
+def _check_no_overlap(tensor: torch.Tensor, geometry: _PageGeometry) -> None:
+    """Check that no two parts of pages share a byte: each axis steps over all bytes that the finer axes cover."""
+    axes = [(geometry.page_stride, geometry.pages)]
+    if geometry.parts > 1:
+        axes.append((geometry.part_stride, geometry.parts))
+    covered = geometry.part_bytes
+    for stride, count in sorted(axes):
+        if count > 1 and stride < covered:
+            raise InvalidArgument("pages of the KV cache overlap", shape=tuple(tensor.shape), strides=tensor.stride())
+        covered += stride * (count - 1)
+
+
+def _kv_halves(tensor: torch.Tensor, kind: Kind, order: Sequence[int]) -> int:
+    """2 if K and V are the halves of a part, as in ``[blocks, 2, …]``; else 1."""
+    return 2 if kind == "pages" and tensor.ndim == 5 and tensor.shape[1] == 2 and order[0] == 0 else 1
 
 
 def _check_tensor(tensor: object) -> None:
@@ -230,8 +283,7 @@ class PagedCache:
     def name(self) -> str:
         """The layout for the namespace: axes of a page, their order in memory, and pages per block."""
         tensor = self.layers[0].tensor
-        lead = 2 if self.kind == "split" else 1
-        shape = "x".join(str(size) for size in tensor.shape[lead:])
+        shape = "x".join(str(size) for size in tensor.shape[_leading_axes(self.kind) :])
         order = "".join(str(axis) for axis in self.layers[0].order)
         return f"{self.kind}/{shape}/{order}/{self.pages_per_block}"
 
