@@ -24,12 +24,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from kvclient import Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
-from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
+from kvclient.engines.vllm.identity.adapters import Adapters
 from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, is_hashable, request_extras
 from kvclient.engines.vllm.identity.kv_groups import GroupBlocks
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
@@ -40,6 +40,7 @@ from kvclient.engines.vllm.scheduler.contracts import BlockPool, CacheWatch, Sto
 from kvclient.engines.vllm.scheduler.pinned_pages import PinnedPages
 from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLookup, PrefixMatch
 from kvclient.engines.vllm.scheduler.reads_ahead import ReadsAhead
+from kvclient.engines.vllm.scheduler.request_state import Pins, RequestState
 from kvclient.engines.vllm.scheduler.session_hints import SessionHintQueue
 from kvclient.engines.vllm.scheduler.verdicts import Verdicts
 
@@ -48,53 +49,6 @@ _STORE_FAILURES = 2
 """Stores of a request that may fail before nothing more of it is stored."""
 _NEVER: Final = 1 << 62
 """More tokens than any request has."""
-
-
-@dataclass(slots=True)
-class RequestState:
-    """State of one request, from its arrival to its end."""
-
-    request: VllmRequest
-    keys: RequestKeys
-    adapter: AdapterWeights | None = None
-    lookup: Future[PrefixMatch] | None = None
-    found: PrefixMatch = NOTHING
-    verdict: tuple[int, int] | None = None
-    """Tokens that the engine had, and tokens to load; None: not decided yet."""
-    preemptions: int = 0
-    features: int = 0
-    """Number of its images and other media in ``keys``."""
-    first_offered: int = 0
-    """Position of the first block that a load would fill."""
-    loading: dict[int, list[int]] = field(default_factory=dict)
-    """By part: pages that a load fills, until its outcome is known."""
-    load_failed: bool = False
-    stored_blocks: int = 0
-    """Leading blocks that the store holds, or will hold when pending stores succeed."""
-    store_failures: int = 0
-    failed_up_to: int = 0
-    """Number of the last job that was planned when a store of this request failed."""
-    store_ended: bool = False
-    """The chain has a gap, so that later blocks would not be found."""
-    watched_blocks: int = 0
-    """Leading blocks that ``CacheWatch`` knows."""
-    idle_from: int = 0
-    """A step that begins with fewer computed tokens follows a preemption, so its blocks are reported again."""
-    idle_until: int = 0
-    """A step that ends with fewer computed tokens fills no block: there is nothing to store and nothing to report."""
-
-
-@dataclass(slots=True)
-class Pins:
-    """Pages that a store reads, and how many workers have not answered yet."""
-
-    request: VllmRequest
-    first: int
-    stop: int
-    blocks: list[Any]
-    workers: int
-    observed: object = None
-    """From ``StoreObserver.planned``."""
 
 
 class SchedulerConnector:
@@ -377,6 +331,10 @@ class SchedulerConnector:
     ) -> StepPlan:
         """Plan the loads and stores of a step.
 
+        1. Take what was collected since the last step: loads, deferred stores, hints and reads ahead (``_take_collected``).
+        2. Begin to collect for the next step.
+        3. Plan to store the blocks that this step fills (``_plan_stores``), and report them to the watch of the prefix cache.
+
         Args:
             scheduled: by request: tokens that this step computes.
             drafts: by request: those among them that may be rejected.
@@ -384,24 +342,57 @@ class SchedulerConnector:
         """
         if not scheduled and self._pending and not self._loads:  # nothing else to do: rather than spin
             wait(self._pending.values(), self._options.idle_wait_s, FIRST_COMPLETED)
-        namespace = self._prefix_lookup.chain.spec.namespace if self._prefix_lookup is not None else b""
-        held, self._deferred = self._deferred, []
-        plan = StepPlan(self._epoch, self._weights_epoch, namespace, self._loads, held, bool(scheduled))
+        plan = self._take_collected(scheduled)
         stores = self._deferred if self.defers_stores(plan) else plan.stores
-        plan.cancel_stores, self._cancel_stores = self._cancel_stores, False
-        plan.weights_check = self.weights.plan_check(computes=bool(scheduled))
-        plan.hints = self._hints.take()
-        plan.ahead, plan.ahead_ended = self._ahead.plan(self._loadable, time.monotonic())
-        for ahead in plan.ahead:
-            ahead.paths = request_paths(self._requests[ahead.request_id].request, self._options.hook)
         if self._verdicts is not None:
             plan.step = self._verdicts.step_planned(self._chunks(scheduled, plan))
         self._step_pages = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
         self._loads, self._pending = [], {}
         self._wait_left_s = self._options.lookup_wait_s
-        storing = self._pool is not None and self._options.hook.store and self.weights.is_open
+        filled = self._plan_stores(scheduled, drafts, resolve, stores)
+        if self._cache is not None:
+            self._watch(self._cache, filled)
+        for state, _ in filled:
+            self._plan_idle(state)
+        return plan
+
+    def _take_collected(self, scheduled: Mapping[str, int]) -> StepPlan:
+        """Begin the plan of a step with what was collected for it."""
+        computes = bool(scheduled)
+        namespace = self._prefix_lookup.chain.spec.namespace if self._prefix_lookup is not None else b""
+        held, self._deferred = self._deferred, []
+        plan = StepPlan(self._epoch, self._weights_epoch, namespace, self._loads, held, computes)
+        plan.cancel_stores, self._cancel_stores = self._cancel_stores, False
+        plan.weights_check = self.weights.plan_check(computes=computes)
+        plan.hints = self._hints.take()
+        plan.ahead, plan.ahead_ended = self._ahead.plan(self._loadable, time.monotonic())
+        for ahead in plan.ahead:
+            ahead.paths = request_paths(self._requests[ahead.request_id].request, self._options.hook)
+        return plan
+
+    def _plan_stores(
+        self,
+        scheduled: Mapping[str, int],
+        drafts: Mapping[str, Sequence[int]],
+        resolve: Callable[[str], Any],
+        stores: list[StoreJob],
+    ) -> list[tuple[RequestState, int]]:
+        """Plan to store the blocks that a step fills, and append the jobs to ``stores``.
+
+        Args:
+            scheduled: see ``build_step_plan``, as ``drafts`` and ``resolve``.
+            drafts: tokens that may be rejected.
+            resolve: gives the pages of a request.
+            stores: gets the jobs.
+
+        Returns:
+            The requests that may fill a block, each with the number of its full blocks after the step.
+        """
         filled: list[tuple[RequestState, int]] = []
-        for request_id, tokens in scheduled.items() if storing or self._cache is not None else ():
+        storing = self._pool is not None and self._options.hook.store and self.weights.is_open
+        if not storing and self._cache is None:
+            return filled
+        for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
             if state is None:
                 continue
@@ -417,11 +408,7 @@ class SchedulerConnector:
                 job = self._plan_store(state, full, resolve(request_id))
                 if job is not None:
                     stores.append(job)
-        if self._cache is not None:
-            self._watch(self._cache, filled)
-        for state, _ in filled:
-            self._plan_idle(state)
-        return plan
+        return filled
 
     def _watch(self, cache: CacheWatch, filled: Iterable[tuple[RequestState, int]]) -> None:
         """Report filled blocks of the engine's prefix cache. If that fails, the cache is not published any more."""
