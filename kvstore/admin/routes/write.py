@@ -24,6 +24,11 @@ STATE: Final[Responses] = {
     412: {"description": "If-Match names another state than there is"},
     428: {"description": "If-Match is missing"},
 }
+CHECKED_ALREADY: Final[Responses] = {**NODE, 409: {"description": "the volume is being checked already"}}
+KEPT: Final[Responses] = {**MISSING, 409: {"description": "it is kept"}}
+SAME_WEIGHTS: Final[Responses] = {**MISSING, 409: {"description": "it has this weights epoch already"}}
+NO_CAP: Final[Responses] = {409: {"description": "the node was started without node.compute_cap, which a cap requires"}}
+NO_METADATA_SERVER: Final[Responses] = {**NODE, 409: {"description": "the node has no metadata server"}}
 
 
 class Changes:
@@ -36,95 +41,30 @@ class Changes:
         self._counters = counters
 
     def routes(self) -> APIRouter:
-        """The routes of these handlers."""
+        """The routes of these handlers: method, path, handler, tag, summary and responses other than 200."""
         router = Routes(prefix="/v1")
         add = router.add
         add("POST", "/volumes/{node_id}/{name}/evict", self.evict_volume, "volumes", "Evict the coldest blocks of a volume", NODE)
-        add(
-            "POST",
-            "/volumes/{node_id}/{name}/check",
-            self.check_volume,
-            "volumes",
-            "Verify the checksums of all blocks on a volume while it serves",
-            {**NODE, 409: {"description": "the volume is being checked already"}},
-            status_code=202,
-        )
+        check = "Verify the checksums of all blocks on a volume while it serves"
+        add("POST", "/volumes/{node_id}/{name}/check", self.check_volume, "volumes", check, CHECKED_ALREADY, status_code=202)
         add("DELETE", "/volumes/{node_id}/{name}/check", self.cancel_check, "volumes", "Cancel a volume check", NODE)
-        add(
-            "POST",
-            "/namespaces/{namespace_id}/evict",
-            self.evict_namespace,
-            "namespaces",
-            "Evict the blocks of a namespace",
-            {**MISSING, 409: {"description": "it is kept"}},
-        )
-        add(
-            "POST",
-            "/namespaces/{namespace_id}/invalidate",
-            self.invalidate_namespace,
-            "namespaces",
-            "Invalidate a namespace: drop all of its blocks",
-            MISSING,
-        )
-        add(
-            "POST",
-            "/namespaces/{namespace_id}/weights-epoch",
-            self.bump_weights,
-            "namespaces",
-            "Register the namespace of new weights",
-            {**MISSING, 409: {"description": "it has this weights epoch already"}},
-        )
+        evict = "Evict the blocks of a namespace"
+        add("POST", "/namespaces/{namespace_id}/evict", self.evict_namespace, "namespaces", evict, KEPT)
+        invalidate = "Invalidate a namespace: drop all of its blocks"
+        add("POST", "/namespaces/{namespace_id}/invalidate", self.invalidate_namespace, "namespaces", invalidate, MISSING)
+        bump = "Register the namespace of new weights"
+        add("POST", "/namespaces/{namespace_id}/weights-epoch", self.bump_weights, "namespaces", bump, SAME_WEIGHTS)
         add("GET", "/path-policy", self.path_policy, "planning", "Path policy", TAGGED)
-        add(
-            "PUT",
-            "/path-policy",
-            self.set_path_policy,
-            "planning",
-            "Change the path policy",
-            {**TAGGED, **STATE},
-        )
-        add(
-            "POST",
-            "/nodes/{node_id}/drain",
-            self.drain,
-            "nodes",
-            "Drain a node: it rejects stores, serves loads and makes its blocks durable",
-            MISSING,
-        )
+        add("PUT", "/path-policy", self.set_path_policy, "planning", "Change the path policy", {**TAGGED, **STATE})
+        drain = "Drain a node: it rejects stores, serves loads and makes its blocks durable"
+        add("POST", "/nodes/{node_id}/drain", self.drain, "nodes", drain, MISSING)
         add("POST", "/nodes/{node_id}/undrain", self.undrain, "nodes", "Cancel the drain of a node", MISSING)
-        add(
-            "GET",
-            "/nodes/{node_id}/traffic-cap",
-            self.traffic_cap,
-            "nodes",
-            "KV traffic limit of a node",
-            {
-                **TAGGED,
-                **NODE,
-                409: {"description": "the node was started without node.compute_cap, which a cap requires"},
-            },
-        )
-        add(
-            "PUT",
-            "/nodes/{node_id}/traffic-cap",
-            self.set_traffic_cap,
-            "nodes",
-            "Change the KV traffic limit of a node until it restarts",
-            {
-                **TAGGED,
-                **NODE,
-                **STATE,
-                409: {"description": "the node was started without node.compute_cap, which a cap requires"},
-            },
-        )
-        add(
-            "POST",
-            "/nodes/{node_id}/anti-entropy",
-            self.anti_entropy,
-            "nodes",
-            "Compare a node's volumes with the index and repair differences",
-            {**NODE, 409: {"description": "the node has no metadata server"}},
-        )
+        capped = {**TAGGED, **NODE, **NO_CAP}
+        add("GET", "/nodes/{node_id}/traffic-cap", self.traffic_cap, "nodes", "KV traffic limit of a node", capped)
+        cap = "Change the KV traffic limit of a node until it restarts"
+        add("PUT", "/nodes/{node_id}/traffic-cap", self.set_traffic_cap, "nodes", cap, {**TAGGED, **NODE, **STATE, **NO_CAP})
+        compare = "Compare a node's volumes with the index and repair differences"
+        add("POST", "/nodes/{node_id}/anti-entropy", self.anti_entropy, "nodes", compare, NO_METADATA_SERVER)
         add("POST", "/index/rebuild", self.rebuild_index, "cluster", "Rebuild the index from the nodes", STATE, status_code=202)
         return router
 
