@@ -49,9 +49,9 @@ class MetadataSection(Section):
         description="where the index is: lmdb (a file of this host), or valkey://HOST:PORT[,HOST:PORT...], some servers of a"
         " Valkey or Redis Cluster that several metadata servers share; valkeys:// for TLS",
     )
-    engine_user: str = Field(default="", description="user of the Valkey Cluster; unset: its default user")
-    engine_password_file: Path | None = Field(default=None, description="file with the password of the Valkey Cluster")
-    engine_ca: Path | None = Field(
+    valkey_user: str = Field(default="", description="user of the Valkey Cluster; unset: its default user")
+    valkey_password_file: Path | None = Field(default=None, description="file with the password of the Valkey Cluster")
+    valkey_ca: Path | None = Field(
         default=None, description="CA certificates that the servers of the Valkey Cluster must chain to; unset: those of the host"
     )
     lookup_shard_ms: DurationMs = Field(
@@ -152,7 +152,7 @@ class MetadataConfig(MetadataSection):
         for address in addresses:
             if "@" in address:
                 raise InvalidArgument(
-                    "metadata.engine must not contain a password; set metadata.engine_user and metadata.engine_password_file"
+                    "metadata.engine must not contain a password; set metadata.valkey_user and metadata.valkey_password_file"
                 )
             try:
                 host_and_port(address)
@@ -169,8 +169,8 @@ class MetadataConfig(MetadataSection):
             InvalidArgument: settings that contradict each other, or a remote address without TLS.
         """
         check_address(self.listen)
-        if not self.valkey_servers and (self.engine_user or self.engine_password_file or self.engine_ca):
-            raise InvalidArgument("metadata.engine_* settings require metadata.engine = valkey://HOST:PORT", engine=self.engine)
+        if not self.valkey_servers and (self.valkey_user or self.valkey_password_file or self.valkey_ca):
+            raise InvalidArgument("metadata.valkey_* settings require metadata.engine = valkey://HOST:PORT", engine=self.engine)
         if self.valkey_servers:
             self._check_shared()
         if self.heartbeat_interval_ms >= self.node_ttl_ms:

@@ -167,7 +167,7 @@ def problems(daemon: Daemon) -> list[str]:
         found += [f"nothing is mounted at {place}" for place in needed if not _within(place, daemon.folders)]
         secret = {
             "admin": [config.admin.tokens_file, config.admin.tls.cert, config.admin.tls.key],
-            "metadata": [config.metadata.engine_password_file, config.metadata.engine_ca],
+            "metadata": [config.metadata.valkey_password_file, config.metadata.valkey_ca],
         }.get(daemon.arguments[0], [])
         found += [f"nothing is mounted at {place}" for place in secret if place and not _within(place, daemon.secrets)]
     if daemon.arguments[0] == "admin" and config.admin.tokens_file is None:

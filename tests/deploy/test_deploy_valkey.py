@@ -144,7 +144,7 @@ def test_chart_servers_share_the_index() -> None:
     assert problems(daemon) == []
     metadata = daemon.config.metadata
     assert metadata.engine.startswith("valkeys://")
-    assert (metadata.engine_user, len(daemon.valkey_servers)) == ("kvstore", 3)
+    assert (metadata.valkey_user, len(daemon.valkey_servers)) == ("kvstore", 3)
     (term,) = workload["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"][
         "preferredDuringSchedulingIgnoredDuringExecution"
     ]
@@ -251,8 +251,8 @@ def test_systemd_files_and_page_command_form_a_cluster(tmp_path: Path) -> None:
         password_file.write_text(passwords["kvstore"])
         settings = [
             ("engine", f"valkey://127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"),
-            ("engine_user", "kvstore"),
-            ("engine_password_file", str(password_file)),
+            ("valkey_user", "kvstore"),
+            ("valkey_password_file", str(password_file)),
         ]
         cluster = stack.enter_context(LocalCluster([NodeSpec("n")], tmp_path / "store", settings, servers=2))
         spec = CacheSpec(model="deployed", block_tokens=16, layers=4, layer_block_bytes=1024)

@@ -144,9 +144,9 @@ def settings_of(cluster: TlsCluster, folder: Path, password: str | None = None, 
     file.write_text(cluster.passwords["kvstore"] if password is None else password)
     return [
         ("engine", f"valkeys://{','.join(cluster.seeds)}"),
-        ("engine_user", "kvstore"),
-        ("engine_password_file", str(file)),
-        ("engine_ca", str(cluster.ca if ca is None else ca)),
+        ("valkey_user", "kvstore"),
+        ("valkey_password_file", str(file)),
+        ("valkey_ca", str(cluster.ca if ca is None else ca)),
     ]
 
 
@@ -242,7 +242,7 @@ def test_doctor_over_tls_names_the_problem(cluster: TlsCluster, tmp_path: Path, 
     settings = dict(settings_of(cluster, tmp_path, "wrong" if wrong == "password" else None, ca))
     if wrong == "scheme":
         settings["engine"] = settings["engine"].replace("valkeys://", "valkey://")
-        del settings["engine_ca"]
+        del settings["valkey_ca"]
     arguments = [word for name, value in settings.items() for word in ("--set", f"metadata.{name}={value}")]
     command = [*cli(), "doctor", "--dram", "16MiB", "-o", "json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path)

@@ -107,8 +107,8 @@ def test_doctor_reports_a_rejected_password(servers: ValkeyServers, tmp_path: Pa
         (found,) = doctor(
             tmp_path,
             f"metadata.engine=valkey://{server.address}",
-            "metadata.engine_user=limited",
-            f"metadata.engine_password_file={tmp_path / 'password'}",
+            "metadata.valkey_user=limited",
+            f"metadata.valkey_password_file={tmp_path / 'password'}",
         )
         assert found["level"] == "missing"
         assert words in found["message"]

@@ -75,7 +75,7 @@ async def test_start_with_unfit_password_names_the_setting(servers: ValkeyServer
     for error, words in ((needless, "has no password"), (missing, "requires a password")):
         assert isinstance(error, Unauthenticated)
         assert words in str(error)
-        assert "metadata.engine_password_file" in str(error)
+        assert "metadata.valkey_password_file" in str(error)
 
 
 def test_engine_without_port_names_the_setting() -> None:

@@ -36,7 +36,7 @@ _WORDS: Final = {
     SeedProblem.SILENT: ("does not answer", None),
     SeedProblem.REFUSED_LOGIN: (
         "rejects the user or the password",
-        "--set metadata.engine_password_file=/etc/kvstore/valkey   # and metadata.engine_user, unless it is the default user",
+        "--set metadata.valkey_password_file=/etc/kvstore/valkey   # and metadata.valkey_user, unless it is the default user",
     ),
     SeedProblem.REFUSED_COMMAND: (
         "does not permit its commands to the user",
@@ -46,7 +46,7 @@ _WORDS: Final = {
     SeedProblem.NO_TLS: ("does not speak TLS", "--set metadata.engine=valkey://HOST:PORT"),
     SeedProblem.BAD_CERTIFICATE: (
         "shows a certificate that is not trusted",
-        "--set metadata.engine_ca=/etc/kvstore/ca.pem   # the CA that signed it; the name in it must be that of the address",
+        "--set metadata.valkey_ca=/etc/kvstore/ca.pem   # the CA that signed it; the name in it must be that of the address",
     ),
     SeedProblem.NO_CLUSTER: (
         "is not part of a cluster",

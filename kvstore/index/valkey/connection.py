@@ -156,7 +156,7 @@ async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | 
     except ssl.SSLCertVerificationError as error:
         connection.close()
         raise Unavailable(
-            "the certificate of the Valkey server is not trusted: see metadata.engine_ca",
+            "the certificate of the Valkey server is not trusted: see metadata.valkey_ca",
             address=address,
             cause=error.verify_message,
         ) from error
@@ -174,7 +174,7 @@ async def connect(address: str, credentials: Credentials, tls: ssl.SSLContext | 
             connection.close()
             if ("AUTH" in str(answer) and "without any password" in str(answer)) or "no password is set" in str(answer):
                 raise Unauthenticated(
-                    "the Valkey server has no password: leave metadata.engine_password_file unset, or give it one",
+                    "the Valkey server has no password: leave metadata.valkey_password_file unset, or give it one",
                     address=address,
                 )
             raise refusal(answer, address) or Unavailable("Valkey is not ready", address=address, reply=str(answer))
@@ -202,7 +202,7 @@ def refusal(reply: hiredis.ReplyError, address: str) -> Unauthenticated | Permis
     """The error that a rejected command means, if it is about this client's identity."""
     code = str(reply).partition(" ")[0]
     if code == "NOAUTH":
-        return Unauthenticated("Valkey requires a password, and none is sent: set metadata.engine_password_file", address=address)
+        return Unauthenticated("Valkey requires a password, and none is sent: set metadata.valkey_password_file", address=address)
     if code == "WRONGPASS":
         return Unauthenticated("Valkey rejects the user or the password", address=address, reply=str(reply))
     if code == "NOPERM":

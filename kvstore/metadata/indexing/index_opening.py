@@ -96,13 +96,13 @@ def open_shared_feed(
 
 
 def _credentials(config: MetadataConfig) -> Credentials:
-    if config.engine_password_file is None:
-        return Credentials(config.engine_user)
+    if config.valkey_password_file is None:
+        return Credentials(config.valkey_user)
     try:
-        return Credentials(config.engine_user, config.engine_password_file.read_text().strip())
+        return Credentials(config.valkey_user, config.valkey_password_file.read_text().strip())
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(
-            "metadata.engine_password_file cannot be read", file=config.engine_password_file, cause=type(error).__name__
+            "metadata.valkey_password_file cannot be read", file=config.valkey_password_file, cause=type(error).__name__
         ) from error
 
 
@@ -110,6 +110,6 @@ def _tls(config: MetadataConfig) -> ssl.SSLContext | None:
     if not config.engine.startswith("valkeys://"):
         return None
     try:
-        return ssl.create_default_context(cafile=config.engine_ca)
+        return ssl.create_default_context(cafile=config.valkey_ca)
     except (OSError, ssl.SSLError) as error:
-        raise InvalidArgument("metadata.engine_ca cannot be read", file=config.engine_ca, cause=str(error)) from error
+        raise InvalidArgument("metadata.valkey_ca cannot be read", file=config.valkey_ca, cause=str(error)) from error
