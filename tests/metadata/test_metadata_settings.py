@@ -103,7 +103,7 @@ class TestSharedSettings(SettingsSuite):
     async def test_settings_of_a_single_host_are_shared(self, tmp_path: Path) -> None:
         """A server that used LMDB before, whose file lacks a revision."""
         path = tmp_path / "orders.json"
-        path.write_bytes(b'{"version": 1, "quotas": {"a": {"dram": 1, "nvme": null}}, "namespaces": {}}')
+        path.write_bytes(b'{"version": 2, "quotas": {"a": {"dram": 1, "nvme": null}}, "namespaces": {}}')
         first, second = await self.make(path), await self.make(tmp_path / "other-host.json")
         for store in (first, second):
             await store.start()
@@ -167,12 +167,13 @@ def test_reconcile_in_any_order_gives_all_servers_the_same(made: list[OperatorSe
         assert reconcile(copy, shared) == Reconciled(copy, write_shared=False)
 
 
-def test_settings_of_version_1_name_a_kept_rule_pinned() -> None:
+def test_settings_of_version_1_are_refused_with_the_rename() -> None:
     namespace = NamespaceId(b"n" * 16)
     stored = json.dumps({"version": 1, "namespaces": {namespace.hex(): {"ttl_ms": 0, "pinned": True, "copies": 1}}}).encode()
-    found = OperatorSettings.decode(stored)
-    assert found.rules == {namespace: RuleSetting(kept=True)}
-    assert json.loads(found.encode())["namespaces"][namespace.hex()]["pinned"] is True
+    with pytest.raises(ValueError, match='rename the field and set "version" to 2'):
+        OperatorSettings.decode(stored)
+    renamed = json.loads(stored.replace(b"pinned", b"kept")) | {"version": 2}
+    assert OperatorSettings.decode(json.dumps(renamed).encode()).rules == {namespace: RuleSetting(kept=True)}
 
 
 def test_settings_far_behind_are_an_origin() -> None:

@@ -27,15 +27,13 @@ from kvstore.core.limits import MAX_COPIES, MAX_NAME_BYTES, MAX_QUOTAS, MAX_RULE
 from kvstore.core.types import NamespaceId
 from kvstore.process.atomic_file import only_writer, write_atomically
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_FILE_BYTES: Final = 4 << 20
 """Several times the size of the maximum number of quotas and rules."""
 NAMESPACE_BYTES: Final = 16
 KNOWN_CHANGES: Final = 64
 """Number of changes by which settings are recognised as made from others. Settings that are older count as their origin."""
 _CHANGE_BYTES: Final = 6
-_KEPT: Final = "pinned"
-"""Name of ``RuleSetting.kept`` in files and in Valkey. Files of version 1 have it, so it stays."""
 _DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -115,7 +113,7 @@ class OperatorSettings:
         """Encode as the file's content."""
         quotas = {tenant: {"dram": quota.dram, "nvme": quota.nvme} for tenant, quota in sorted(self.quotas.items())}
         rules = {
-            namespace.hex(): {"ttl_ms": one.ttl_ms, _KEPT: one.kept, "copies": one.copies}
+            namespace.hex(): {"ttl_ms": one.ttl_ms, "kept": one.kept, "copies": one.copies}
             for namespace, one in sorted(self.rules.items())
         }
         content = {
@@ -141,15 +139,19 @@ class OperatorSettings:
             content = json.loads(raw)
         except RecursionError as error:
             raise ValueError("nested too deeply") from error
-        if not isinstance(content, dict) or content.get("version") != VERSION:
-            raise ValueError(f"not a settings file of version {VERSION}")
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")  # noqa: TRY004  # like all invalid content
+        if content.get("version") == 1:
+            raise ValueError('version 1 has "pinned" for "kept"; rename the field and set "version" to 2')
+        if content.get("version") != VERSION:
+            raise ValueError(f"the version is not {VERSION}")
         return cls(
             {
                 _tenant(name): QuotaSetting(_number(entry, "dram"), _number(entry, "nvme"))
                 for name, entry in _entries(content, "quotas", MAX_QUOTAS)
             },
             {
-                _namespace(name): RuleSetting(_number(entry, "ttl_ms") or 0, entry.get(_KEPT) is True, _copies(entry))
+                _namespace(name): RuleSetting(_number(entry, "ttl_ms") or 0, entry.get("kept") is True, _copies(entry))
                 for name, entry in _entries(content, "namespaces", MAX_RULES)
             },
             _policy(content.get("path_policy", "")),
