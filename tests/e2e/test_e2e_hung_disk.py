@@ -138,7 +138,7 @@ def test_e2e_only_disk_hung_stores_are_not_durable_soon(make_store: Callable[...
     result = engine.store("new", BLOCKS, durable=True, deadline_s=WAIT_S)
     assert time.monotonic() - began_s < STALL_S * 2.5 + LONGER_S
     assert not result.durable
-    assert "a/nvme0 does not answer I/O since" in str(result.error)
+    assert "a/nvme0 has not answered I/O for" in str(result.error)
     assert engine.load("new", BLOCKS).hit_blocks == BLOCKS, "from DRAM"
     assert timed(lambda: store.flush("a")) < LONGER_S
     assert engine.load("kept", BLOCKS, deadline_s=WAIT_S).hit_blocks == 0

@@ -116,7 +116,7 @@ def test_health_stalled_volume_is_reported_until_it_answers(case: HealthCase) ->
     with pytest.raises(VolumeStalled):
         case.volume.guard.read(lambda: release.wait(30.0), ignore)
     (facts,) = facts_of(case)
-    assert facts == "Volume n/nvme0 does not answer I/O since 0 s."
+    assert facts == "Volume n/nvme0 has not answered I/O for 0 s."
     release.set()
     wait_until(lambda: not case.volume.guard.abandoned)
     assert facts_of(case) == []

@@ -73,7 +73,7 @@ def test_guard_hung_volume_refuses_until_it_answers(disk: Disk, caplog: pytest.L
             work(disk.hang, disk.note)  # type: ignore[operator]
     assert disk.guard.outstanding == began == 1, "nothing else is sent to it"
     assert [type(error) for error in disk.late] == [VolumeStalled] * 2, "what was refused holds nothing"
-    assert "does not answer I/O since" in disk.guard.why()
+    assert "has not answered I/O for" in disk.guard.why()
     disk.release.set()
     wait_until(lambda: len(disk.late) == 3)
     assert disk.late[-1] is None, "the read came, too late"

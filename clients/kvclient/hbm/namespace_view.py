@@ -343,7 +343,7 @@ class NamespaceView:
                 table.mark_clean(held, transient=True)
             table.unclaim([keys[at] for at in claim.claimed_absent[done:]], ())
             table.unpin(held)
-        parts.counters.add(device_metrics.HBM_KEPT_BLOCKS, done)
+        parts.counters.add(device_metrics.HBM_INSERTED_BLOCKS, done)
         return done
 
     def _add_checksums(self, keys: Sequence[BlockKey], buffer: BlockBuffer) -> None:

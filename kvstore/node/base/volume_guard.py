@@ -136,7 +136,7 @@ class VolumeGuard:
         """Why the volume is refused I/O now, as text; empty if it answers."""
         if not self.stalled:
             return ""
-        return f"does not answer I/O since {max(0.0, self._clock.now_s() - self._since_s):.0f} s"
+        return f"has not answered I/O for {max(0.0, self._clock.now_s() - self._since_s):.0f} s"
 
     # ---- I/O
     def submit(self, work: Callable[[], T]) -> Future[T]:

@@ -19,7 +19,7 @@ HBM_DEMOTION_WITHOUT_CLIENT_BLOCKS: Final = group.counter(
     "hbm_demotion_without_client_blocks_total", "blocks evicted from the pool while no client was there to demote them"
 )
 HBM_DEVICE_ERRORS: Final = group.counter("hbm_device_errors_total", "device failures after which the pool is no longer used")
-HBM_KEPT_BLOCKS: Final = group.counter("hbm_kept_blocks_total", "blocks inserted into the pool")
+HBM_INSERTED_BLOCKS: Final = group.counter("hbm_inserted_blocks_total", "blocks inserted into the pool")
 HBM_BY_HOST_BLOCKS: Final = group.counter(
     "hbm_by_host_blocks_total", "blocks copied between the pool and the engine's pages through host memory"
 )
