@@ -173,7 +173,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             drain=self._parts.nodes.drain_order(node_id),
             retention=await self._parts.retention.answer(request) if known else None,
             checks=self._parts.range_checks.messages(request) if known else (),
-            members=self._parts.nodes.members_token,
+            membership_version=self._parts.nodes.members_token,
         )
 
     def _check_reaches_index(self) -> None:

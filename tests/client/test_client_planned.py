@@ -64,7 +64,7 @@ def test_plan_forgotten_is_described_three_times_at_most(
         return max([part.blocks_done for report in metadata.reports for part in report.parts], default=0)
 
     def described() -> list[metadata_pb2.LoadReport]:
-        return [report for report in metadata.reports if report.HasField("forgotten")]
+        return [report for report in metadata.reports if report.HasField("restored_plan")]
 
     def bring_three(_: RemotePath, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
         for number, position in enumerate(missing[:3]):
@@ -77,10 +77,10 @@ def test_plan_forgotten_is_described_three_times_at_most(
     client.load(lookup, data, paths=Paths(decode_node="far", stall_s=60.0), deadline_s=60.0)
     assert len(described()) == 3
     for report in described():
-        [part] = report.forgotten.parts
+        [part] = report.restored_plan.parts
         assert (part.index, part.start, part.count, part.node_id) == (0, 0, 8, "far")
-        assert (report.forgotten.load.prefill_node, report.forgotten.load.blocks) == ("near", 8)
-        assert 0 < report.forgotten.load.budget_ms <= 60_000
+        assert (report.restored_plan.load.prefill_node, report.restored_plan.load.blocks) == ("near", 8)
+        assert 0 < report.restored_plan.load.budget_ms <= 60_000
         assert [(one.index, one.blocks_done) for one in report.parts] == [(0, 1)]
 
 
@@ -108,7 +108,7 @@ def test_part_of_described_plan_fails_is_planned_as_new_load(
         first = len(asked) == 1
         sink.layers_arrived(missing[:3] if first else missing, 0, request.context.shape.layers)
         if first:
-            wait_until(lambda: any(report.HasField("forgotten") for report in metadata.reports))
+            wait_until(lambda: any(report.HasField("restored_plan") for report in metadata.reports))
             raise Unavailable("the node was killed")
 
     monkeypatch.setattr(RemotePath, "_fetch", bring)

@@ -287,8 +287,9 @@ def test_plan_forgotten_is_told_until_it_ends() -> None:
     server.forgotten = []
     described = pb.PlanInProgress(parts=[pb.PlanPart(index=0, count=4, node_id="a")])
     reporter.tell({1: [(0, 3)]}, finished=False, forgotten={1: described})
-    wait_until(lambda: any(load.HasField("forgotten") for request in server.seen for load in request.loads))
-    assert [load.forgotten for request in server.seen for load in request.loads if load.HasField("forgotten")] == [described]
+    wait_until(lambda: any(load.HasField("restored_plan") for request in server.seen for load in request.loads))
+    restored = [load for request in server.seen for load in request.loads if load.HasField("restored_plan")]
+    assert [load.restored_plan for load in restored] == [described]
     reporter.close()
 
 

@@ -71,7 +71,7 @@ class Server:
 
 
 def beat(node_id: str, number: int, **contents: Any) -> pb.HeartbeatRequest:
-    return pb.HeartbeatRequest(node_id=node_id, boot_id=BOOT, report=number, **contents)
+    return pb.HeartbeatRequest(node_id=node_id, boot_id=BOOT, sequence=number, **contents)
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ async def test_maintenance_shares_heartbeats_after_failed_writes(tmp_path: Path,
     tasks.start()
 
     async def shared() -> bool:
-        assert nodes.record_heartbeat(HeartbeatRequest(node_id="n", boot_id=boot_id, report=7))
+        assert nodes.record_heartbeat(HeartbeatRequest(node_id="n", boot_id=boot_id, sequence=7))
         return index.beats() == {"n": Beat(boot_id, 7, 7)}
 
     await wait_until_async(shared)

@@ -13,31 +13,31 @@ from support.wait import wait_until_async
 async def test_members_change_with_nodes_volumes_and_zones(running: Running) -> None:
     a, b = running.peer("a"), running.peer("b")
     await a.register()
-    alone = (await a.beat()).members
-    assert (await a.beat()).members == alone, "heartbeats change nothing"
+    alone = (await a.beat()).membership_version
+    assert (await a.beat()).membership_version == alone, "heartbeats change nothing"
     await b.register()
-    both = (await a.beat()).members
+    both = (await a.beat()).membership_version
     assert both != alone
-    assert (await b.beat()).members == both
+    assert (await b.beat()).membership_version == both
     b.reboot()
     await b.register()
-    assert (await a.beat()).members == both, "a restart changes nothing"
+    assert (await a.beat()).membership_version == both, "a restart changes nothing"
     b.zone = "rack-1"
     b.reboot()
     await b.register()
-    zoned = (await a.beat()).members
+    zoned = (await a.beat()).membership_version
     assert zoned != both
     b.uid = bytes(15) + b"x"
     b.reboot()
     await b.register()
-    recreated = (await a.beat()).members
+    recreated = (await a.beat()).membership_version
     assert recreated not in {both, zoned}
 
     running.clock.advance(1.0)
     await a.beat()
 
     async def silent() -> bool:
-        return (await a.beat()).members != recreated
+        return (await a.beat()).membership_version != recreated
 
     await wait_until_async(silent)
 
@@ -46,11 +46,11 @@ async def test_members_do_not_change_with_caches_of_engines(running: Running) ->
     """Otherwise the start of an engine makes every node list all nodes."""
     node, cache = running.peer("a"), EngineCache(running.channel, "cache")
     await node.register()
-    alone = (await node.beat()).members
+    alone = (await node.beat()).membership_version
     await cache.register()
-    assert (await cache.beat()).members == (await node.beat()).members == alone
+    assert (await cache.beat()).membership_version == (await node.beat()).membership_version == alone
     await cache.unregister()
-    assert (await node.beat()).members == alone
+    assert (await node.beat()).membership_version == alone
 
 
 async def arriving(peer: Peer) -> list[str]:

@@ -362,7 +362,7 @@ async def test_report_describes_plan_to_another_server(running: Running, tmp_pat
         described = pb.PlanInProgress(load=request, parts=answer.parts)
         moved = pb.LoadReport(plan_id=answer.plan_id, parts=[pb.PartReport(index=answer.parts[0].index, blocks_done=5)])
         assert await report(fresh, moved) == [answer.plan_id]
-        moved.forgotten.CopyFrom(described)
+        moved.restored_plan.CopyFrom(described)
         assert await report(fresh, moved, moved) == []
         assert await pending(fresh) == 95
 
@@ -378,9 +378,9 @@ async def test_report_describes_plan_to_another_server(running: Running, tmp_pat
         for wrong in ({"block_bytes": 0}, {"prefill_node": ""}, {"policy": "none"}, {"blocks": 50}):
             load = asked(**wrong)
             with pytest.raises(InvalidArgument):
-                await report(fresh, pb.LoadReport(plan_id=5, forgotten=pb.PlanInProgress(load=load, parts=answer.parts)))
+                await report(fresh, pb.LoadReport(plan_id=5, restored_plan=pb.PlanInProgress(load=load, parts=answer.parts)))
         with pytest.raises(InvalidArgument):
-            await report(fresh, pb.LoadReport(plan_id=1 << 63, forgotten=described))
+            await report(fresh, pb.LoadReport(plan_id=1 << 63, restored_plan=described))
         assert await report(fresh, pb.LoadReport(plan_id=answer.plan_id, finished=True)) == []
         assert await pending(fresh) == 0
     await server.stop(0.0)
@@ -390,7 +390,7 @@ async def test_restored_part_of_host_with_both_roles_stays(running: Running, mon
     p = (await hosts(running))["p"]
     monkeypatch.delattr(PlannerService, "_relays")  # a search over all nodes, which no restored plan needs
     load, part = asked(decode_node="p"), pb.PlanPart(count=100, node_id="p")
-    assert await report(p, pb.LoadReport(plan_id=5, forgotten=pb.PlanInProgress(load=load, parts=[part]))) == []
+    assert await report(p, pb.LoadReport(plan_id=5, restored_plan=pb.PlanInProgress(load=load, parts=[part]))) == []
     seen = await call_aio(MetadataAdminStub(running.channel).DescribePlanning, admin_pb2.DescribePlanningRequest(), TIMEOUT_S)
     [queue] = [queue for queue in seen.queues if queue.node_id == "p"]
     assert (queue.pending_bytes, queue.sending_bytes, queue.receiving_bytes) == (100 << 20, 0, 0)
@@ -403,7 +403,7 @@ async def test_report_on_unknown_part_of_restored_plan_is_ignored(running: Runni
         [pb.PlanPart(index=3, count=50, node_id="p"), pb.PlanPart(index=70, start=50, count=50, node_id="gone")],
     )
     moved = [pb.PartReport(index=index, blocks_done=10) for index in (3, 70, 4_000)]
-    described = pb.LoadReport(plan_id=5, parts=moved, forgotten=pb.PlanInProgress(load=load, parts=parts))
+    described = pb.LoadReport(plan_id=5, parts=moved, restored_plan=pb.PlanInProgress(load=load, parts=parts))
     assert await report(p, described, pb.LoadReport(plan_id=6)) == [6]
     assert await report(p, described) == []
     assert await pending(p) == 40

@@ -108,7 +108,7 @@ async def reported(peer: Peer, report: int = 0, **held: int) -> metadata_pb2.Hea
         boot_id=peer.boot_id,
         usages=[metadata_pb2.VolumeUsage(volume_id=peer.dram)],
         tenants=[metadata_pb2.TenantUsage(tenant=tenant, dram_bytes=size) for tenant, size in held.items()],
-        report=report,
+        sequence=report,
     )
     answer: metadata_pb2.HeartbeatResponse = await call_aio(peer.stub.Heartbeat, request, TIMEOUT_S)
     return answer
@@ -157,18 +157,18 @@ async def test_quota_shares_follow_usage(running: Running) -> None:
 async def test_quota_shares_name_report_and_boot(running: Running) -> None:
     peer = running.peer("a")
     await peer.register()
-    assert (await reported(peer, 7)).retention.report == 7, "without any order, too"
+    assert (await reported(peer, 7)).retention.from_sequence == 7, "without any order, too"
     await set_quota(running, "acme", dram_bytes=8000)
-    assert (await reported(peer, 8)).retention.report == 8
-    assert (await reported(peer, 9, acme=5)).retention.report == 8, "shares of a moment ago"
+    assert (await reported(peer, 8)).retention.from_sequence == 8
+    assert (await reported(peer, 9, acme=5)).retention.from_sequence == 8, "shares of a moment ago"
     running.clock.advance(0.05)
-    assert (await reported(peer, 10, acme=5)).retention.report == 10
+    assert (await reported(peer, 10, acme=5)).retention.from_sequence == 10
     peer.reboot()
     await peer.register()
     assert not (
         await call_aio(peer.stub.Heartbeat, metadata_pb2.HeartbeatRequest(node_id="a", boot_id=peer.boot_id), TIMEOUT_S)
     ).HasField("retention"), "it has not said what it holds"
-    assert (await reported(peer, 1, acme=3)).retention.report == 1, "nothing of the boot before"
+    assert (await reported(peer, 1, acme=3)).retention.from_sequence == 1, "nothing of the boot before"
 
 
 async def test_shares_draining_node_gets_none(running: Running) -> None:

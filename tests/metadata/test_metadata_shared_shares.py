@@ -74,7 +74,7 @@ class Nodes:
         return HeartbeatRequest(
             node_id=node,
             boot_id=node.encode() * 16,
-            report=self.reported,
+            sequence=self.reported,
             usages=[VolumeUsage(volume_id=node)],
             tenants=[TenantUsage(tenant="t", nvme_bytes=self.held[node])],
         )

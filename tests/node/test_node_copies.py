@@ -116,7 +116,7 @@ class CopyingNode(QuotaNode):
         raise AssertionError("the rounds do not end")
 
     def members_changed(self) -> None:
-        self.copier.on_heartbeat(metadata_pb2.HeartbeatResponse(members=self.others.calls["nodes"] + 1))
+        self.copier.on_heartbeat(metadata_pb2.HeartbeatResponse(membership_version=self.others.calls["nodes"] + 1))
 
     def pulled(self) -> list[BlockKey]:
         return [key for _, keys, _ in self.others.pulled for key in keys]

@@ -135,7 +135,7 @@ class CountingServer(RestartedServer):
         request: metadata_pb2.HeartbeatRequest,
         context: grpc.ServicerContext,
     ) -> metadata_pb2.HeartbeatResponse:
-        self.numbers.append(request.report)
+        self.numbers.append(request.sequence)
         return metadata_pb2.HeartbeatResponse()
 
 

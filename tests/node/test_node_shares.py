@@ -34,7 +34,7 @@ def held(node: QuotaNode) -> tuple[int, int]:
 
 def told_of(node: QuotaNode, number: int) -> dict[tuple[bool, str], int]:
     """The heartbeat of a number: bytes on NVMe per tenant."""
-    beat = HeartbeatRequest(report=number)
+    beat = HeartbeatRequest(sequence=number)
     node.enforcer.report(beat)
     return {(one.unknown, one.tenant): one.nvme_bytes // BLOCK for one in beat.tenants}
 

@@ -49,7 +49,7 @@ class QuotaNode(NodeHarness):
 
     def set_shares(self, *shares: tuple[str, int | None, int | None], report: int = 0) -> None:
         """Set quota shares: tenant, blocks in DRAM, blocks on NVMe. ``report``: the node's report that they are based on."""
-        retention = Retention(report=report)
+        retention = Retention(from_sequence=report)
         for tenant, dram, nvme in shares:
             share = retention.shares.add(tenant=tenant)
             if dram is not None:

@@ -92,7 +92,7 @@ class PlanProgressReporter:
             if moved:
                 request = metadata_pb2.ReportLoadsRequest()
                 for plan_id, parts in moved.items():
-                    report = request.loads.add(plan_id=plan_id, finished=plan_id in finished, forgotten=restored.get(plan_id))
+                    report = request.loads.add(plan_id=plan_id, finished=plan_id in finished, restored_plan=restored.get(plan_id))
                     for index, done in parts.items():
                         report.parts.add(index=index, blocks_done=done)
                 try:

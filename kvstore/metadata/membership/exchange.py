@@ -180,7 +180,7 @@ def _is_own(beat: Beat, written: Beat | None) -> bool:
 
 def _has_contents_of(heartbeat: HeartbeatRequest, last: HeartbeatRequest) -> bool:
     """Whether a heartbeat differs from the last one at most in its number."""
-    number, heartbeat.report = heartbeat.report, last.report
+    number, heartbeat.sequence = heartbeat.sequence, last.sequence
     same = heartbeat == last
-    heartbeat.report = number
+    heartbeat.sequence = number
     return same

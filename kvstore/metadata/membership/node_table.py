@@ -314,7 +314,7 @@ class NodeTable:
         if heartbeat.unix_ms:  # else this heartbeat was recorded before, when its node was unknown
             heartbeat.clock_offset_ms = self._clock_offset_ms(heartbeat)
             heartbeat.unix_ms = 0  # the other contents seldom change, and only changes are shared with other servers
-        return self._record(heartbeat, host, counter=heartbeat.report)
+        return self._record(heartbeat, host, counter=heartbeat.sequence)
 
     def _record(self, heartbeat: HeartbeatRequest, host: str, *, counter: int) -> bool:
         node_id, boot_id = NodeId(heartbeat.node_id), BootId(heartbeat.boot_id)

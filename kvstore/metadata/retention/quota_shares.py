@@ -153,7 +153,7 @@ class QuotaShares:
             and shares then stay in force.
         """
         if not settings.quotas and not settings.rules:
-            return Retention(report=heartbeat.report)
+            return Retention(from_sequence=heartbeat.sequence)
         if not heartbeat.usages:
             return None
         if self._stale(settings, heartbeat):
@@ -191,7 +191,7 @@ class QuotaShares:
             return None  # other servers may have handed out newer shares
         table, node_id = answers.table, NodeId(heartbeat.node_id)
         answer = Retention.FromString(answers.rules)
-        answer.report = table.reports[node_id][1]
+        answer.from_sequence = table.reports[node_id][1]
         position = table.positions.get(node_id)
         if position is not None and not self._nodes.is_draining(node_id):
             answer.shares.extend(
@@ -255,7 +255,7 @@ class QuotaShares:
         took_s = 0.0
         live = list(self._nodes.live_nodes())
         reports = {
-            NodeId(info.node_id): (info.boot_id, report.report) for info, report in live if report is not None and report.usages
+            NodeId(info.node_id): (info.boot_id, report.sequence) for info, report in live if report is not None and report.usages
         }
         sharing = [(info, report) for info, report in live if not self._nodes.is_draining(info.node_id)]
         positions = {NodeId(info.node_id): position for position, (info, _) in enumerate(sharing)}

@@ -187,17 +187,17 @@ class PlannerService:
         """
         if len(request.loads) > MAX_REPORTS:
             raise InvalidArgument("too many loads in one report", got=len(request.loads), limit=MAX_REPORTS)
-        parts = sum(len(load.parts) + len(load.forgotten.parts) for load in request.loads)
+        parts = sum(len(load.parts) + len(load.restored_plan.parts) for load in request.loads)
         if parts > MAX_RANGES:
             raise InvalidArgument("too many parts in one report", got=parts, limit=MAX_RANGES)
         now_s = self._clock.now_s()
         forgotten = []
         wrong: InvalidArgument | None = None
         for load in request.loads:
-            new = load.HasField("forgotten") and load.plan_id not in self.planner
+            new = load.HasField("restored_plan") and load.plan_id not in self.planner
             try:
                 if new:
-                    self._restore(load.plan_id, load.forgotten, now_s)
+                    self._restore(load.plan_id, load.restored_plan, now_s)
             except CapacityExceeded:
                 self._counters.add(metadata_metrics.PLANS_REFUSED)
             except InvalidArgument as error:

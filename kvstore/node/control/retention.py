@@ -168,10 +168,10 @@ class RetentionEnforcer:
         if rules != self._rules:
             self._rules = rules
             self._wake.set()
-        if settings.report > self._reported or 0 < settings.report < self._applied_report:
+        if settings.from_sequence > self._reported or 0 < settings.from_sequence < self._applied_report:
             return  # shares are stale: computed from an older report, by a worker that lags behind, or for another boot
-        self._applied_report = settings.report
-        known = [namespace for namespace, report in self._joining.items() if report <= settings.report]
+        self._applied_report = settings.from_sequence
+        known = [namespace for namespace, report in self._joining.items() if report <= settings.from_sequence]
         if shares == self._shares and not known:
             return
         with self._table.residency.lock:
@@ -205,7 +205,7 @@ class RetentionEnforcer:
         usages = [one for one in usages if one.dram_bytes or one.nvme_bytes]
         usages.sort(key=lambda one: (one.tenant not in self._shares, -max(one.dram_bytes, one.nvme_bytes)))
         left_out = {one.tenant for one in usages[MAX_TENANTS_TOLD:]}
-        self._reported = heartbeat.report
+        self._reported = heartbeat.sequence
         heartbeat.tenants.extend(usages[:MAX_TENANTS_TOLD])
         for namespace in joining:
             if namespace.account is not None and namespace.account.tenant not in left_out:

@@ -164,7 +164,7 @@ class Copier:
         pass
 
     def on_heartbeat(self, response: metadata_pb2.HeartbeatResponse) -> None:
-        self._token = response.members
+        self._token = response.membership_version
 
     def on_registered(
         self,

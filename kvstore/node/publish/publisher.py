@@ -462,7 +462,7 @@ class IndexPublisher:
         request = metadata_pb2.HeartbeatRequest(
             node_id=self._node.node_id,
             boot_id=self._boot_id,
-            report=self._heartbeats,
+            sequence=self._heartbeats,
             usages=usages,
             findings=[one.to_proto() for one in self._health.findings()],
             unix_ms=round(time.time() * 1000),

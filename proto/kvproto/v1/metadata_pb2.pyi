@@ -70,13 +70,13 @@ class VolumeNeed(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., inventory_needed: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants", "report", "findings", "read_bytes_per_s", "unix_ms", "checked", "clock_offset_ms")
+    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants", "sequence", "findings", "read_bytes_per_s", "unix_ms", "checked", "clock_offset_ms")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     USAGES_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
-    REPORT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     FINDINGS_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     UNIX_MS_FIELD_NUMBER: _ClassVar[int]
@@ -87,13 +87,13 @@ class HeartbeatRequest(_message.Message):
     usages: _containers.RepeatedCompositeFieldContainer[VolumeUsage]
     drain: _common_pb2.DrainProgress
     tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
-    report: int
+    sequence: int
     findings: _containers.RepeatedCompositeFieldContainer[_common_pb2.Finding]
     read_bytes_per_s: int
     unix_ms: int
     checked: _containers.RepeatedScalarFieldContainer[int]
     clock_offset_ms: int
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., report: _Optional[int] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., read_bytes_per_s: _Optional[int] = ..., unix_ms: _Optional[int] = ..., checked: _Optional[_Iterable[int]] = ..., clock_offset_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., sequence: _Optional[int] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., read_bytes_per_s: _Optional[int] = ..., unix_ms: _Optional[int] = ..., checked: _Optional[_Iterable[int]] = ..., clock_offset_ms: _Optional[int] = ...) -> None: ...
 
 class VolumeUsage(_message.Message):
     __slots__ = ("volume_id", "used_bytes", "blocks", "read_only")
@@ -108,20 +108,20 @@ class VolumeUsage(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., read_only: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("index_epoch", "register_again", "drain", "retention", "checks", "members")
+    __slots__ = ("index_epoch", "register_again", "drain", "retention", "checks", "membership_version")
     INDEX_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REGISTER_AGAIN_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
     CHECKS_FIELD_NUMBER: _ClassVar[int]
-    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_VERSION_FIELD_NUMBER: _ClassVar[int]
     index_epoch: bytes
     register_again: bool
     drain: _common_pb2.DrainOrder
     retention: Retention
     checks: _containers.RepeatedCompositeFieldContainer[RangeCheck]
-    members: int
-    def __init__(self, index_epoch: _Optional[bytes] = ..., register_again: _Optional[bool] = ..., drain: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., checks: _Optional[_Iterable[_Union[RangeCheck, _Mapping]]] = ..., members: _Optional[int] = ...) -> None: ...
+    membership_version: int
+    def __init__(self, index_epoch: _Optional[bytes] = ..., register_again: _Optional[bool] = ..., drain: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., checks: _Optional[_Iterable[_Union[RangeCheck, _Mapping]]] = ..., membership_version: _Optional[int] = ...) -> None: ...
 
 class RangeCheck(_message.Message):
     __slots__ = ("token", "ranges", "lost")
@@ -146,14 +146,14 @@ class TenantUsage(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., unknown: _Optional[bool] = ...) -> None: ...
 
 class Retention(_message.Message):
-    __slots__ = ("shares", "rules", "report")
+    __slots__ = ("shares", "rules", "from_sequence")
     SHARES_FIELD_NUMBER: _ClassVar[int]
     RULES_FIELD_NUMBER: _ClassVar[int]
-    REPORT_FIELD_NUMBER: _ClassVar[int]
+    FROM_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     shares: _containers.RepeatedCompositeFieldContainer[TenantShare]
     rules: _containers.RepeatedCompositeFieldContainer[NamespaceRule]
-    report: int
-    def __init__(self, shares: _Optional[_Iterable[_Union[TenantShare, _Mapping]]] = ..., rules: _Optional[_Iterable[_Union[NamespaceRule, _Mapping]]] = ..., report: _Optional[int] = ...) -> None: ...
+    from_sequence: int
+    def __init__(self, shares: _Optional[_Iterable[_Union[TenantShare, _Mapping]]] = ..., rules: _Optional[_Iterable[_Union[NamespaceRule, _Mapping]]] = ..., from_sequence: _Optional[int] = ...) -> None: ...
 
 class NamespaceRule(_message.Message):
     __slots__ = ("namespace_id", "ttl_ms", "kept", "copies")
@@ -540,16 +540,16 @@ class ReportLoadsRequest(_message.Message):
     def __init__(self, loads: _Optional[_Iterable[_Union[LoadReport, _Mapping]]] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("plan_id", "parts", "finished", "forgotten")
+    __slots__ = ("plan_id", "parts", "finished", "restored_plan")
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
-    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_PLAN_FIELD_NUMBER: _ClassVar[int]
     plan_id: int
     parts: _containers.RepeatedCompositeFieldContainer[PartReport]
     finished: bool
-    forgotten: PlanInProgress
-    def __init__(self, plan_id: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartReport, _Mapping]]] = ..., finished: _Optional[bool] = ..., forgotten: _Optional[_Union[PlanInProgress, _Mapping]] = ...) -> None: ...
+    restored_plan: PlanInProgress
+    def __init__(self, plan_id: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartReport, _Mapping]]] = ..., finished: _Optional[bool] = ..., restored_plan: _Optional[_Union[PlanInProgress, _Mapping]] = ...) -> None: ...
 
 class PlanInProgress(_message.Message):
     __slots__ = ("load", "parts")

@@ -246,7 +246,7 @@ class MetadataServicer:
 
     def RemoveNode(self, request, context):
         """Forgets a node with its replicas and its drain order at once. Rejected (Conflict) for a live node that is not drained, unless
-        forced. A boot that was removed while it was alive cannot register again; the node's next boot can.
+        forced. If the node was alive, its running process cannot register again; it can after a restart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
