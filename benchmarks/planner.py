@@ -22,7 +22,7 @@ from kvstore.dualpath.contract import LoadPlan, PlanRequest
 from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
-from kvstore.dualpath.scheduler import Ask, EngineReport, Pair, Scheduler, SchedulerLimits
+from kvstore.dualpath.scheduler import EngineReport, NewRequest, PairedRequest, Scheduler, SchedulerLimits
 from kvstore.process import gc_tuning
 
 ENGINES_A_NODE = 8
@@ -39,7 +39,7 @@ RELAYS = 4
 class UnderWay:
     """A request with its engines and its read plan."""
 
-    pair: Pair
+    pair: PairedRequest
     plan: LoadPlan
 
 
@@ -74,7 +74,7 @@ class Cluster:
         for _ in range(self.count):
             name, tokens = f"r{next(self.names)}", self.random.randrange(2_000, 60_000)
             self.asked[name] = tokens
-            self.scheduler.submit(Ask(name, tokens, tokens * 48_000 // 8))
+            self.scheduler.submit(NewRequest(name, tokens, tokens * 48_000 // 8))
         started: list[UnderWay] = []
         for group, engines in self.engines.items():
             reports = [EngineReport(engine.engine, read_tokens=self.pending_tokens(engine.node)) for engine in engines]
@@ -90,7 +90,7 @@ class Cluster:
         state = self.planner.queues.state(node, self.now)
         return state.pending_tokens if state is not None else 0
 
-    def plan(self, pair: Pair) -> LoadPlan:
+    def plan(self, pair: PairedRequest) -> LoadPlan:
         """Plan the read of an assigned request."""
         blocks = self.asked.pop(pair.request_id) // BLOCK_TOKENS
         request = PlanRequest(pair.request_id, blocks, BLOCK_BYTES, BLOCK_TOKENS, pair.prefill.node, pair.decode.node)

@@ -29,7 +29,7 @@ from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvstore.core.errors import KVStoreError
 from kvstore.dualpath.groups import Engine, EngineKind
-from kvstore.dualpath.scheduler import Ask, EngineReport, Scheduler, SchedulerLimits
+from kvstore.dualpath.scheduler import EngineReport, NewRequest, Scheduler, SchedulerLimits
 from kvstore.rpc.client import call_aio, connect_aio
 from peers.bare_grpc import BareGrpc
 from rig import start_metadata_server
@@ -137,7 +137,7 @@ def pure_rate(seconds: float) -> float:
     begun_s = time.perf_counter()
     while time.perf_counter() - begun_s < seconds:
         for _ in range(IN_FLIGHT // 8):
-            scheduler.submit(Ask(f"r{next(names)}", TOKENS, TOKENS + 500))
+            scheduler.submit(NewRequest(f"r{next(names)}", TOKENS, TOKENS + 500))
         for group, (_, count) in GROUPS.items():
             reports = [EngineReport(f"{group}-{number}", read_tokens=0) for number in range(count)]
             fetched = scheduler.fetch(group, reports)

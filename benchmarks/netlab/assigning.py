@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvstore.core.errors import Internal
 from kvstore.dualpath.groups import Engine, EngineKind
-from kvstore.dualpath.scheduler import Ask, Pair, Scheduler
+from kvstore.dualpath.scheduler import NewRequest, PairedRequest, Scheduler
 from netlab.engine_bed import EngineBed
 
 
@@ -86,7 +86,7 @@ class ByRules:
 
     def submit(self, wanted: Wanted) -> list[Assigned]:
         space = int((wanted.prompt + wanted.out) * self._token_bytes)
-        self._scheduler.submit(Ask(wanted.name, wanted.prompt, space))
+        self._scheduler.submit(NewRequest(wanted.name, wanted.prompt, space))
         return self._fetch()
 
     def prefilled(self, name: str) -> list[Assigned]:
@@ -98,7 +98,7 @@ class ByRules:
         return self._fetch()
 
     def _fetch(self) -> list[Assigned]:
-        pairs: list[Pair] = []
+        pairs: list[PairedRequest] = []
         for role in (EngineKind.PREFILL, EngineKind.DECODE):
             pairs += self._scheduler.fetch(role.value).pairs
         self._generations.update((pair.request_id, pair.generation) for pair in pairs)

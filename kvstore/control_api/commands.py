@@ -35,7 +35,7 @@ class Commands:
     def __init__(self, rpc: StoreRpc) -> None:
         self._rpc = rpc
 
-    async def evict_volume(self, node_id: str, name: str, to_percent: int) -> models.Evicted:
+    async def evict_volume(self, node_id: str, name: str, to_percent: int) -> models.VolumeEviction:
         """Evict the coldest blocks of a volume until at most ``to_percent`` (0 to 100) of its capacity is used.
 
         Raises:
@@ -54,7 +54,7 @@ class Commands:
             return await node(node.stub.EvictBlocks, asked)
 
         done = await self._rpc.change_node(status, ask)
-        return models.Evicted(evicted_blocks=done.evicted_blocks, kept_blocks=done.kept_blocks, used_bytes=done.used_bytes)
+        return models.VolumeEviction(evicted_blocks=done.evicted_blocks, kept_blocks=done.kept_blocks, used_bytes=done.used_bytes)
 
     async def evict_namespace(self, namespace_id: bytes, tiers: Iterable[str]) -> models.NamespaceEvicted:
         """Evict the blocks of a namespace from some tiers (``"dram"``, ``"nvme"``) on every node.
@@ -93,7 +93,7 @@ class Commands:
         await self._rpc.namespace(namespace_id)
         return await self._invalidate(namespace_id)
 
-    async def bump_weights(self, namespace_id: bytes, weights_epoch: str, *, invalidate: bool) -> models.Bumped:
+    async def bump_weights(self, namespace_id: bytes, weights_epoch: str, *, invalidate: bool) -> models.WeightsBump:
         """Register the namespace with the same spec and new weights; with ``invalidate``, drop the old namespace's blocks.
 
         Raises:
@@ -113,7 +113,7 @@ class Commands:
         spec_from_proto(spec)  # validate before the call
         made = await self._rpc.register_namespace(RegisterNamespaceRequest(spec=spec))
         dropped = await self._invalidate(namespace_id) if invalidate else None
-        return models.Bumped(namespace_id=made.hex(), spec=serializers.spec(spec), invalidated=dropped)
+        return models.WeightsBump(namespace_id=made.hex(), spec=serializers.spec(spec), invalidated=dropped)
 
     async def hint_session(self, namespace_id: bytes, wanted: hint_models.HintSession) -> hint_models.SessionHinted:
         """Give a hint about a session to every node that protects its blocks.

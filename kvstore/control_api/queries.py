@@ -257,7 +257,7 @@ class Queries:
         found = await self._rpc.blocks(b"", id_from_hex(key))
         return serializers.block(key, found.runs[0])
 
-    async def look_up(self, chain: models.LookUp) -> models.LookedUp:
+    async def look_up(self, chain: models.LookupQuery) -> models.LookupAnswer:
         """The result of a lookup of this chain, with the reason of each miss. It is not counted as a lookup.
 
         Raises:
@@ -270,11 +270,11 @@ class Queries:
         runs = [serializers.block_run(run, found.hit_blocks) for run in found.runs]
         missed = next((run.why for run in runs if not run.hit), None)
         tokens = None if chain.tokens is None else len(chain.tokens)
-        return models.LookedUp(
+        return models.LookupAnswer(
             blocks=len(keys) // KEY_BYTES, hit_blocks=found.hit_blocks, first_miss=missed, runs=runs, tokens=tokens
         )
 
-    async def _keys(self, namespace_id: bytes, chain: models.LookUp) -> bytes:
+    async def _keys(self, namespace_id: bytes, chain: models.LookupQuery) -> bytes:
         """Packed keys of a chain."""
         if (chain.keys is None) == (chain.tokens is None):
             raise InvalidArgument("give either keys or tokens", field="keys")

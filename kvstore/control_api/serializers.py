@@ -241,10 +241,10 @@ def quota(name: str, found: pb.TenantQuota) -> retention_models.Quota:
     )
 
 
-def unreached(failed: Mapping[str, KVStoreError]) -> list[models.Unreached]:
+def unreached(failed: Mapping[str, KVStoreError]) -> list[models.UnreachableNode]:
     """Nodes that did not answer, with the reasons."""
     return [
-        models.Unreached(node_id=node_id, kind=error.kind.value, detail=error.message)
+        models.UnreachableNode(node_id=node_id, kind=error.kind.value, detail=error.message)
         for node_id, error in sorted(failed.items())
     ]
 

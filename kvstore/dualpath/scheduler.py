@@ -49,7 +49,7 @@ class SchedulerLimits:
 
 
 @dataclass(slots=True)  # not frozen, as there are many: see the contract
-class Ask:
+class NewRequest:
     """A new request. Immutable.
 
     Attributes:
@@ -110,7 +110,7 @@ class EngineAssignment(NamedTuple):
     engine: str
 
 
-class Pair(NamedTuple):
+class PairedRequest(NamedTuple):
     """A request that has both engines, so that its read can be planned."""
 
     request_id: str
@@ -120,15 +120,15 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchResult:
     """Answer to a group's fetch, in the order of assignment."""
 
     assigned: tuple[EngineAssignment, ...]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[PairedRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Requeued:
+class RequeuedRequest:
     """A request that lost an engine and waits again, under a new generation.
 
     ``remaining`` is its other engine, which must drop the older generation; None: it had no other engine.
@@ -151,7 +151,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingCounts:
     """Numbers of requests without a prefill engine and without a decode engine."""
 
     prefill: int
@@ -186,7 +186,7 @@ class _EngineState:
 class _Job:
     """A request and its engines."""
 
-    ask: Ask
+    ask: NewRequest
     generation: int = 0
     prefill: Engine | None = None
     decode: Engine | None = None
@@ -217,9 +217,9 @@ class Scheduler:
         """Number of requests that wait or are in progress."""
         return len(self._jobs)
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> WaitingCounts:
         """Return how many requests wait for each kind of engine."""
-        return Waiting(len(self._prefill_queue), len(self._decode_queue) + sum(map(len, self._private.values())))
+        return WaitingCounts(len(self._prefill_queue), len(self._decode_queue) + sum(map(len, self._private.values())))
 
     def loads(self) -> list[EngineLoad]:
         """Return the load of all engines, group by group."""
@@ -288,7 +288,7 @@ class Scheduler:
                 self._reroute(group)
                 self._refresh(group)
 
-    def remove_engine(self, engine: str) -> tuple[Requeued, ...]:
+    def remove_engine(self, engine: str) -> tuple[RequeuedRequest, ...]:
         """Remove an engine that died or left. Its unfinished requests return, in order, to the head of their queues.
 
         A decode engine held the KV of its prompts, so a request whose prompt was already computed needs a prefill engine again.
@@ -313,7 +313,7 @@ class Scheduler:
             if job.prefilled or gone.role is EngineKind.PREFILL:
                 job.prefill, job.prefilled = None, False
                 self._to_head(self._prefill_queue, job)
-            back.append(Requeued(job.ask.request_id, job.generation, job.prefill or job.decode))
+            back.append(RequeuedRequest(job.ask.request_id, job.generation, job.prefill or job.decode))
         if gone.role is EngineKind.DECODE:
             self._reroute(group)
             self._refresh(group)
@@ -363,7 +363,7 @@ class Scheduler:
 
     # ---- requests ----
 
-    def submit(self, ask: Ask) -> None:
+    def submit(self, ask: NewRequest) -> None:
         """Add a request, which then waits for its engines.
 
         Raises:
@@ -404,7 +404,7 @@ class Scheduler:
 
     # ---- fetching ----
 
-    def fetch(self, group: str, reports: Iterable[EngineReport] = ()) -> Fetched:
+    def fetch(self, group: str, reports: Iterable[EngineReport] = ()) -> FetchResult:
         """Apply the reports of a group's engines, and assign waiting requests to them.
 
         Raises:
@@ -416,25 +416,25 @@ class Scheduler:
         self.report(reports)
         return self._fetch_prefill(known) if known.role is EngineKind.PREFILL else self._fetch_decode(known)
 
-    def _fetch_prefill(self, group: EngineGroup) -> Fetched:
+    def _fetch_prefill(self, group: EngineGroup) -> FetchResult:
         queue = self._prefill_queue
         lengths = (job.ask.tokens for job in _heads(queue))
         assigned: list[EngineAssignment] = []
-        pairs: list[Pair] = []
+        pairs: list[PairedRequest] = []
         cached = (job.ask.cached_tokens for job in _heads(queue))
         for index in assign_prefill(group, lengths, self.limits.alpha_tokens, self.limits.beta_tokens, cached):
             _, job = queue.popitem(last=False)
             job.prefill = group.engines[index]
             assigned.append(self._assigned(job, job.prefill, pairs))
-        return Fetched(tuple(assigned), tuple(pairs))
+        return FetchResult(tuple(assigned), tuple(pairs))
 
-    def _fetch_decode(self, group: EngineGroup) -> Fetched:
+    def _fetch_decode(self, group: EngineGroup) -> FetchResult:
         self._route()
         queue = self._private[group.name]
         assigned: list[EngineAssignment] = []
-        pairs: list[Pair] = []
+        pairs: list[PairedRequest] = []
         if not queue or not len(group):
-            return Fetched((), ())
+            return FetchResult((), ())
         watermark = decode_watermark(group, (_cost(job) for job in queue.values()), self.limits.z)
         for index in assign_decode(group, (_cost(job) for job in _heads(queue)), watermark):
             _, job = queue.popitem(last=False)
@@ -443,13 +443,13 @@ class Scheduler:
             job.decode = group.engines[index]
             assigned.append(self._assigned(job, job.decode, pairs))
         self._refresh(group)
-        return Fetched(tuple(assigned), tuple(pairs))
+        return FetchResult(tuple(assigned), tuple(pairs))
 
-    def _assigned(self, job: _Job, engine: Engine, pairs: list[Pair]) -> EngineAssignment:
+    def _assigned(self, job: _Job, engine: Engine, pairs: list[PairedRequest]) -> EngineAssignment:
         name = job.ask.request_id
         self._engines[engine.engine].jobs[name] = job
         if job.prefill is not None and job.decode is not None:
-            pairs.append(Pair(name, job.generation, job.prefill, job.decode))
+            pairs.append(PairedRequest(name, job.generation, job.prefill, job.decode))
         return EngineAssignment(name, job.generation, engine.engine)
 
     def _route(self) -> None:

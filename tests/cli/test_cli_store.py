@@ -31,7 +31,7 @@ from kvproto.v1 import admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_gr
 from kvstore.cli.app import root
 from kvstore.cli.commands.store.blocks import chain_of
 from kvstore.cli.support.output import clean
-from kvstore.cli.top.stats import Times
+from kvstore.cli.top.stats import LoadDurations
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from nursery import cli
@@ -503,9 +503,9 @@ def test_names_with_control_sequences_are_escaped(liar: str) -> None:
 
 
 def test_top_latency_figures() -> None:
-    times = Times(100, 1.0, {0.001: 60, 0.01: 39, float("inf"): 1})
+    times = LoadDurations(100, 1.0, {0.001: 60, 0.01: 39, float("inf"): 1})
     assert [times.quantile(part) for part in (0.5, 0.6, 0.99, 1.0)] == [0.001, 0.001, 0.01, float("inf")]
-    assert Times().quantile(0.5) is None
+    assert LoadDurations().quantile(0.5) is None
 
 
 @pytest.mark.parametrize(

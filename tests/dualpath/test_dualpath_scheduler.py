@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.dualpath.groups import Engine, EngineKind
-from kvstore.dualpath.scheduler import Ask, EngineReport, Fetched, Pair, Scheduler, SchedulerLimits
+from kvstore.dualpath.scheduler import EngineReport, FetchResult, NewRequest, PairedRequest, Scheduler, SchedulerLimits
 
 ALPHA, BETA, Z = 20, 30, 1.05
 GROUPS = {"p0": EngineKind.PREFILL, "p1": EngineKind.PREFILL, "d0": EngineKind.DECODE, "d1": EngineKind.DECODE}
@@ -20,7 +20,7 @@ ENGINES = tuple(f"{group}-{number}" for group in GROUPS for number in range(3))
 
 @dataclass
 class Job:
-    ask: Ask
+    ask: NewRequest
     generation: int = 0
     prefill: str | None = None
     decode: str | None = None
@@ -153,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 15), hbm=st.sampled_from([0, 5, 20, 30, 100]))
     def submit(self, tokens: int, hbm: int) -> None:
-        ask = Ask(f"r{self.submitted}", tokens, hbm)
+        ask = NewRequest(f"r{self.submitted}", tokens, hbm)
         self.submitted += 1
         self.scheduler.submit(ask)
         with pytest.raises(Conflict):
@@ -311,13 +311,13 @@ def small_cluster(**limits: int) -> Scheduler:
     return scheduler
 
 
-def paired(*answers: Fetched) -> list[Pair]:
+def paired(*answers: FetchResult) -> list[PairedRequest]:
     return [pair for answer in answers for pair in answer.pairs]
 
 
 def test_request_is_paired_by_the_second_fetch() -> None:
     scheduler = small_cluster()
-    scheduler.submit(Ask("r", 10, 10))
+    scheduler.submit(NewRequest("r", 10, 10))
     assert paired(scheduler.fetch("P")) == []
     (pair,) = paired(scheduler.fetch("D"))
     assert (pair.request_id, pair.prefill.node, pair.decode.node) == ("r", "node-p", "node-d")
@@ -325,7 +325,7 @@ def test_request_is_paired_by_the_second_fetch() -> None:
 
 def test_dead_decode_engine_requeues_and_voids_reports() -> None:
     scheduler = small_cluster()
-    scheduler.submit(Ask("r", 10, 10))
+    scheduler.submit(NewRequest("r", 10, 10))
     (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
     assert scheduler.prefill_done("r", pair.generation)
     (back,) = scheduler.remove_engine("d")
@@ -340,10 +340,10 @@ def test_dead_decode_engine_requeues_and_voids_reports() -> None:
 
 def test_returned_requests_precede_waiting_ones() -> None:
     scheduler = small_cluster()
-    scheduler.submit(Ask("first", 10))
-    scheduler.submit(Ask("second", 10))
+    scheduler.submit(NewRequest("first", 10))
+    scheduler.submit(NewRequest("second", 10))
     scheduler.fetch("P")
-    scheduler.submit(Ask("third", 10))
+    scheduler.submit(NewRequest("third", 10))
     assert [entry.request_id for entry in scheduler.remove_engine("p")] == ["first", "second"]
     scheduler.join(Engine("p2", EngineKind.PREFILL, "P", "node-p"))
     assert [entry.request_id for entry in scheduler.fetch("P").assigned] == ["first", "second", "third"]
@@ -351,7 +351,7 @@ def test_returned_requests_precede_waiting_ones() -> None:
 
 def test_engine_reported_figures_are_not_counted_twice() -> None:
     scheduler = small_cluster()
-    scheduler.submit(Ask("r", 10, 10))
+    scheduler.submit(NewRequest("r", 10, 10))
     (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
     # both engines finish before they report it
     scheduler.report([EngineReport("p", seq=0, tok=0), EngineReport("d", seq=0, tok=0, hbm_free=100), EngineReport("nobody")])
@@ -367,7 +367,7 @@ def test_missing_figures_do_not_starve_an_engine() -> None:
             EngineReport("d", seq=9, tok=90, hbm_free=0),
         ]
     )
-    scheduler.submit(Ask("r", 10, 100))
+    scheduler.submit(NewRequest("r", 10, 100))
     assert [scheduler.fetch(group).assigned for group in ("P", "D")] == [(), ()]
     full, empty = [EngineReport("p"), EngineReport("d")], [(0, 0, 0, 0), (0, 0, 100, 0)]
     scheduler.report(full)
@@ -380,9 +380,9 @@ def test_missing_figures_do_not_starve_an_engine() -> None:
 
 def test_resized_engine_keeps_its_requests() -> None:
     scheduler = small_cluster()
-    scheduler.submit(Ask("r", 10, 80))
+    scheduler.submit(NewRequest("r", 10, 80))
     (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
-    scheduler.submit(Ask("next", 10, 30))
+    scheduler.submit(NewRequest("next", 10, 30))
     scheduler.fetch("P")
     assert scheduler.fetch("D").assigned == ()
     scheduler.resize("d", 50)
@@ -400,15 +400,15 @@ def test_overloaded_engine_gets_no_request() -> None:
     scheduler = small_cluster()
     scheduler.join(Engine("q", EngineKind.PREFILL, "P", "node-q"))
     for number in range(3):
-        scheduler.submit(Ask(f"r{number}", 10))
+        scheduler.submit(NewRequest(f"r{number}", 10))
     report = [EngineReport("p", read_tokens=ALPHA + 1), EngineReport("q", seq=1, tok=BETA)]
     assert [entry.engine for entry in scheduler.fetch("P", report).assigned] == ["q", "p", "p"]
 
 
 def test_request_too_large_for_all_engines_blocks_no_other() -> None:
     scheduler = small_cluster()
-    scheduler.submit(Ask("large", 10, 101))
-    scheduler.submit(Ask("small", 10, 100))
+    scheduler.submit(NewRequest("large", 10, 101))
+    scheduler.submit(NewRequest("small", 10, 100))
     assert [entry.request_id for entry in scheduler.fetch("D").assigned] == ["small"]
     scheduler.join(Engine("big", EngineKind.DECODE, "D", "node-d", 200))
     assert [entry.engine for entry in scheduler.fetch("D").assigned] == ["big"]
@@ -421,15 +421,15 @@ def test_scheduler_invalid_arguments_are_rejected() -> None:
     with pytest.raises(InvalidArgument):
         scheduler.join(Engine("x", EngineKind.DECODE, "D", "node-d", -1))
     with pytest.raises(InvalidArgument):
-        Ask("r", 0)
+        NewRequest("r", 0)
     with pytest.raises(InvalidArgument):
         EngineReport("p", seq=1)
     with pytest.raises(InvalidArgument):
         EngineReport("p", read_tokens=-1)
     with pytest.raises(InvalidArgument):
         SchedulerLimits(-1, 0)
-    scheduler.submit(Ask("r", 1))
+    scheduler.submit(NewRequest("r", 1))
     with pytest.raises(CapacityExceeded):
-        scheduler.submit(Ask("s", 1))
+        scheduler.submit(NewRequest("s", 1))
     assert not scheduler.prefill_done("r", 0)
     assert not scheduler.finish("nobody", 0)

@@ -262,13 +262,13 @@ class Reads:
         """Index record of a block. The index is a hint; nodes are not asked."""
         return await self._queries.block(key)
 
-    async def look_up(self, chain: models.LookUp) -> models.LookedUp:
+    async def look_up(self, chain: models.LookupQuery) -> models.LookupAnswer:
         """The result of a lookup of this chain, with the reason of each miss. It is not counted as a lookup."""
         if chain.text is not None:
             if chain.keys is not None or chain.tokens is not None:
                 raise InvalidArgument("give only one of keys, tokens and text", field="text")
             tokens = await self._tokenizer.encode(chain.text)
-            chain = models.LookUp(namespace_id=chain.namespace_id, tokens=tokens)
+            chain = models.LookupQuery(namespace_id=chain.namespace_id, tokens=tokens)
         return await self._queries.look_up(chain)
 
     async def tokenizer(self) -> models.Tokenizer:

@@ -71,7 +71,7 @@ class Changes:
     # ---- eviction ----
     async def evict_volume(
         self, request: Request, node_id: NodeId, name: VolumeName, wanted: models.EvictVolume
-    ) -> models.Evicted:
+    ) -> models.VolumeEviction:
         """Evict cold blocks. Blocks in use and dirty DRAM blocks stay."""
         volume_id = f"{node_id}/{name}"
         with audited(request, self._counters, "volume.evict", volume_id, to_percent=wanted.to_percent) as result:
@@ -104,7 +104,7 @@ class Changes:
             result.update(_summary(answer))
         return answer
 
-    async def bump_weights(self, request: Request, namespace_id: NamespaceId, wanted: models.BumpWeights) -> models.Bumped:
+    async def bump_weights(self, request: Request, namespace_id: NamespaceId, wanted: models.BumpWeights) -> models.WeightsBump:
         """Register the namespace with the same spec and new weights, and drop the blocks of the old weights.
 
         A namespace is identified by its spec. Engines use the new namespace after they are restarted with the new weights epoch;
@@ -225,7 +225,7 @@ class Changes:
         return found.cap_bytes_per_s
 
     # ---- the index ----
-    async def anti_entropy(self, request: Request, node_id: NodeId) -> models.Compared:
+    async def anti_entropy(self, request: Request, node_id: NodeId) -> models.DigestComparison:
         """Repair ranges that differ. Ranges that change during the repair are left to the next round."""
         with audited(request, self._counters, "node.anti_entropy", node_id) as result:
 
@@ -234,9 +234,9 @@ class Changes:
 
             done = await self._rpc.change_node(await self._rpc.node(node_id), ask)
             result.update(repaired_ranges=done.repaired_ranges)
-        return models.Compared(node_id=node_id, repaired_ranges=done.repaired_ranges)
+        return models.DigestComparison(node_id=node_id, repaired_ranges=done.repaired_ranges)
 
-    async def rebuild_index(self, request: Request, if_match: IfMatch = None) -> models.Rebuilding:
+    async def rebuild_index(self, request: Request, if_match: IfMatch = None) -> models.IndexRebuild:
         """Rebuild the index with the epoch in If-Match (ETag of `GET /v1/index`); a repeated call drops nothing.
 
         The metadata server is unavailable for a moment. Until all nodes have sent their inventories, lookups find fewer blocks
@@ -250,7 +250,7 @@ class Changes:
                 done = await self._rpc.rebuild_index(epoch)
             except Conflict as changed:
                 raise meanwhile(changed, "epoch") from changed
-        return models.Rebuilding(dropped_epoch=done.dropped_epoch.hex())
+        return models.IndexRebuild(dropped_epoch=done.dropped_epoch.hex())
 
 
 def meanwhile(changed: Conflict, field: str) -> Exception:

@@ -29,7 +29,7 @@ from kvstore.process.node_id import is_plain
 if TYPE_CHECKING:
     from kvstore.control_api.commands import Commands
     from kvstore.control_api.queries import Queries
-    from kvstore.control_api.schemas.store import NamespaceEvicted, Unreached
+    from kvstore.control_api.schemas.store import NamespaceEvicted, UnreachableNode
     from kvstore.control_api.store_rpc import StoreRpc
     from kvstore.control_api.volume_checks import RunningChecks
 
@@ -166,7 +166,7 @@ def confirm(what: str, *, yes: bool) -> None:
         raise Refusal("nothing was done")
 
 
-def tell_unreached(unreached: list[Unreached]) -> None:
+def tell_unreached(unreached: list[UnreachableNode]) -> None:
     """Report the nodes that are missing from an answer."""
     for one in unreached:
         note(f"without node {one.node_id}: {one.detail} ({one.kind})")

@@ -23,7 +23,7 @@ from kvstore.config.model import Config
 from kvstore.core.errors import KVStoreError
 
 if TYPE_CHECKING:
-    from kvstore.cli.top.stats import Figures, Look
+    from kvstore.cli.top.stats import StoreRates, StoreSample
 
 LEAST_S: Final = 0.5
 MOST_S: Final = 60.0
@@ -90,13 +90,13 @@ def _is_live() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-async def look(config: Config, store: StoreConnection) -> Look:
+async def look(config: Config, store: StoreConnection) -> StoreSample:
     """Query the metadata server and all nodes once.
 
     Raises:
         KVStoreError: the metadata server does not answer.
     """
-    from kvstore.cli.top.stats import Look
+    from kvstore.cli.top.stats import StoreSample
     from kvstore.control_api import serializers
 
     questions = store.queries
@@ -108,7 +108,7 @@ async def look(config: Config, store: StoreConnection) -> Look:
         store.rpc.nodes(),
     )
     found = await questions.activities(list(statuses.values()))
-    return Look(
+    return StoreSample(
         at_s=time.monotonic(),
         cluster=cluster,
         shards=shards,
@@ -120,7 +120,7 @@ async def look(config: Config, store: StoreConnection) -> Look:
     )
 
 
-async def _one(config: Config, store: StoreConnection, interval_s: float) -> Figures:
+async def _one(config: Config, store: StoreConnection, interval_s: float) -> StoreRates:
     from kvstore.cli.top.stats import figures
 
     before = await look(config, store)
@@ -132,8 +132,8 @@ async def _live(config: Config, store: StoreConnection, interval_s: float, order
     """Show frames until q, Ctrl-C or SIGTERM. Keys work during a query, and only one query runs at a time."""
     from kvstore.cli.top.stats import ORDERS, figures
 
-    before: Look | None = None
-    found: Figures | None = None
+    before: StoreSample | None = None
+    found: StoreRates | None = None
     said = "looking ..."
     pressed: asyncio.Queue[str] = asyncio.Queue(_MOST_KEYS)
     with _screen(), _keys(pressed):
@@ -164,12 +164,12 @@ async def _live(config: Config, store: StoreConnection, interval_s: float, order
             await asyncio.gather(looking, key, return_exceptions=True)
 
 
-async def _look_after(config: Config, store: StoreConnection, wait_s: float) -> Look:
+async def _look_after(config: Config, store: StoreConnection, wait_s: float) -> StoreSample:
     await asyncio.sleep(wait_s)
     return await look(config, store)
 
 
-def _draw(found: Figures | None, order: str, said: str) -> None:
+def _draw(found: StoreRates | None, order: str, said: str) -> None:
     """Draw one frame, cut to the current size of the terminal so that it does not scroll."""
     from kvstore.cli.top.stats import HEADING, ORDERS, rows, summary
 

@@ -15,7 +15,7 @@ from kvstore.rpc.address import stays_on_host
 if TYPE_CHECKING:
     from kvstore.control_api.schemas.cluster import Cluster
     from kvstore.control_api.schemas.shards import Shards
-    from kvstore.control_api.schemas.store import Activity, LoadTimes, Node, Unreached, Volume
+    from kvstore.control_api.schemas.store import Activity, LoadTimes, Node, UnreachableNode, Volume
 
 REACHES: Final = ("dram", "nvme", "peer", "none")
 """Farthest source of a load; ``none``: no hit."""
@@ -25,7 +25,7 @@ _LOOPBACK: Final = "loopback"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StoreSample:
     """Sample of a store at one time."""
 
     at_s: float
@@ -37,11 +37,11 @@ class Look:
     nodes: Sequence[Node]
     volumes: Sequence[Volume]
     activities: Mapping[str, Activity]
-    unreached: Sequence[Unreached]
+    unreached: Sequence[UnreachableNode]
 
 
 @dataclass(slots=True)
-class Times:
+class LoadDurations:
     """Loads between two samples, and their durations."""
 
     loads: int = 0
@@ -49,7 +49,7 @@ class Times:
     buckets: dict[float, int] = field(default_factory=dict)
     """Loads by upper bound of the bucket in seconds; the last bound is infinite."""
 
-    def add(self, other: Times) -> None:
+    def add(self, other: LoadDurations) -> None:
         """Add the loads of other times."""
         self.loads += other.loads
         self.total_s += other.total_s
@@ -74,7 +74,7 @@ class Line:
     state: str
     answered: bool
     loads_per_s: float
-    times: Times
+    times: LoadDurations
     loaded: dict[str, float]
     plane: dict[str, float]
     links: dict[str, float]
@@ -92,7 +92,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class StoreRates:
     """Figures of a store between two samples."""
 
     seconds: float
@@ -100,12 +100,12 @@ class Figures:
     shards: Shards
     lookups_per_s: float
     hit_ratio: float | None
-    times: Mapping[str, Times]
+    times: Mapping[str, LoadDurations]
     lines: Sequence[Line]
-    unreached: Sequence[Unreached]
+    unreached: Sequence[UnreachableNode]
 
     @property
-    def all_times(self) -> Times:
+    def all_times(self) -> LoadDurations:
         """Sum the loads of all reaches."""
         return _sum(self.times.values())
 
@@ -121,10 +121,10 @@ ORDERS: Final[Mapping[str, tuple[str, Callable[[Line], tuple[float, str]]]]] = {
 """Sort orders by key: name and sort value of a node."""
 
 
-def figures(before: Look, after: Look) -> Figures:
+def figures(before: StoreSample, after: StoreSample) -> StoreRates:
     """Compute the figures between two samples. If a node restarted in between, its counts begin at the restart."""
     seconds = max(after.at_s - before.at_s, 1e-3)
-    times: dict[str, Times] = {reach: Times() for reach in REACHES}
+    times: dict[str, LoadDurations] = {reach: LoadDurations() for reach in REACHES}
     lines = []
     for node in after.nodes:
         now = after.activities.get(node.node_id)
@@ -135,7 +135,7 @@ def figures(before: Look, after: Look) -> Figures:
             times[reach].add(found)
         lines.append(_line(node, now, was, seen, _sum(by_reach.values()), after.volumes, seconds))
     asked = _grown(after.counters, before.counters, metadata_metrics.LOOKUP_KEYS)
-    return Figures(
+    return StoreRates(
         seconds=seconds,
         cluster=after.cluster,
         shards=after.shards,
@@ -147,7 +147,7 @@ def figures(before: Look, after: Look) -> Figures:
     )
 
 
-def as_data(found: Figures) -> dict[str, object]:
+def as_data(found: StoreRates) -> dict[str, object]:
     """Convert the figures to JSON."""
     return {
         "seconds": found.seconds,
@@ -184,7 +184,7 @@ def _servers(cluster: Cluster) -> str:
     return f"{used} (of {len(servers)} metadata servers, {away} away)"
 
 
-def summary(found: Figures) -> list[str]:
+def summary(found: StoreRates) -> list[str]:
     """Format the summary of the store as lines."""
     cluster, all_times = found.cluster, found.all_times
     links = _added(line.links for line in found.lines)
@@ -224,7 +224,7 @@ HEADING: Final = (
 )  # fmt: skip
 
 
-def rows(found: Figures, order: str) -> list[tuple[str, ...]]:
+def rows(found: StoreRates, order: str) -> list[tuple[str, ...]]:
     """Format one line per node, sorted by a key of ``ORDERS``."""
     return [
         (
@@ -254,7 +254,7 @@ def _line(
     now: Activity | None,
     was: Activity | None,
     seen: Activity | None,
-    times: Times,
+    times: LoadDurations,
     volumes: Sequence[Volume],
     seconds: float,
 ) -> Line:
@@ -315,7 +315,7 @@ def _grown(now: Mapping[str, int], before: Mapping[str, int], name: str) -> int:
     return _difference(now.get(name, 0), before.get(name, 0))
 
 
-def _times(now: Iterable[LoadTimes], before: Iterable[LoadTimes]) -> dict[str, Times]:
+def _times(now: Iterable[LoadTimes], before: Iterable[LoadTimes]) -> dict[str, LoadDurations]:
     old = {one.reach: one for one in before}
     found = {}
     for one in now:
@@ -326,18 +326,18 @@ def _times(now: Iterable[LoadTimes], before: Iterable[LoadTimes]) -> dict[str, T
             for bucket in one.buckets
         }
         total_s = one.total_s - was.total_s if was is not None and was.total_s <= one.total_s else one.total_s
-        found[str(one.reach)] = Times(sum(buckets.values()), total_s, buckets)
+        found[str(one.reach)] = LoadDurations(sum(buckets.values()), total_s, buckets)
     return found
 
 
-def _sum(times: Iterable[Times]) -> Times:
-    made = Times()
+def _sum(times: Iterable[LoadDurations]) -> LoadDurations:
+    made = LoadDurations()
     for one in times:
         made.add(one)
     return made
 
 
-def _times_data(times: Times, seconds: float) -> dict[str, float | None]:
+def _times_data(times: LoadDurations, seconds: float) -> dict[str, float | None]:
     found = {"per_s": times.loads / seconds, "mean_s": times.total_s / times.loads if times.loads else None}
     return found | {name: _finite(times.quantile(part)) for name, part in (("p50_up_to_s", 0.5), ("p99_up_to_s", 0.99))}
 
@@ -346,7 +346,7 @@ def _finite(bound: float | None) -> float | None:
     return None if bound == float("inf") else bound
 
 
-def _bound(times: Times, part: float) -> str:
+def _bound(times: LoadDurations, part: float) -> str:
     """Format the bounds of the bucket that contains a quantile. The histogram is not finer."""
     found = times.quantile(part)
     if found is None:

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from kvstore.control_api.schemas.base import RequestModel, ResponseModel
-from kvstore.control_api.schemas.store import Count, HexId, NodeName, Unreached
+from kvstore.control_api.schemas.store import Count, HexId, NodeName, UnreachableNode
 from kvstore.core import limits
 
 _MAX_KEEP_S = limits.MAX_KEEP_MS / 1000
@@ -62,4 +62,6 @@ class SessionHinted(ResponseModel):
     namespace_id: HexId = Field(description="namespace of the session")
     session: str = Field(description="name of the session", examples=["chat-7"])
     nodes: list[NodeHinted] = Field(description="effect by node, without nodes that do not know the session")
-    unreached: list[Unreached] = Field(description="nodes that failed or did not answer in time; they may have applied the hint")
+    unreached: list[UnreachableNode] = Field(
+        description="nodes that failed or did not answer in time; they may have applied the hint"
+    )

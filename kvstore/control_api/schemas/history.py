@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from kvstore.control_api.schemas.base import ResponseModel
-from kvstore.control_api.schemas.store import Bytes, Count, NodeName, Unreached
+from kvstore.control_api.schemas.store import Bytes, Count, NodeName, UnreachableNode
 
 
 class LatencyPercentiles(ResponseModel):
@@ -76,4 +76,4 @@ class FiguresOfLastHour(ResponseModel):
     load_by_node: dict[str, LatencyPercentiles] = Field(
         description="durations of loads in the last minute of these figures, by node; a node without loads is left out"
     )
-    unreached: list[Unreached] = Field(description="nodes that did not answer and are not included")
+    unreached: list[UnreachableNode] = Field(description="nodes that did not answer and are not included")

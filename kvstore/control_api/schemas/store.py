@@ -30,7 +30,7 @@ Rate = Annotated[float, Field(ge=0, examples=[3125000000.0])]
 Seconds = Annotated[float, Field(ge=0, examples=[0.134])]
 
 
-class Unreached(ResponseModel):
+class UnreachableNode(ResponseModel):
     """A node that did not answer or that failed."""
 
     node_id: NodeName
@@ -263,7 +263,7 @@ class Activities(ResponseModel):
     """Totals of the nodes of one page."""
 
     items: list[Activity] = Field(description="totals of the nodes that answered, by node id")
-    unreached: list[Unreached] = Field(description="nodes that did not answer, including engine pools of device memory")
+    unreached: list[UnreachableNode] = Field(description="nodes that did not answer, including engine pools of device memory")
     next_cursor: str | None = Field(
         description="cursor of the next page; null: this is the last page", examples=["bm9kZXMKaG9zdC0x"]
     )
@@ -308,7 +308,7 @@ class EvictVolume(RequestModel):
     )
 
 
-class Evicted(ResponseModel):
+class VolumeEviction(ResponseModel):
     """Result of an eviction."""
 
     evicted_blocks: Count = Field(description="replicas evicted", examples=[800])
@@ -383,7 +383,7 @@ class Usage(ResponseModel):
     namespace_id: HexId = Field(description="namespace that was counted")
     tiers: list[TierTotal] = Field(description="totals by tier")
     volumes: list[UsageEntry] = Field(description="usage by volume")
-    unreached: list[Unreached] = Field(description="nodes that did not answer and are not counted")
+    unreached: list[UnreachableNode] = Field(description="nodes that did not answer and are not counted")
 
 
 class EvictNamespace(RequestModel):
@@ -417,7 +417,7 @@ class NamespaceEvicted(ResponseModel):
     evicted_blocks: Count = Field(description="replicas evicted over all nodes and tiers", examples=[2400])
     kept_blocks: Count = Field(description="replicas kept over all nodes", examples=[0])
     nodes: list[NodeEvicted] = Field(description="result by node")
-    unreached: list[Unreached] = Field(description="nodes that did not evict; they still hold their blocks")
+    unreached: list[UnreachableNode] = Field(description="nodes that did not evict; they still hold their blocks")
 
 
 class BumpWeights(RequestModel):
@@ -429,7 +429,7 @@ class BumpWeights(RequestModel):
     invalidate: bool = Field(default=True, description="drop every block of the old namespace", examples=[True])
 
 
-class Bumped(ResponseModel):
+class WeightsBump(ResponseModel):
     """The namespace of the new weights."""
 
     namespace_id: HexId = Field(description="namespace of engines that start with this weights_epoch")
@@ -481,7 +481,7 @@ class Block(ResponseModel):
     replicas: list[Replica] = Field(description="replicas known to the index; empty: none")
 
 
-class LookUp(RequestModel):
+class LookupQuery(RequestModel):
     """A chain from its first block, given by keys or by tokens."""
 
     namespace_id: HexId = Field(description="namespace of the chain")
@@ -504,7 +504,7 @@ class LookUp(RequestModel):
     )
 
 
-class LookedUp(ResponseModel):
+class LookupAnswer(ResponseModel):
     """Hit length of a chain, and the reason of the first miss."""
 
     blocks: Count = Field(description="blocks looked up; with tokens, full blocks only", examples=[200])
@@ -640,7 +640,7 @@ class SlowLoads(ResponseModel):
     """Slowest loads of the last minute over all nodes, slowest first."""
 
     items: list[SlowLoad] = Field(description="loads, slowest first; empty: no load in the last minute")
-    unreached: list[Unreached] = Field(description="nodes that did not answer")
+    unreached: list[UnreachableNode] = Field(description="nodes that did not answer")
 
 
 class Overview(ResponseModel):
@@ -650,7 +650,7 @@ class Overview(ResponseModel):
     activity: list[Activity] = Field(description="totals of the nodes that answered")
     volumes: list[Volume] = Field(description="volumes of these nodes, by id")
     slow_loads: list[SlowLoad] = Field(description="slowest loads of the last minute on these nodes, slowest first")
-    unreached: list[Unreached] = Field(description="nodes that did not answer, including engine pools of device memory")
+    unreached: list[UnreachableNode] = Field(description="nodes that did not answer, including engine pools of device memory")
     known_nodes: Count = Field(description="number of known nodes, over all pages", examples=[3])
     next_cursor: str | None = Field(
         description="cursor of the next page; null: this is the last page", examples=["bm9kZXMKaG9zdC0x"]
@@ -671,14 +671,14 @@ class SetTrafficCap(RequestModel):
     bytes_per_s: int = Field(ge=0, le=2**53, description="bytes per second in each direction; 0: no limit", examples=[2812500000])
 
 
-class Compared(ResponseModel):
+class DigestComparison(ResponseModel):
     """Result of one anti-entropy round."""
 
     node_id: NodeName
     repaired_ranges: Count = Field(description="repaired key ranges, of 4,096 per volume", examples=[0])
 
 
-class Rebuilding(ResponseModel):
+class IndexRebuild(ResponseModel):
     """Rebuild of the index: the index is dropped and filled again from the nodes' inventories."""
 
     dropped_epoch: HexId = Field(description="epoch of the dropped index; the rebuild has begun when /v1/index shows another one")

@@ -21,7 +21,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, ErrorKind, InvalidArgument, KVStoreError, NotFound
 from kvstore.core.status import make_error
 from kvstore.dualpath.groups import Engine
-from kvstore.dualpath.scheduler import Ask
+from kvstore.dualpath.scheduler import NewRequest
 from kvstore.metadata.scheduling.outbox import PendingWork
 from kvstore.rpc.codec import check_id, check_name
 
@@ -57,7 +57,7 @@ class RouterRequest:
     """
 
     message: pb.AssignRequestRequest
-    ask: Ask
+    ask: NewRequest
     bytes: int
     generation: int
     submitted_s: float
@@ -135,7 +135,7 @@ class RequestTable:
             raise NotFound("unknown request (the server may have restarted): submit it again")
         return request
 
-    def add(self, call: pb.AssignRequestRequest, ask: Ask, budget_s: float) -> RouterRequest:
+    def add(self, call: pb.AssignRequestRequest, ask: NewRequest, budget_s: float) -> RouterRequest:
         """Add a new request with its first attempt."""
         message = pb.AssignRequestRequest(
             operation_id=call.operation_id,
@@ -193,7 +193,7 @@ class RequestTable:
         request.ended = True
         del self._requests[request.request_id]
         self.bytes -= request.bytes
-        request.ask = Ask(request.ask.request_id, request.ask.tokens)  # the heap of deadlines may keep the object alive
+        request.ask = NewRequest(request.ask.request_id, request.ask.tokens)  # the heap of deadlines may keep the object alive
         self._forget_attempts(request)
         self.remember_ended(request.message.operation_id, why)
         for waiter in request.waiters:
@@ -212,10 +212,10 @@ class RequestTable:
         request.earlier_generations.clear()
 
 
-def ask_of(call: pb.AssignRequestRequest) -> Ask:
+def ask_of(call: pb.AssignRequestRequest) -> NewRequest:
     """A router's request for the scheduler. KV memory is counted in tokens; all engines use the same unit."""
     hbm_tokens = call.prompt_tokens + call.expected_output_tokens
-    return Ask(call.request_id, call.prompt_tokens, hbm_tokens, {one.engine: one.tokens for one in call.cached_prefixes})
+    return NewRequest(call.request_id, call.prompt_tokens, hbm_tokens, {one.engine: one.tokens for one in call.cached_prefixes})
 
 
 def request_bytes(call: pb.AssignRequestRequest) -> int:

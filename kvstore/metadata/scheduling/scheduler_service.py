@@ -19,7 +19,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, KVStoreError, NotFound, Unavailable
 from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.queues import ReadQueues
-from kvstore.dualpath.scheduler import Fetched, Requeued, Scheduler, SchedulerLimits
+from kvstore.dualpath.scheduler import FetchResult, RequeuedRequest, Scheduler, SchedulerLimits
 from kvstore.metadata.scheduling.answers import RequestNotifier
 from kvstore.metadata.scheduling.engine_reports import check_report, figures_of, ref_of
 from kvstore.metadata.scheduling.groups import GroupTable, ReportingGroup
@@ -231,7 +231,7 @@ class SchedulerService:
             self._scheduler.report(figures)
             self._counters.add(metadata_metrics.FETCHES_SKIPPED)
 
-    def _assign(self, group: ReportingGroup, fetched: Fetched) -> None:
+    def _assign(self, group: ReportingGroup, fetched: FetchResult) -> None:
         for one in fetched.assigned:
             request = self._requests[one.request_id]
             engine = group.engines[one.engine]
@@ -412,7 +412,7 @@ class SchedulerService:
         )
 
     # ---- changes of one request ----
-    def _requeue(self, requeued: Requeued) -> None:
+    def _requeue(self, requeued: RequeuedRequest) -> None:
         """A request lost an engine: it waits again, for as long as it could wait at first."""
         request = self._requests[requeued.request_id]
         remaining_kind = requeued.remaining.role if requeued.remaining is not None else None

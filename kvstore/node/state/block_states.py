@@ -73,7 +73,7 @@ class InvalidTransition(Internal):
     """A block was to change between states that no transition connects: a bug of the node."""
 
 
-class Story:
+class TransitionLog:
     """The last transitions of all blocks of a table. Guarded by the table's lock."""
 
     __slots__ = ("entries",)

@@ -22,7 +22,7 @@ from kvstore.node.state.block_states import (
     VOLUME_SHIFT,
     DramState,
     InvalidTransition,
-    Story,
+    TransitionLog,
     VolumeReplica,
 )
 from kvstore.node.state.change_log import ReplicaChangeLog
@@ -98,7 +98,7 @@ class Residency:
         self.cascades_chains = cascades_chains
         self.evicts_nvme = True
         """Whether blocks may leave a volume to free space for others."""
-        self.story = Story()
+        self.story = TransitionLog()
         self._record = self.story.entries.append
         self._log = log
 

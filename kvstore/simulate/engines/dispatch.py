@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.groups import Engine
-from kvstore.dualpath.scheduler import Ask, EngineReport, Scheduler, SchedulerLimits
+from kvstore.dualpath.scheduler import EngineReport, NewRequest, Scheduler, SchedulerLimits
 from kvstore.simulate.engines.job import Job
 from kvstore.simulate.network.event_loop import EventLoop
 
@@ -106,7 +106,7 @@ class ByScheduler:
         self._groups = list(groups.items())
 
     def submit(self, job: Job, hbm_bytes: float) -> None:
-        self._scheduler.submit(Ask(job.name, job.tokens, round(hbm_bytes)))
+        self._scheduler.submit(NewRequest(job.name, job.tokens, round(hbm_bytes)))
         self._jobs[job.name] = _RunningRequest(job, 0)
         self._unpaired += 1
         self._wake()

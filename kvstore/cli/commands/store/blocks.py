@@ -19,7 +19,7 @@ from kvstore.core.keys import MAX_TOKEN
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 
 if TYPE_CHECKING:
-    from kvstore.control_api.schemas.store import LookedUp, Replica
+    from kvstore.control_api.schemas.store import LookupAnswer, Replica
 
 MAX_TOKENS: Final = 4_194_304
 MAX_INPUT_BYTES: Final = 64 << 20
@@ -74,15 +74,15 @@ def lookup(config: Config, *, namespace: str, ids: tuple[str, ...], file: Path |
       kvstore blocks lookup 8c2f0d --file tokens.json
       jq -c .token_ids request.json | kvstore blocks lookup 8c2f0d -o json | jq .first_miss
     """
-    from kvstore.control_api.schemas.store import LookUp
+    from kvstore.control_api.schemas.store import LookupQuery
 
     if ids and file is not None:
         raise click.UsageError("give ids, or a file of them, not both")
     keys, tokens = chain_of(" ".join(ids) if ids else _read(file))
 
-    async def question(store: StoreConnection) -> LookedUp:
+    async def question(store: StoreConnection) -> LookupAnswer:
         wanted = (await find(store, namespace)).namespace_id
-        return await store.queries.look_up(LookUp(namespace_id=wanted, keys=keys, tokens=tokens))
+        return await store.queries.look_up(LookupQuery(namespace_id=wanted, keys=keys, tokens=tokens))
 
     found = ask(config, question)
     why = f": {found.first_miss}" if found.first_miss else ""
