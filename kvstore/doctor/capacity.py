@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from kvstore.doctor.contract import Finding, Level, setting_size
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
 from kvstore.health.quantities import show_size
-from kvstore.process.memory.memory_sizing import NODE_BASE_BYTES, NODE_BYTES_PER_BLOCK, index_memory, most_blocks
+from kvstore.process.memory.memory_sizing import NODE_BASE_BYTES, NODE_BYTES_PER_BLOCK, block_table_memory, most_blocks
 
 LARGE_ARENA = 32 << 30
 """Above this size, huge pages and NUMA placement matter."""
@@ -21,7 +21,7 @@ def capacity_findings(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     """Report combinations that do not fit on the host, even if each part does."""
     yield from _shared_disks(facts, wanted)
     yield from _disks(facts, wanted)
-    yield from _index(facts["memory"], wanted)
+    yield from _full_node(facts["memory"], wanted)
     yield from _arena(facts["memory"], wanted)
 
 
@@ -68,25 +68,25 @@ def _disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("storage", Level.INFO, message)
 
 
-def _index(memory: Section, wanted: Wanted) -> Iterator[Finding]:
+def _full_node(memory: Section, wanted: Wanted) -> Iterator[Finding]:
     total = memory.number("total_bytes")
     if memory.error or total is None:
         return
     nvme = sum(volume.capacity_bytes for volume in wanted.volumes)
     blocks = most_blocks(wanted.dram_bytes, nvme, wanted.block_bytes)
-    index = index_memory(wanted.dram_bytes, nvme, wanted.block_bytes)
+    table = block_table_memory(wanted.dram_bytes, nvme, wanted.block_bytes)
     by_block = f"{NODE_BYTES_PER_BLOCK:,} bytes for each of {blocks:,} blocks of {show_size(wanted.block_bytes)}"
     reckoned = f"{show_size(NODE_BASE_BYTES)} plus {by_block}"
-    if wanted.dram_bytes <= total < wanted.dram_bytes + index:
+    if wanted.dram_bytes <= total < wanted.dram_bytes + table:
         message = (
-            f"arena and index of a full node take {show_size(wanted.dram_bytes + index)} of {show_size(total)}: the kernel may"
-            f" kill the node (index: {show_size(index)}, {reckoned})"
+            f"arena and block table of a full node take {show_size(wanted.dram_bytes + table)} of {show_size(total)}: the"
+            f" kernel may kill the node (block table: {show_size(table)}, {reckoned})"
         )
-        most = total - index
+        most = total - table
         fix = f"--set node.dram={setting_size(most)}" if most > 1 << 20 else None
         yield Finding("memory", Level.WARNING, message, fix)
     else:
-        yield Finding("memory", Level.OK, f"a full node takes {show_size(index)} beside its arena ({reckoned})")
+        yield Finding("memory", Level.OK, f"a full node takes {show_size(table)} beside its arena ({reckoned})")
 
 
 def _arena(memory: Section, wanted: Wanted) -> Iterator[Finding]:

@@ -152,7 +152,7 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
         return
     if (owner := folder.text("slab_owner")) is not None:
         message = f"{path}: node {owner} has adopted this volume: the node of this host only reads it"
-        fix = "kvstore status --detail   # start this node, then stop the adopter in order: the volume returns"
+        fix = "kvstore status --detail   # start this node, then stop the adopter gracefully (SIGTERM): the volume returns"
         yield Finding(area, Level.WARNING, message, fix)
     state = "a volume" if slab is not None else "no volume yet" if folder.flag("exists") else "not there yet"
     free = folder.number("free_bytes")

@@ -302,16 +302,16 @@ VOLUME_ADOPTED: Final = _warning(
     "A node has adopted the volume of another node",
     "The first owner was silent, so a node with node.adopt_mounts took its volume over. Blocks are found, loaded and evicted"
     " there, and none is lost.",
-    "Nothing is urgent. To give the volume back, start its first owner, then stop the adopter in order: the first owner takes the"
-    " volume back within seconds.",
+    "Nothing is urgent. To give the volume back, start its first owner, then stop the adopter gracefully (SIGTERM): the first"
+    " owner takes the volume back within seconds.",
 )
 VOLUME_FENCED: Final = _warning(
     "VOLUME_FENCED",
     "Another node has adopted a volume of this node",
     "This node was silent for longer than node.adopt_after of the adopter. It writes nothing to the volume, reads it"
     " like any node that mounts it, and has less space for new blocks.",
-    "Find out why the node was silent. To get the volume back, stop the adopter in order: this node takes it back within"
-    " seconds.",
+    "Find out why the node was silent. To get the volume back, stop the adopter gracefully (SIGTERM): this node takes it back"
+    " within seconds.",
 )
 VOLUME_HUNG: Final = _error(
     "VOLUME_HUNG",

@@ -10,7 +10,7 @@ import yaml
 from deployed import CHART, DEPLOY, EXAMPLES, HELM, chart_daemon, helm, pods, rendered
 
 import kvstore
-from kvstore.process.memory.memory_sizing import index_memory
+from kvstore.process.memory.memory_sizing import block_table_memory
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="requirements-deploy.txt is not installed")
 pytestmark = pytest.mark.skipif(not HELM.exists(), reason="no helm beside this Python: scripts/fetch_helm.py")
@@ -110,7 +110,7 @@ def test_chart_memory_holds_the_index_of_a_full_node(example: str) -> None:
         limit = workload["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
         arena = 0 if config.huge_pages else config.dram_bytes
         beside = (int(limit.removesuffix("Mi")) << 20) - arena
-        index = index_memory(config.dram_bytes, sum(volume.capacity_bytes for volume in config.nvme))
+        index = block_table_memory(config.dram_bytes, sum(volume.capacity_bytes for volume in config.nvme))
         assert index <= beside < index + (1 << 20)
 
 
@@ -119,7 +119,7 @@ def test_chart_memory_overhead_and_block_size_are_heeded() -> None:
     for setting in ("node.memoryOverhead=4GiB", "node.blockSize=16MiB"):
         (node,) = (one for one in rendered("plain", "--set", setting) if one["kind"] == "DaemonSet")
         limits.append(node["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"])
-    sized = index_memory(4 << 30, 50 << 30, 16 << 20)
+    sized = block_table_memory(4 << 30, 50 << 30, 16 << 20)
     assert limits == ["8192Mi", f"{4096 + -(-sized // (1 << 20))}Mi"]
 
 

@@ -26,7 +26,7 @@ from deployed import (
     unit,
 )
 
-from kvstore.process.memory.memory_sizing import index_memory
+from kvstore.process.memory.memory_sizing import block_table_memory
 
 HOST_FILE = COMPOSE.with_name("host.yaml")
 LARGE = SYSTEMD / "large"
@@ -53,7 +53,7 @@ def test_large_node_starts_and_fits_host(kind: str) -> None:
     node = daemon.config.node
     assert (node.dram_bytes, node.huge_pages, len(node.nvme)) == (768 << 30, True, 8)
     assert {volume.capacity_bytes for volume in node.nvme} == {6 << 40}
-    assert node.dram_bytes + index_memory(node.dram_bytes, 48 << 40) < HOST_BYTES
+    assert node.dram_bytes + block_table_memory(node.dram_bytes, 48 << 40) < HOST_BYTES
     assert node.tls.require_client_cert
     assert not node.allow_insecure_remote
 

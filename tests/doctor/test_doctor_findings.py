@@ -387,11 +387,11 @@ def test_volumes_on_partitions_of_one_disk_share_it() -> None:
     assert not [finding for finding in apart if "share" in finding.message]
 
 
-def test_index_memory_beyond_the_host_is_a_warning() -> None:
+def test_block_table_beyond_the_host_is_a_warning() -> None:
     """2 volumes of 3 TiB and blocks of 1 MiB: 6.3 million blocks, about 7 GiB of index beside the arena."""
     wanted = Wanted(dram_bytes=60 * GIB, volumes=[WantedVolume(Path("/mnt/a"), 6 << 40)], gds="off")
     host = facts(SERVER, memory={"total_bytes": 64 * GIB, "available_bytes": 64 * GIB})
-    finding = of(findings(host, wanted), "memory", "arena and index of a full node")
+    finding = of(findings(host, wanted), "memory", "arena and block table of a full node")
     assert finding.level is Level.WARNING
     assert "1.0 GiB plus 1,000 bytes for each of 6,352,896 blocks of 1.0 MiB" in finding.message
     assert finding.fix == "--set node.dram=57GiB"

@@ -51,7 +51,7 @@ def ping(config: Config, *, addresses: tuple[str, ...], count: int, timeout: flo
       kvstore ping 10.0.0.2:7410 --count 100
       kvstore ping https://admin.example:7470 -o json
 
-    Exits with 0 if every server answered, 1 if one did not, 3 if one refused the token or the role.
+    Exit codes: 0 every server answered, 1 one did not, 2 usage error, 3 one refused the token or the role.
     """
     from kvstore.cli.ping.round_trips import PingOutcome
     from kvstore.rpc.failover.addresses import MetadataAddresses

@@ -41,6 +41,8 @@ EXIT_REFUSED: Final = 3
 EXIT_IN_PART: Final = 4
 """Exit code: nodes did not answer or blocks remain; a later retry may complete the change."""
 CODES: Final = "0 done, 1 failed or no answer, 2 usage error, 3 rejected or not found, 4 partly done"
+_LISTED: Final = "Exit codes:"
+"""Begins the list of a command whose codes mean more than ``CODES``."""
 _REFUSALS: Final = frozenset(
     {
         ErrorKind.NOT_FOUND,
@@ -75,9 +77,10 @@ yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for conf
 
 
 def store_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Add the options that name a store and its configuration, pass the configuration first, and document the exit codes."""
+    """Add the options that name a store and its configuration, pass the configuration first, and list the exit codes once."""
     made = metadata_option(cluster_option(with_quiet_config(command)))
-    made.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\nExits with {CODES}."
+    text = inspect.cleandoc(command.__doc__ or "")
+    made.__doc__ = text if _LISTED in text else f"{text}\n\n{_LISTED} {CODES}."
     return made
 
 
@@ -111,8 +114,8 @@ def ask(config: Config, question: Callable[[StoreConnection], Awaitable[T]]) -> 
             raise Refusal(clean(str(error))) from error
         raise
     except (ValueError, KeyError) as error:  # an unknown tier, side or id
-        _log.debug("an answer has another shape", exc_info=True)
-        raise click.ClickException("an answer cannot be understood: is that server of another version?") from error
+        _log.debug("invalid answer", exc_info=True)
+        raise click.ClickException("the server sent an invalid answer; it may run another version of kvstore") from error
 
 
 async def _ask(config: Config, question: Callable[[StoreConnection], Awaitable[T]]) -> T:

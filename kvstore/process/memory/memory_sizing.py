@@ -23,6 +23,6 @@ def most_blocks(dram_bytes: int, nvme_bytes: int, block_bytes: int = USUAL_BLOCK
     return (dram_bytes + nvme_bytes) // max(1, block_bytes)
 
 
-def index_memory(dram_bytes: int, nvme_bytes: int, block_bytes: int = USUAL_BLOCK_BYTES) -> int:
+def block_table_memory(dram_bytes: int, nvme_bytes: int, block_bytes: int = USUAL_BLOCK_BYTES) -> int:
     """Bytes of memory of a full node in addition to its arena. Arguments as of ``most_blocks``."""
     return NODE_BASE_BYTES + NODE_BYTES_PER_BLOCK * most_blocks(dram_bytes, nvme_bytes, block_bytes)

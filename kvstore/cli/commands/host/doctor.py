@@ -53,7 +53,7 @@ _STYLES = {Level.OK: "green", Level.INFO: "dim", Level.WARNING: "yellow", Level.
     "--block-size",
     callback=param_types.some_size,
     metavar="SIZE",
-    help="Block size for the estimate of index memory (default: 1MiB).",
+    help="Block size for the estimate of a full node's memory (default: 1MiB).",
 )
 @metadata_option
 @cluster_option
@@ -75,8 +75,8 @@ def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
       kvstore doctor --nvme /mnt/nvme0/kvstore:1TiB --set node.gds=required
       kvstore doctor -o json | jq '.findings[] | select(.level != "ok")'
 
-    Exits with 1 where something is missing that the configuration requires, or a server that it names does not answer; warnings
-    exit with 0.
+    Exit codes: 0 no error, perhaps warnings; 1 the configuration requires something that is missing, or a server that it names
+    does not answer; 2 usage error.
     """
     from kvstore.doctor.collect import collect
 

@@ -36,7 +36,7 @@ _argument = click.argument("node", shell_complete=complete_nodes)
 @click.option("--timeout", callback=param_types.some_seconds, metavar="TIME", help="Longest wait, e.g. 90s.")
 @store_change
 def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float | None) -> CommandOutput:
-    """Drain a node: it rejects stores, serves loads and makes all blocks durable.
+    """Drain a node: it stores no new blocks, serves loads and makes all blocks durable.
 
     Engines on its host keep loading and stop storing. A drained node may be stopped. Without --move, its blocks stay on its
     volumes and are misses until it is back. With --move, other nodes serve them. A drain survives restarts; kvstore nodes
@@ -46,7 +46,8 @@ def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float |
       kvstore nodes drain host-3 --wait            before a restart of the host
       kvstore nodes drain host-3 --move --wait     before it leaves for good; then stop it and remove it
 
-    Exit codes with --wait: 0 the node is drained, 3 the drain is blocked and stopping the node would lose blocks, 4 timeout.
+    Exit codes: 0 ordered, or with --wait drained; 1 failed or no answer; 2 usage error; 3 rejected or not found, or with --wait
+    blocked: stopping the node would lose blocks; 4 --timeout passed, and the drain continues.
     """
 
     async def order(store: StoreConnection) -> CommandOutput:

@@ -31,7 +31,7 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
     """Show health, nodes, volumes and usage as the metadata server knows them.
 
     The first line is HEALTH_OK, HEALTH_WARN or HEALTH_ERR with the number of findings; a line per finding follows, with its code
-    and the facts. Exit code 5: the store answers, and something is wrong or will be soon.
+    and the facts.
 
     JSON: health (ok, warning, error), findings (code, severity, subject, facts, title, meaning, action, docs), metadata (the
     setting), metadata_servers, each with address, state (usable, on_trial, away) and used; index (servers that hold a shared
@@ -47,6 +47,8 @@ def status(config: Config, *, detail: bool) -> CommandOutput:
       kvstore status --detail
       kvstore status --metadata 10.0.0.1:7400 -o json
       kvstore status --watch 5
+
+    Exit codes: 0 HEALTH_OK, 1 failed or no answer, 2 usage error, 3 rejected, 5 HEALTH_WARN or HEALTH_ERR: at least one finding.
     """
     try:
         summary, shards = ask(config, lambda store: fetch_status(config, store))

@@ -122,8 +122,8 @@ def check(
 ) -> CommandOutput:
     """Verify the checksums of every block of VOLUME.
 
-    VOLUME is the id (NODE/NAME) of a volume of a running node. The node checks it in the background and removes bad blocks,
-    which are misses afterwards. A node forgets its checks when it restarts.
+    VOLUME is the id (NODE/NAME) of a volume of a running node. The node checks it in the background and quarantines bad
+    blocks, which are misses afterwards. A node forgets its checks when it restarts.
 
     With --offline, VOLUME is a folder. The node that owns it must be stopped. Every block is read here, nothing is changed, and
     no metadata server is needed.
@@ -134,7 +134,8 @@ def check(
       kvstore volumes check host-1/nvme0 --status -o json | jq .bad_blocks
       kvstore volumes check --offline /mnt/nvme0/kvstore
 
-    Exit codes with --offline, --wait or --status: 1 the check failed or found bad or unreadable blocks, 4 it was cancelled.
+    Exit codes: 0 done, and no bad block was found; 1 failed, no answer, or bad or unreadable blocks were found; 2 usage error;
+    3 rejected or not found; 4 the check was cancelled.
     """
     if offline:
         if status_only or cancel or wait or rate is not None:
