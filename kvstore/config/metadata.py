@@ -42,7 +42,9 @@ class MetadataSection(Section):
         default=None, description="folder of the index; may be deleted while the server is down. Unset: in data_dir"
     )
     index_size_bytes: Size = Field(
-        default=16 << 30, ge=1 << 20, description="largest size of the index file; address space until it is used"
+        default=16 << 30,
+        ge=1 << 20,
+        description="maximum size of the index file. It reserves address space only; disk space is used as the index grows",
     )
     engine: str = Field(
         default="lmdb",
@@ -68,14 +70,14 @@ class MetadataSection(Section):
     alpha_tokens: int = Field(
         default=75_000,
         ge=1,
-        description="a host's read queue is long above this many tokens. Measure: bytes per second of its storage link under load"
-        " (25 Gbit/s: 3.1e9) x 3 s / KV bytes per token (Llama-3-8B: 131,072)",
+        description="a host's read queue above this many tokens (alpha) is long: engines of other hosts are preferred. Measure:"
+        " bytes per second of its storage link under load (25 Gbit/s: 3.1e9) x 3 s / KV bytes per token (Llama-3-8B: 131,072)",
     )
     beta_tokens: int = Field(
         default=100_000,
         ge=1,
-        description="a prefill engine with more tokens than this gets no further requests. Measure: prompt tokens per second,"
-        " hits included, of one engine under load x 5 s",
+        description="a prefill engine with more tokens than this (beta) gets no further requests. Measure: prompt tokens per"
+        " second, hits included, of one engine under load x 5 s",
     )
     engine_ttl_ms: DurationMs = Field(
         default=5_000, ge=10, description="time without a report after which an engine group's requests go to other groups"

@@ -25,7 +25,7 @@ from kvstore.config.values import DurationMs
 
 def _check_cluster_name(name: str) -> str:
     if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,62}", name):
-        raise ValueError("the name of a cluster has lower-case letters, digits, - and _")
+        raise ValueError("the name of a cluster may contain only lower-case letters, digits, - and _")
     return name
 
 

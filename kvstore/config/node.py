@@ -144,9 +144,11 @@ class NodeSection(Section):
     lease_ms: Annotated[DurationMs, AfterValidator(_check_lease)] = Field(
         default=10_000, description="how long loaded blocks are protected from eviction while the client copies them"
     )
-    prepare_ttl_ms: DurationMs = Field(default=30_000, description="longest time from the start to the end of a store")
+    prepare_ttl_ms: DurationMs = Field(default=30_000, description="time limit of a store, from its start to its end")
     load_window_bytes: SizeIfSet = Field(
-        default=None, gt=0, description="bytes read ahead for each load. Unset: 32MiB per volume, at least 64MiB"
+        default=None,
+        gt=0,
+        description="bytes that one load reads from volumes and peers at a time. Unset: 32MiB per volume, at least 64MiB",
     )
     load_threads: int | None = Field(
         default=None, ge=1, le=256, description="concurrent loads from NVMe and peers. Unset: 4 per volume, at least 8"
@@ -159,8 +161,8 @@ class NodeSection(Section):
     )
     gds: Literal["auto", "required", "off"] = Field(
         default="auto",
-        description="whether the node measures at start if engines can read its volumes by GPUDirect Storage: auto (and shows the"
-        " result), required (the node does not start without it) or off. The node itself reads into host memory",
+        description="test at start whether engines can read the volumes by GPUDirect Storage. auto: test and report; required:"
+        " refuse to start if it does not work; off: no test. The node itself reads into host memory",
     )
     nixl: Literal["off", "auto", "required"] = Field(
         default="off",
@@ -214,7 +216,7 @@ class NodeSection(Section):
         " blocks there; a tenant alone may protect 0.9; 0: hints are ignored",
     )
     cache_loads: bool = Field(
-        default=True, description="cache loaded and stored blocks in DRAM; false: use DRAM for staging only"
+        default=True, description="keep blocks in DRAM after loads and stores; false: DRAM only buffers transfers"
     )
     peer_streams: int = Field(default=4, ge=1, le=64, description="connections per fetch from a peer")
     anti_entropy_interval_ms: DurationMs = Field(default=30_000, description="time between two comparisons with the index")

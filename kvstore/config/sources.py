@@ -150,7 +150,7 @@ def parse_assignment(text: str) -> Setting:
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise InvalidArgument("a setting looks like node.dram=4GiB", got=text)
+        raise InvalidArgument("a setting must look like node.dram=4GiB", got=text)
     return Setting(key.strip(), value.strip(), Origin("flag", f"--set {key.strip()}"))
 
 

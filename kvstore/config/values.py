@@ -44,7 +44,7 @@ def parse_size(value: object) -> int:
     else:
         size = _scaled(value, _SIZE_UNITS, 'a size looks like "64MiB", "4GB" or a whole number of bytes')
     if size < 0:
-        raise ValueError("a size is 0 or more")
+        raise ValueError("a size must not be negative")
     return size
 
 
@@ -71,7 +71,7 @@ def parse_memory(value: object) -> int:
         return parse_size(value)
     share, total = int(match[1]), memory_total()
     if not 1 <= share <= 95:
-        raise ValueError(f"a part of the memory is 1% to 95%, not {value!r}")
+        raise ValueError(f"a part of the memory must be 1% to 95%, not {value!r}")
     if total is None:
         raise ValueError("this host does not say how much memory it has: give a size")
     return max(1, total * share // 100 >> 20) << 20
@@ -129,7 +129,7 @@ def _forms(item: str) -> str:
 
 
 def parse_volume(value: object) -> object:
-    """Reads ``"/path:100GiB"`` as ``{"path": …, "capacity": …}``; leaves anything else to pydantic.
+    """Read ``"/path:100GiB"`` as ``{"path": …, "capacity": …}``; leave anything else to pydantic.
 
     Raises:
         ValueError: a text without both parts.
@@ -145,7 +145,7 @@ def parse_volume(value: object) -> object:
 
 
 def parse_mount(value: object) -> object:
-    """Reads ``"storage-1/nvme0=/path"`` as ``{"volume": …, "path": …}``; leaves anything else to pydantic.
+    """Read ``"storage-1/nvme0=/path"`` as ``{"volume": …, "path": …}``; leave anything else to pydantic.
 
     Raises:
         ValueError: a text without both parts.
@@ -166,7 +166,7 @@ class Rendered:
 
 
 def _unset(parse: Callable[[object], int]) -> Callable[[object], int | None]:
-    """Leaves out a value that is not given."""
+    """Leave out a value that is not given."""
     return lambda value: None if value is None else parse(value)
 
 

@@ -33,9 +33,9 @@ class Bed:
 
     def __post_init__(self) -> None:
         if self.prefill_nodes < 1 or self.decode_nodes < 1 or not self.dram > 0:
-            raise InvalidArgument("a cluster needs nodes of both roles and bandwidths greater than zero")
+            raise InvalidArgument("prefill_nodes and decode_nodes must be at least 1, and dram above zero")
         if not all(0 < value < math.inf for value in (self.gpus, self.cnic, self.storage)):
-            raise InvalidArgument("links have a bandwidth greater than zero, and only memory may be without a limit")
+            raise InvalidArgument("gpus, cnic and storage must be above zero and finite")
 
 
 @dataclass(frozen=True, slots=True)

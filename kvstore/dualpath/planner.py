@@ -263,7 +263,12 @@ class Planner:
         end = 0
         for part in sorted(parts, key=lambda part: part.start):
             if part.start < end or part.count < 1 or part.end > request.blocks:
-                raise InvalidArgument("part is impossible", index=part.index, start=part.start, count=part.count)
+                raise InvalidArgument(
+                    "a part overlaps another one or is not within the request",
+                    index=part.index,
+                    start=part.start,
+                    count=part.count,
+                )
             end = part.end
         if len({part.index for part in parts}) < len(parts):
             raise InvalidArgument("two parts have the same index", plan_id=plan_id)

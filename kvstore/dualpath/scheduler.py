@@ -96,7 +96,7 @@ class EngineReport:
 
     def __post_init__(self) -> None:
         if (self.seq is None) != (self.tok is None):
-            raise InvalidArgument("seq and tok are reported together", engine=self.engine)
+            raise InvalidArgument("seq and tok must be reported together", engine=self.engine)
         for value in (self.seq, self.tok, self.hbm_free, self.read_tokens):
             if value is not None and not 0 <= value <= MAX_HBM_UNITS:
                 raise InvalidArgument("engine report out of bounds", engine=self.engine, value=value)

@@ -32,7 +32,13 @@ class Split:
         self, *, least_blocks: int = 2, least_bytes: int = 4 << 20, most_parts: int = 8, relay_gain: float = 0.05
     ) -> None:
         if least_blocks < 1 or least_bytes < 0 or most_parts < 1 or not 0 <= relay_gain < 1:
-            raise InvalidArgument("split: bounds make no sense", least_blocks=least_blocks, most_parts=most_parts)
+            raise InvalidArgument(
+                "policy split: least_blocks and most_parts must be at least 1, least_bytes at least 0, and relay_gain 0 to 1",
+                least_blocks=least_blocks,
+                most_parts=most_parts,
+                least_bytes=least_bytes,
+                relay_gain=relay_gain,
+            )
         self.least_blocks = least_blocks
         self.least_bytes = least_bytes
         self.most_parts = most_parts

@@ -175,7 +175,7 @@ class ServedEngine:
             return log.read().decode(errors="replace")
 
     def is_healthy(self) -> bool:
-        """Whether it serves."""
+        """Whether the engine serves."""
         try:
             return self.call("GET", "/health", timeout_s=5.0)[0] == http.client.OK
         except Unavailable:
@@ -245,7 +245,7 @@ class ServedEngine:
         return totals
 
     def reset_prefix_cache(self, *, connector: bool = False) -> None:
-        """Forgets what the engine itself cached.
+        """Drop the engine's own cache.
 
         Args:
             connector: also what vLLM's offloading keeps in host memory.
@@ -258,7 +258,7 @@ class ServedEngine:
             raise InvalidArgument("the engine does not reset its cache", status=status, answer=answer[:200].decode())
 
     def kill(self) -> None:
-        """Kills all its processes."""
+        """Kill all processes of the engine."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self._keeper.kill()
@@ -270,7 +270,7 @@ class ServedEngine:
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets them go on."""
+        """Let the processes of the engine continue."""
         os.killpg(self.process.pid, signal.SIGCONT)
 
 
@@ -291,7 +291,7 @@ class EngineBed:
         self._engines: dict[str, ServedEngine] = {}
 
     def start(self, *specs: ServeSpec, timeout_s: float = START_TIMEOUT_S) -> ServedEngine:
-        """Starts engines, all at once, and waits until they serve.
+        """Start engines, all at once, and wait until they serve.
 
         Returns:
             The first of them; ``engine`` finds the others.
@@ -306,7 +306,7 @@ class EngineBed:
         return started[0]
 
     def begin(self, spec: ServeSpec) -> ServedEngine:
-        """Starts one without waiting for it.
+        """Start an engine without waiting for it.
 
         Raises:
             InvalidArgument: one of this name runs.
@@ -329,7 +329,7 @@ class EngineBed:
         return engine
 
     def await_healthy(self, engine: ServedEngine, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Waits until an engine serves.
+        """Wait until an engine serves.
 
         Raises:
             Internal: it ended.
@@ -354,18 +354,18 @@ class EngineBed:
         return iter(list(self._engines.values()))
 
     def stop(self, name: str) -> None:
-        """Ends one in order."""
+        """Stop an engine gracefully."""
         self._engines[name].process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._engines[name].process.wait(STOP_TIMEOUT_S)
         self.kill(name)
 
     def kill(self, name: str) -> None:
-        """Kills one with all its processes."""
+        """Kill an engine with all its processes."""
         self._engines.pop(name).kill()
 
     def close(self) -> None:
-        """Ends all."""
+        """End all engines."""
         for engine in self:
             with contextlib.suppress(ProcessLookupError):
                 engine.process.terminate()

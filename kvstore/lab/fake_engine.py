@@ -110,7 +110,7 @@ class FakeEngine:
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     async def stop(self) -> None:
-        """Ends as a killed process does: connections are cut."""
+        """End like a killed process: connections are cut."""
         if self._server is None or self._task is None:
             return
         self._server.should_exit = self._server.force_exit = True
@@ -120,7 +120,7 @@ class FakeEngine:
         self._server = self._task = None
 
     def cut_all(self) -> None:
-        """Cuts all connections."""
+        """Cut all connections."""
         assert self._server is not None
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()

@@ -133,6 +133,6 @@ class FilledTable:
             finish_eviction(self.table.residency, self.node_volume, victims)
 
     def close(self) -> None:
-        """Gives the arena back."""
+        """Release the arena."""
         self.table.close()
         self.arena.close()

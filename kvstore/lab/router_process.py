@@ -65,7 +65,7 @@ class RouterProcess:
         return f"http://{self.address}/v1"
 
     def stop(self) -> int:
-        """Ends it in order; answers its exit code."""
+        """Stop the router gracefully. Return its exit code."""
         if self._process is None:
             return 0
         self._process.terminate()

@@ -152,7 +152,7 @@ class Tree:
         return getattr(pool, "full_kv_pool", pool)
 
     def insert(self, tokens: Sequence[int], fill: int) -> Any:  # noqa: ANN401
-        """Puts tokens, with random KV, into the tree; the node of the last one."""
+        """Put tokens, with random KV, into the tree. Return the node of the last token."""
         import torch
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -224,7 +224,7 @@ class Tree:
         return taken
 
     def back_up(self, node: Any) -> None:  # noqa: ANN401
-        """Copies all up to a node to host memory and from there to storage, and waits until SGLang's threads are done."""
+        """Copy all pages up to a node to host memory and to storage, and wait until SGLang's threads are done."""
         from sglang.test.kits.unified_radix_cache.fixtures import node_parent, write_backup
 
         path: list[Any] = []
@@ -245,7 +245,7 @@ class Tree:
             self.cache.drain_storage_control_queues()
 
     def prefetch(self, tokens: Sequence[int]) -> int:
-        """Brings what storage has of a prompt, as the scheduler would before it admits a request; tokens in host memory then."""
+        """Load what storage has of a prompt, like SGLang before it admits a request. Return the tokens in host memory."""
         return self.prefetch_at_once([tokens])[0]
 
     def prefetch_at_once(self, prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -282,7 +282,7 @@ class Tree:
         return request
 
     def load_back(self, tokens: Sequence[int]) -> Any:  # noqa: ANN401
-        """Copies what host memory has of a prompt to the device; the node of its last token."""
+        """Copy what host memory has of a prompt to the device. Return the node of its last token."""
         node = self.match(tokens).last_host_node
         assert self.cache.load_back(node)
         assert self.cache.ready_to_load_host_cache() != -1

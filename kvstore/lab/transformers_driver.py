@@ -23,7 +23,7 @@ class TransformersDriver:
     block_tokens: int = 16
 
     def open(self, store: StoreAddress | None, options: Mapping[str, object]) -> TransformersEngine:
-        """Loads the model and connects it with the store, if there is one."""
+        """Load the model and connect it with the store, if there is one."""
         return TransformersEngine(self, store, options)
 
 
@@ -60,7 +60,7 @@ class TransformersEngine:
         return Generated(tuple(tokens), cache.loaded_tokens)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until everything offered is stored, or given up."""
+        """Wait until all offered blocks are stored or given up."""
         return self._store is None or self._store.flush(timeout_s)
 
     def forget(self) -> None:
@@ -71,6 +71,6 @@ class TransformersEngine:
         return {} if self._store is None else self._store.stats()
 
     def close(self) -> None:
-        """Lets go of the store."""
+        """Close the connection to the store."""
         if self._store is not None:
             self._store.close()

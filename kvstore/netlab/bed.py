@@ -40,7 +40,7 @@ class LabBed:
 
     def __post_init__(self) -> None:
         if min(self.prefill, self.decode, self.storage) < 1:
-            raise InvalidArgument("a bed has at least one host of each role")
+            raise InvalidArgument("prefill, decode and storage must be at least 1")
         self.hosts()
 
     def hosts(self) -> tuple[HostSpec, ...]:

@@ -68,7 +68,7 @@ class HostSpec:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name == _SWITCH:
             raise InvalidArgument(
-                f"a host's name takes 1 to 64 letters, digits, '_' and '-', and is not {_SWITCH!r}", name=self.name
+                f"a host's name must have 1 to 64 letters, digits, '_' and '-', and must not be {_SWITCH!r}", name=self.name
             )
         for rate in (self.snic_mbit, self.cnic_mbit):
             check_rate(rate)
@@ -112,7 +112,7 @@ class LabHost:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Starts a process on this host. It is killed when the *thread* that started it ends, and with the lab at the latest.
+        """Start a process on this host. It is killed when the *thread* that started it ends, and with the lab at the latest.
 
         Args:
             argv: program and arguments.
@@ -163,7 +163,7 @@ class LabHost:
         netns.batch("ip", [f"link set {self.port(network)} down"], self._switch)
 
     def restore(self, network: Network) -> None:
-        """Puts the cable back; connections go on as soon as TCP tries again."""
+        """Connect the cable again. Connections continue as soon as TCP tries again."""
         netns.batch("ip", [f"link set {self.port(network)} up"], self._switch)
 
     def shape(self, network: Network, mbit: float | None) -> None:
@@ -262,7 +262,7 @@ class NetLab:
     def __init__(self, hosts: Sequence[HostSpec]) -> None:
         names = [spec.name for spec in hosts]
         if not 1 <= len(hosts) <= MAX_HOSTS or len(set(names)) != len(names):
-            raise InvalidArgument(f"a lab has 1 to {MAX_HOSTS} hosts of different names", hosts=names)
+            raise InvalidArgument(f"a lab must have 1 to {MAX_HOSTS} hosts of different names", hosts=names)
         self.name = netns.new_lab_name()
         self._hosts = {spec.name: LabHost(spec, index, self.name) for index, spec in enumerate(hosts)}
         self._guard: netns.Guard | None = None
@@ -270,7 +270,7 @@ class NetLab:
         self._counters: CounterFile | None = None
 
     def __enter__(self) -> Self:
-        """Builds the networks.
+        """Build the networks.
 
         Raises:
             Unsupported: ip or tc is not installed.
@@ -291,7 +291,7 @@ class NetLab:
         self.close()
 
     def close(self) -> None:
-        """Kills every process on the hosts and removes the networks; recordings stay readable."""
+        """Kill every process on the hosts and remove the networks; recordings stay readable."""
         if self._guard is None:
             return
         for host in self._hosts.values():

@@ -38,17 +38,17 @@ class LinkTrafficClass:
     ceil_mbit: float | None = None
 
     def check(self, rate_mbit: float) -> None:
-        """Holds it against the rate of its link.
+        """Check the class against the rate of its link.
 
         Raises:
-            InvalidArgument: it cannot be had on that link.
+            InvalidArgument: the link is too slow for the class, or the mark is out of bounds.
         """
         if not 1 <= self.dscp <= 63:
-            raise InvalidArgument("a DSCP mark is 1 to 63", dscp=self.dscp)
+            raise InvalidArgument("the DSCP mark must be 1 to 63", dscp=self.dscp)
         ceil = rate_mbit if self.ceil_mbit is None else self.ceil_mbit
         if not (_LEAST_MBIT <= self.floor_mbit <= ceil <= rate_mbit and self.floor_mbit <= rate_mbit - _LEAST_MBIT):
             raise InvalidArgument(
-                "of a link's rate, KV is guaranteed 1 Mbit/s at least, its ceiling at most, and not all",
+                "the floor of KV must be at least 1 Mbit/s, at most the ceiling, and leave 1 Mbit/s of the link's rate",
                 floor=self.floor_mbit,
                 ceil=ceil,
                 rate=rate_mbit,
@@ -79,9 +79,9 @@ class LinkSettings:
 
 
 def check_rate(rate_mbit: float | None) -> None:
-    """Raises InvalidArgument for a rate that no link can have."""
+    """Check the rate of a link. Raises InvalidArgument."""
     if rate_mbit is not None and not (math.isfinite(rate_mbit) and _LEAST_MBIT <= rate_mbit <= _MOST_MBIT):
-        raise InvalidArgument(f"a rate is {_LEAST_MBIT:.0f} to {_MOST_MBIT:.0f} Mbit/s", rate=rate_mbit)
+        raise InvalidArgument(f"the rate must be {_LEAST_MBIT:.0f} to {_MOST_MBIT:.0f} Mbit/s", rate=rate_mbit)
 
 
 def bucket_bytes(rate_mbit: float) -> int:

@@ -98,7 +98,7 @@ def batch(name: str, lines: Sequence[str], namespace: str | None = None, *, go_o
 
 # ---------------------------------------------------------------- inside a namespace
 def enter(fd: int) -> None:
-    """Puts the calling thread into the namespace behind ``fd`` (in a fresh child: the process).
+    """Put the calling thread into the namespace behind ``fd`` (in a fresh child: the process).
 
     Raises:
         OSError: the kernel refuses.
@@ -191,7 +191,7 @@ def stale_labs() -> list[str]:
 
 
 def remove_lab(lab: str) -> None:
-    """Kills what runs in a lab and removes it; links go with their namespaces.
+    """Kill all processes of a lab and remove it. Links are removed with their namespaces.
 
     Raises:
         DeadlineExceeded: a process does not end.
@@ -211,7 +211,7 @@ def remove_lab(lab: str) -> None:
 
 
 def remove_stale() -> list[str]:
-    """Removes the labs of dead owners and names them."""
+    """Remove the labs of dead owners. Return their names."""
     labs = stale_labs()
     for lab in labs:
         remove_lab(lab)
@@ -246,7 +246,7 @@ class Guard:
         )
 
     def close(self) -> None:
-        """Lets it go, once the lab is removed."""
+        """End the guard process, after the lab is removed."""
         try:
             self._process.communicate(timeout=_COMMAND_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -72,7 +72,7 @@ class CounterFile:
         return [Counts(int(found[port][8]), int(found[port][0])) for port in self._ports]
 
     def close(self) -> None:
-        """Closes the file; the namespace cannot go before."""
+        """Close the file. The namespace cannot be removed before."""
         os.close(self._fd)
 
 
@@ -125,7 +125,7 @@ class Recording:
 
     def __init__(self, counters: CounterFile, interval_s: float = DEFAULT_INTERVAL_S) -> None:
         if not 0.001 <= interval_s <= 60:
-            raise InvalidArgument("samples are 1 ms to 60 s apart", interval_s=interval_s)
+            raise InvalidArgument("interval_s must be 0.001 to 60", interval_s=interval_s)
         self._counters = counters
         self._interval_s = interval_s
         self._at = array("d")

@@ -78,7 +78,7 @@ class StoreCollector(Collector):
             try:
                 samples = list(gauges())
             except Exception:  # the other samples are exposed nevertheless
-                log.exception("gauges failed")
+                log.exception("gauges not collected: %s", getattr(gauges, "__qualname__", gauges))
                 continue
             for sample in samples:
                 metric = _metric_of(sample)

@@ -95,7 +95,7 @@ def split_address(address: str) -> tuple[str, int]:
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65_535:
-        raise ValueError(f"an address looks like 127.0.0.1:7401, not {address}")
+        raise ValueError(f"an address must look like 127.0.0.1:7401, not {address}")
     return host.strip("[]"), int(port)
 
 

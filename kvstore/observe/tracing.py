@@ -119,7 +119,7 @@ def span(name: str, attributes: Mapping[str, str | int | float] | None = None) -
 
 
 def note(**attributes: str | float) -> None:
-    """Adds attributes to the present span."""
+    """Add attributes to the present span."""
     if _tracer is not None:
         from opentelemetry import trace
 
@@ -177,7 +177,7 @@ def set_up(
     made: Any
     if exporter == "file":
         if file is None:
-            raise ValueError("traces to a file take observe.traces_file")
+            raise ValueError("observe.traces = file requires observe.traces_file")
         made = _file_exporter(file)
     else:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -188,14 +188,14 @@ def set_up(
 
 
 def use(provider: Any) -> None:  # noqa: ANN401  # opentelemetry.trace.TracerProvider
-    """Makes spans with a provider of the caller's, such as an engine's own; None: switches traces off."""
+    """Make spans with the caller's provider, such as that of an engine; None: switch traces off."""
     global _tracer, _provider
     _provider = provider
     _tracer = provider.get_tracer("kvstore") if provider is not None else None
 
 
 def shut_down() -> None:
-    """Writes what is left, and switches traces off."""
+    """Write the remaining spans, and switch traces off."""
     provider = _provider
     use(None)
     if provider is not None and hasattr(provider, "shutdown"):

@@ -74,7 +74,7 @@ def parse_capacity(text: str) -> StoreCapacity:
         tier, equals, size = part.strip().partition("=")
         tier = tier.strip().lower()
         if tier not in {"dram", "nvme"} or not equals or tier in sizes:
-            raise InvalidArgument("a capacity looks like dram=1GiB,nvme=20GiB", got=text)
+            raise InvalidArgument("a capacity must look like dram=1GiB,nvme=20GiB", got=text)
         try:
             sizes[tier] = parse_size(size)
         except ValueError as error:

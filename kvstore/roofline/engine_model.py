@@ -27,13 +27,13 @@ class Scale:
 
     def __post_init__(self) -> None:
         if not (0 < self.dilation < math.inf and 0 < self.bytes < math.inf):
-            raise InvalidArgument("a scale is greater than zero", dilation=self.dilation, bytes=self.bytes)
+            raise InvalidArgument("dilation and bytes must be above zero and finite", dilation=self.dilation, bytes=self.bytes)
 
     @classmethod
     def for_link(cls, real_rate: float, emulated_rate: float, dilation: float = 1.0) -> Scale:
         """Return the scale that emulates a link of ``real_rate`` (bytes/s) at ``emulated_rate``."""
         if not (real_rate > 0 and emulated_rate > 0):
-            raise InvalidArgument("a rate is greater than zero", real=real_rate, emulated=emulated_rate)
+            raise InvalidArgument("rates must be above zero", real=real_rate, emulated=emulated_rate)
         return cls(dilation, emulated_rate * dilation / real_rate)
 
     def rate(self, real_rate: float) -> float:
@@ -76,7 +76,9 @@ class EngineModel:
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.group_gpus < self.tensor_parallel:
             raise InvalidArgument(
-                "a group has at least the GPUs of one engine", engine=self.tensor_parallel, group=self.group_gpus
+                "group_gpus must be at least tensor_parallel, and both at least 1",
+                engine=self.tensor_parallel,
+                group=self.group_gpus,
             )
 
     # ---- memory ----

@@ -27,8 +27,8 @@ HBM_USABLE = 0.9
 """Share of HBM for weights and KV: activations, graphs and communication buffers take the rest."""
 
 EXCHANGE_S = MappingProxyType({8: 191e-6, 16: 313e-6, 32: 428e-6, 64: 487e-6, 128: 561e-6})
-"""Seconds a mixture-of-experts layer spends in dispatch plus combine of 128 tokens a GPU, by GPUs in the group: DeepEP's
-published low-latency figures on H800 with one 400 Gb/s NIC a GPU."""
+"""Seconds a mixture-of-experts layer spends in dispatch plus combine of 128 tokens per GPU, by GPUs in the group: DeepEP's
+published low-latency figures on H800 with one 400 Gb/s NIC per GPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ def ratios(nodes: int) -> list[tuple[int, int]]:
         InvalidArgument: fewer than two nodes.
     """
     if nodes < 2:
-        raise InvalidArgument("a cluster has at least one prefill and one decode node", nodes=nodes)
+        raise InvalidArgument("nodes must be at least 2: one prefill and one decode node", nodes=nodes)
     steps = min(MOST_RATIOS, nodes - 1)
     prefills = {round(1 + index * (nodes - 2) / max(1, steps - 1)) for index in range(steps)}
     return sorted(((prefill, nodes - prefill) for prefill in prefills), key=lambda pair: (abs(pair[0] - pair[1]), pair))

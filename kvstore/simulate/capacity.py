@@ -80,7 +80,12 @@ def capacity(
         InvalidArgument: the run is too short, or the pool is empty.
     """
     if not pool or lives <= 1 or not first_guess > 0:
-        raise InvalidArgument("a capacity takes sessions, more than one life, and a first guess above zero")
+        raise InvalidArgument(
+            "sessions must not be empty, lives must be above 1, and first_guess above 0",
+            sessions=len(pool),
+            lives=lives,
+            first_guess=first_guess,
+        )
     points: list[Point] = []
 
     def keeps(rate: float) -> bool:

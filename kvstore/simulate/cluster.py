@@ -52,7 +52,7 @@ class SimHost:
 
     def __post_init__(self) -> None:
         if self.engines < 1 or self.cnics < 1 or not min(self.snic, self.cnic, self.dram, self.stage_bytes) > 0:
-            raise InvalidArgument("a host has engines, links and memory", host=self.name)
+            raise InvalidArgument("engines, links and memory of a host must be above zero", host=self.name)
 
 
 class DispatchPolicy(StrEnum):
@@ -147,13 +147,13 @@ class SimConfig:
 
     def __post_init__(self) -> None:
         if {host.role for host in self.hosts} != {EngineKind.PREFILL, EngineKind.DECODE}:
-            raise InvalidArgument("a cluster has prefill and decode hosts")
+            raise InvalidArgument("hosts must include a prefill and a decode host")
         if len({host.name for host in self.hosts}) < len(self.hosts):
-            raise InvalidArgument("a host's name is used twice")
+            raise InvalidArgument("two hosts have the same name")
         if self.layer_groups < 1 or self.block_tokens < 1 or self.relays < 0 or not self.storage > 0:
-            raise InvalidArgument("layer groups, block tokens and storage are above zero")
+            raise InvalidArgument("layer_groups, block_tokens and storage must be above zero, and relays not negative")
         if not (self.quota_s > 0 and self.fetch_s > 0 and self.batch_tokens > 0) or self.reads_in_flight == 0:
-            raise InvalidArgument("quota, period, batch and reads in flight are above zero")
+            raise InvalidArgument("quota_s, fetch_s, batch_tokens and reads_in_flight must be above zero")
 
     @property
     def token_bytes(self) -> float:
@@ -203,10 +203,16 @@ def uniform(
     prefill_nodes = model.prefill_nodes if prefill_nodes is None else prefill_nodes
     decode_nodes = model.decode_nodes if decode_nodes is None else decode_nodes
     if min(prefill_nodes, decode_nodes) < 1:
-        raise InvalidArgument("a cluster has at least one node of each role")
+        raise InvalidArgument(
+            "prefill_nodes and decode_nodes must be at least 1", prefill_nodes=prefill_nodes, decode_nodes=decode_nodes
+        )
     engines, left = divmod(gpus_per_node, model.tensor_parallel)
     if engines < 1 or left:
-        raise InvalidArgument("GPUs of a node are a multiple of an engine's", node=gpus_per_node, engine=model.tensor_parallel)
+        raise InvalidArgument(
+            "the GPUs per node must be a multiple of the GPUs per engine, the tensor parallelism of the model",
+            gpus_per_node=gpus_per_node,
+            gpus_per_engine=model.tensor_parallel,
+        )
     hosts: list[SimHost] = []
     models: dict[EngineKind, EngineModel] = {}
     for role, nodes, usual, kind in (

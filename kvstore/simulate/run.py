@@ -55,7 +55,7 @@ def simulate(
     until_s: float = math.inf,
     most_waiting: int | None = None,
 ) -> SimResult:
-    """Runs sessions on a cluster.
+    """Run sessions on a cluster.
 
     Args:
         config: both.

@@ -102,6 +102,6 @@ def at_once(sessions: Iterable[AgentSession]) -> tuple[AgentSession, ...]:
 def arriving(sessions: Sequence[AgentSession], per_s: float, seed: int) -> tuple[AgentSession, ...]:
     """Start sessions as a Poisson process of this rate."""
     if not per_s > 0:
-        raise InvalidArgument("arrivals are above zero", per_s=per_s)
+        raise InvalidArgument("per_s must be above zero", per_s=per_s)
     starts = np.random.default_rng([seed, 7]).exponential(1 / per_s, len(sessions)).cumsum()
     return tuple(AgentSession(float(start), session.turns) for start, session in zip(starts, sessions, strict=True))

@@ -22,7 +22,7 @@ class HostLimit(Protocol):
         """Move the bytes of one request; return the seconds."""
 
     def close(self) -> None:
-        """End it."""
+        """Release the buffers of the measurement."""
 
 
 class MemcpyLimit:
@@ -38,7 +38,7 @@ class MemcpyLimit:
         np.copyto(self._target, self._source)  # faults the pages in
 
     def sample(self) -> float:
-        """Copy."""
+        """Copy one sample; return the seconds."""
         started_s = time.perf_counter()
         np.copyto(self._target, self._source)
         return time.perf_counter() - started_s

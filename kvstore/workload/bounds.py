@@ -77,7 +77,7 @@ def best_hits(requests: Sequence[ChainIds], capacity_blocks: int) -> HitCount:
     About 1 µs per access, and 8 bytes of memory per access and per hit.
     """
     if capacity_blocks < 0:
-        raise InvalidArgument("capacity is 0 or more", capacity_blocks=capacity_blocks)
+        raise InvalidArgument("capacity_blocks must not be negative", capacity_blocks=capacity_blocks)
     accesses = np.concatenate(requests) if requests else np.empty(0, dtype=np.int64)
     if capacity_blocks == 0 or not len(accesses):
         return HitCount(len(accesses), 0)
@@ -129,7 +129,7 @@ def simulate(requests: Iterable[ChainIds], policy: EvictionPolicy, capacity_bloc
     The request's own blocks are pinned while it is served, like blocks that the node loads and stores.
     """
     if capacity_blocks < 0:
-        raise InvalidArgument("capacity is 0 or more", capacity_blocks=capacity_blocks)
+        raise InvalidArgument("capacity_blocks must not be negative", capacity_blocks=capacity_blocks)
     held: set[BlockKey] = set()
     blocks = hits = evicted = skipped = 0
     for chain in requests:

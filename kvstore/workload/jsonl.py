@@ -74,7 +74,9 @@ def _chunks(path: Path) -> Iterator[bytes]:
     """Read chunks. Raises OSError, ZstdError (damage) or EOFError (truncation), and InvalidArgument for a pipe or a device."""
     with open(path, "rb", opener=_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise InvalidArgument("a trace is a regular file, which is read more than once: save what a pipe brings", file=path)
+            raise InvalidArgument(
+                "the trace must be a regular file, because it is read twice; save the output of a pipe to a file first", file=path
+            )
         start = file.read(len(_ZSTD_MAGIC))
         file.seek(0)
         if start == _ZSTD_MAGIC or (start[1:] == _ZSTD_SKIPPABLE and start[0] >> 4 == 5):

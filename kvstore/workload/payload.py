@@ -93,7 +93,7 @@ class Payloads:
         return total
 
     def _parts(self, data: Bytes) -> tuple[_Words, Bytes]:
-        """Splits blocks into whole keys' widths, as words, and the up to 15 bytes after them."""
+        """Split blocks into words, in whole multiples of the width of a key, and the up to 15 bytes after them."""
         if data.ndim != 2 or data.dtype != np.uint8 or data.shape[1] != self.block_bytes or (data.size and data.strides[1] != 1):
             raise InvalidArgument(
                 "payloads must be a uint8 array [blocks, block_bytes] whose last axis is contiguous",

@@ -93,7 +93,7 @@ def _row(path: Path, number: int, line: bytes) -> _Row:
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"not a trace: no JSON object ({error})", file=path, line=number) from error
     if not isinstance(row, dict):
-        raise InvalidArgument("not a trace: a line is one JSON object", file=path, line=number)
+        raise InvalidArgument("not a trace: each line must be one JSON object", file=path, line=number)
     return row
 
 
@@ -164,7 +164,7 @@ def _parse_mooncake(row: _Row, position: int) -> TraceRequest:
 
 def _parse_rle(row: _Row, position: int, block_tokens: int) -> TraceRequest:
     if "meta" in row:
-        raise InvalidArgument("a second 'meta': it belongs on the first line only; join traces by leaving the others' out")
+        raise InvalidArgument("only the first line may be a 'meta' object; remove it from the traces that were appended")
     session, stream = row.get("s"), row.get("st", "main")
     if type(session) not in (int, str):
         raise InvalidArgument(f"'s', the session of request {position}, must be a text or an integer", value=_shown(session))
@@ -196,7 +196,7 @@ def _expand(runs: object) -> BlockIds:
     total = 0
     for run in runs:
         if not isinstance(run, list) or len(run) != 2 or type(run[0]) is not int or type(run[1]) is not int:
-            raise InvalidArgument("a run of blocks is [first id, count]", value=_shown(run))
+            raise InvalidArgument("a run of blocks must be [first id, count]", value=_shown(run))
         first, count = run
         if first < 0 or count < 1 or first + count > _MAX_INT:
             raise InvalidArgument("a run's ids or count are out of range", value=_shown(run))

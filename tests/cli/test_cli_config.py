@@ -147,7 +147,7 @@ def test_environment_foreign_variables_are_ignored() -> None:
         ("node.nvme=/a:x", "a size looks like"),
         ("metadata.workers=0", "greater than or equal to 1"),
         ("node.dram=0", "greater than 0"),
-        ("nonsense", "looks like node.dram=4GiB"),
+        ("nonsense", "must look like node.dram=4GiB"),
         ("node.lease=249ms", "250ms or more"),
         ("node.policy=foo", "'reuse-distance', 's3-fifo' or 'lru'"),
         ("node.nvme=/a,b:1GiB", "must not contain a comma"),

@@ -90,11 +90,11 @@ def test_simulate_lists_models() -> None:
         (["--sweep-pd", "1-1"], 2, "clusters look like"),
         (["--model", "gpt"], 1, "no model 'gpt'"),
         (["--profile", "x"], 2, "no profile"),
-        (["--snic", "inf"], 1, "links have a bandwidth"),
-        (["--cnic", "inf"], 1, "links have a bandwidth"),
-        (["--snic", "1e308"], 1, "links have a bandwidth"),
-        (["--cnic", "nan"], 1, "links have a bandwidth"),
-        (["--gpus", "6", "--model", "llama-2-70b"], 1, "multiple of an engine's"),
+        (["--snic", "inf"], 1, "must be above zero and finite"),
+        (["--cnic", "inf"], 1, "must be above zero and finite"),
+        (["--snic", "1e308"], 1, "must be above zero and finite"),
+        (["--cnic", "nan"], 1, "must be above zero and finite"),
+        (["--gpus", "6", "--model", "llama-2-70b"], 1, "multiple of the GPUs per engine"),
     ],
 )
 def test_simulate_error_one_line(arguments: list[str], code: int, words: str) -> None:

@@ -235,9 +235,9 @@ def test_capacity_search_brackets_the_limit() -> None:
 def test_nonsense_is_refused() -> None:
     host = SimHost("a", EngineKind.PREFILL, 1, "a", 1.0, 1.0)
     engine = EngineModel(MODEL, H100, group_gpus=8)
-    with pytest.raises(InvalidArgument, match="prefill and decode"):
+    with pytest.raises(InvalidArgument, match="a prefill and a decode"):
         SimConfig((host,), engine, engine, ())
-    with pytest.raises(InvalidArgument, match="twice"):
+    with pytest.raises(InvalidArgument, match="the same name"):
         SimConfig((host, SimHost("a", EngineKind.DECODE, 1, "b", 1.0, 1.0)), engine, engine, ())
     with pytest.raises(InvalidArgument, match="does not fit"):
         uniform(model_named("ds-660b"), H100, (), prefill_nodes=1)

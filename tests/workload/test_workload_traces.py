@@ -126,7 +126,7 @@ def test_wrong_fields_are_refused(tmp_path: Path, change: dict[str, Any]) -> Non
         ({"in": 256}, "'in' and 'h' do not match"),
         ({"in": 385}, "'in' and 'h' do not match"),
         ({"ts": 1 << 63}, f"from 0 to {(1 << 63) - 1}"),
-        (META, "a second 'meta'"),
+        (META, "only the first line may be a 'meta' object"),
     ],
 )
 def test_what_is_wanted_is_said(tmp_path: Path, change: dict[str, Any], hint: str) -> None:

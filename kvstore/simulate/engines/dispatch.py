@@ -140,10 +140,14 @@ class ByScheduler:
 
 
 def check_fits(need: float, space: float, what: str) -> None:
-    """Refuses what could never be served.
+    """Check that the longest request can be served.
 
     Raises:
-        InvalidArgument: it needs more than there is.
+        InvalidArgument: it needs more bytes than the memory has.
     """
     if need > space:
-        raise InvalidArgument(f"a request needs more {what} than there is", need_bytes=round(need), space_bytes=round(space))
+        raise InvalidArgument(
+            f"the longest request exceeds the {what}; use shorter prompts or a larger memory",
+            need_bytes=round(need),
+            space_bytes=round(space),
+        )

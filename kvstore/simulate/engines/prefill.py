@@ -139,7 +139,7 @@ class PrefillUnit:
         return max(compute, stream) + min(compute, stream) / self._model.model.layers
 
     def _batch(self, engine: PrefillEngine) -> list[tuple[Job, PrefillChunk]]:
-        """Takes what goes into the next pass out of the queue; a request that is cut stays at its head."""
+        """Take the requests of the next pass out of the queue. A request that is cut stays at the head of the queue."""
         if not engine.ready:
             return []
         if self._quota_s is None:

@@ -21,22 +21,22 @@ class EventLoop:
         self._order = 0
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Runs ``action`` at ``when``.
+        """Run ``action`` at the time ``when``.
 
         Raises:
-            Internal: that is in the past, or never.
+            Internal: ``when`` is in the past, or infinite.
         """
         if not self.now <= when < math.inf:
-            raise Internal("an event must come", when=when, now=self.now)
+            raise Internal("the time of an event must be finite and not before the present", when=when, now=self.now)
         self._order += 1
         heapq.heappush(self._heap, (when, self._order, action))
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Runs ``action`` that much later."""
+        """Run ``action`` after this time."""
         self.at(self.now + seconds, action)
 
     def step(self) -> bool:
-        """Runs what comes next. False: nothing will ever happen again."""
+        """Run the next event. False: there are no more events."""
         flow_end = self.network.next_end()
         when = self._heap[0][0] if self._heap else math.inf
         if flow_end <= when:

@@ -69,7 +69,7 @@ class FluidNetwork:
 
     def __init__(self, capacities: Sequence[float]) -> None:
         if not all(capacity > 0 for capacity in capacities):
-            raise InvalidArgument("a link's capacity is greater than zero")
+            raise InvalidArgument("link capacities must be above zero")
         self.capacities = list(capacities)
         self.moved = [0.0] * len(capacities)
         """Bytes that each link has carried, up to the last ``settle`` or the last change of its flows."""
@@ -89,7 +89,7 @@ class FluidNetwork:
             InvalidArgument: negative bytes.
         """
         if not 0 <= nbytes < math.inf:
-            raise InvalidArgument("a flow has zero or more bytes", nbytes=nbytes)
+            raise InvalidArgument("nbytes must be finite and not negative", nbytes=nbytes)
         cls = self._classes.get(path)
         if cls is None:
             cls = self._classes[path] = _Class(path, len(self._classes))
@@ -133,7 +133,7 @@ class FluidNetwork:
         return ended
 
     def settle(self, now: float) -> None:
-        """Brings ``moved`` up to date."""
+        """Bring ``moved`` up to date."""
         self._solve()
         for cls in self._classes.values():
             self._settle(cls, now)
@@ -141,7 +141,7 @@ class FluidNetwork:
     # ---- within ----
 
     def _settle(self, cls: _Class, now: float) -> None:
-        """Counts what the class has carried up to now."""
+        """Count the bytes that the class has carried up to now."""
         passed = now - cls.at
         cls.at = now
         self._now = max(self._now, now)
@@ -152,7 +152,7 @@ class FluidNetwork:
                 self.moved[link] += done * weight * cls.count
 
     def _change(self, cls: _Class, count: int) -> None:
-        """Sets the number of flows; rates follow when they are asked for."""
+        """Set the number of flows. Rates are computed again when they are read."""
         self._left.update(link for link, _ in cls.route if self._full(link))
         if cls.rate < math.inf:
             for link, weight in cls.route:
@@ -175,7 +175,7 @@ class FluidNetwork:
         return self._load[link] >= self.capacities[link] * (1 - _CLOSE)
 
     def _solve(self) -> None:
-        """Brings rates up to date after changes."""
+        """Bring rates up to date after changes."""
         if not self._dirty:
             return
         dirty, self._dirty = self._dirty, {}
@@ -194,7 +194,7 @@ class FluidNetwork:
             self._set_rate(cls, rate, cls in dirty)
 
     def _close(self, reach: dict[_Class, None], frontier: Iterable[_Class]) -> None:
-        """Adds to ``reach`` everything that shares a full link with it."""
+        """Add to ``reach`` everything that shares a full link with it."""
         stack = [cls for cls in frontier if cls not in reach]
         while stack:
             cls = stack.pop()

@@ -84,23 +84,30 @@ class _Options:
 @click.option("--decode-gpu", help="GPU of the decode nodes (default: as --gpu).")
 @click.option("--prefill", type=click.IntRange(1, 512), metavar="P", help="Prefill nodes (default: the model's).")
 @click.option("--decode", type=click.IntRange(1, 512), metavar="D", help="Decode nodes (default: the model's).")
-@click.option("--gpus", type=click.IntRange(1, 64), default=8, show_default=True, help="GPUs a node, each with its CNIC.")
+@click.option("--gpus", type=click.IntRange(1, 64), default=8, show_default=True, help="GPUs per node, each with its own CNIC.")
 @click.option(
-    "--snic", type=click.FloatRange(0, min_open=True), default=50.0, show_default=True, help="Storage link of a node, GB/s."
+    "--snic", type=click.FloatRange(0, min_open=True), default=50.0, show_default=True, help="Storage link of each node, GB/s."
 )
 @click.option(
-    "--cnic", type=click.FloatRange(0, min_open=True), default=50.0, show_default=True, help="Compute link of a GPU, GB/s."
+    "--cnic", type=click.FloatRange(0, min_open=True), default=50.0, show_default=True, help="Compute link of each GPU, GB/s."
 )
-@click.option("--dram", type=click.FloatRange(0, min_open=True), default=500.0, show_default=True, help="Memory of a node, GB/s.")
+@click.option(
+    "--dram", type=click.FloatRange(0, min_open=True), default=500.0, show_default=True, help="Memory of each node, GB/s."
+)
 @click.option("--storage", type=click.FloatRange(0, min_open=True), help="All storage together, GB/s (default: no limit).")
 @click.option(
-    "--stage", callback=param_types.some_size, metavar="SIZE", help="Prefill or decode buffer a node (default: the model's)."
+    "--stage",
+    callback=param_types.some_size,
+    metavar="SIZE",
+    help="Size of the prefill and of the decode buffer per node (default: the model's).",
 )
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="A recorded workload (default: generated agents).")
 @click.option("--profile", default="agentic-64k", show_default=True, help="Generated agents: agentic-32k, -48k or -64k.")
 @click.option("--agents", type=click.IntRange(1, 100_000), default=1024, show_default=True, help="Agents that run at once.")
-@click.option("--every", type=click.IntRange(1), help="Simulates one turn in so many (default: what makes about 6,000 requests).")
-@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of everything drawn.")
+@click.option(
+    "--every", type=click.IntRange(1), help="Simulate one of this many turns (default: such that about 6,000 requests remain)."
+)
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of all random choices.")
 @click.option(
     "--policies",
     callback=_variants,
@@ -115,14 +122,18 @@ class _Options:
     show_default=True,
     help="Parts in which storage is read, first layers first.",
 )
-@click.option("--sweep-pd", callback=_clusters, metavar="P:D,…", help="Compares clusters, e.g. 1:1,1:2,2:1.")
-@click.option("--online", is_flag=True, help="Searches the agents/s within TTFT 4 s and TPOT 50 ms instead.")
+@click.option(
+    "--sweep-pd", callback=_clusters, metavar="P:D,…", help="Compare clusters of P prefill and D decode nodes, e.g. 1:1,1:2,2:1."
+)
+@click.option(
+    "--online", is_flag=True, help="Find the highest rate of agents per second with TTFT <= 4 s and TPOT <= 50 ms instead."
+)
 @click.option(
     "--plot",
     "plot_file",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=param_types.result_file,
-    help="Writes a PNG (takes the extra 'plots').",
+    help="Write a PNG (requires the extra 'plots').",
 )
 @click.option(
     "--calibration",
