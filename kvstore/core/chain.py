@@ -56,7 +56,7 @@ class ChainSlice:
         """
         check_position(parent, depth)
         if heads and depth:
-            raise InvalidArgument("heads of chains have depth 0", depth=depth)
+            raise InvalidArgument("`heads` requires depth 0", depth=depth)
         self._set(namespace, *_both_forms(keys), parent, depth, heads)
 
     def __len__(self) -> int:

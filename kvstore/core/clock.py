@@ -38,5 +38,5 @@ class ManualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Moves time forward."""
+        """Move time forward."""
         self._now_s += seconds

@@ -93,9 +93,9 @@ class KeyChain:
                 ``first_block`` contradict each other.
         """
         if (parent is None) != (first_block == 0) or first_block < 0:
-            raise InvalidArgument("a parent is given exactly where first_block is above 0", first_block=first_block)
+            raise InvalidArgument("a parent is required if first_block is above 0, and only then", first_block=first_block)
         if parent is not None and len(parent) != KEY_BYTES:
-            raise InvalidArgument("a parent key takes 16 bytes", bytes=len(parent))
+            raise InvalidArgument("a parent key must have 16 bytes", bytes=len(parent))
         data = token_bytes(tokens)
         end = len(data) - len(data) % self._step
         previous: bytes = self.spec.namespace if parent is None else parent
@@ -129,10 +129,10 @@ class KeyChain:
             InvalidArgument: the number of tokens is out of range, or a token is invalid.
         """
         if parent is not None and len(parent) != KEY_BYTES:
-            raise InvalidArgument("a parent key takes 16 bytes", bytes=len(parent))
+            raise InvalidArgument("a parent key must have 16 bytes", bytes=len(parent))
         data = token_bytes(tokens)
         if not 0 < len(data) < self._step:
-            raise InvalidArgument("a tail is shorter than a block, and not empty", tokens=len(data) // _TOKEN_BYTES)
+            raise InvalidArgument("a tail must have at least one token, and fewer than a block", tokens=len(data) // _TOKEN_BYTES)
         previous: bytes = self.spec.namespace if parent is None else parent
         content = previous + data.ljust(self._step, b"\0") + _TAIL_MARK + struct.pack("<I", len(data) // _TOKEN_BYTES)
         return BlockKey(hashlib.sha256(content).digest()[:KEY_BYTES] if self._sha else xxhash.xxh3_128_digest(content))
@@ -159,7 +159,7 @@ def token_bytes(tokens: Tokens) -> bytes:
         tokens = np.asarray(tokens)
     if isinstance(tokens, bytes | bytearray | memoryview):
         if len(tokens) % _TOKEN_BYTES:
-            raise InvalidArgument("tokens as bytes take 4 bytes each", bytes=len(tokens))
+            raise InvalidArgument("tokens as bytes must have 4 bytes each", bytes=len(tokens))
         return bytes(tokens)
     if isinstance(tokens, array):
         tokens = np.frombuffer(tokens, dtype=tokens.typecode) if tokens else np.empty(0, np.uint32)
@@ -170,7 +170,7 @@ def token_bytes(tokens: Tokens) -> bytes:
     except OverflowError as error:
         raise InvalidArgument("a token is negative or above 4294967295") from error
     except (TypeError, ValueError) as error:
-        raise InvalidArgument("tokens take integers", got=type(tokens).__name__) from error
+        raise InvalidArgument("tokens must be integers", got=type(tokens).__name__) from error
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tobytes()

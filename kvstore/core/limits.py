@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MAX_KEYS_PER_CALL = 65_536
-"""Keys in one lookup, load, store or publish: 4 M tokens of context at 64 tokens a block."""
+"""Keys in one lookup, load, store or publish: 4 M tokens of context at 64 tokens per block."""
 MAX_LOOKUP_ENDS = 8
 """Guesses in one lookup where replicas of its chain end. With more, probing all of them costs more than a search without any."""
 MAX_LAYERS = 1_024

@@ -74,7 +74,7 @@ class CacheSpec:
         _check_range("shard_count", self.shard_count, 1, limits.MAX_SHARDS)
         _check_range("shard_rank", self.shard_rank, 0, self.shard_count - 1)
         if not isinstance(self.salt, bytes) or len(self.salt) > limits.MAX_SALT_BYTES:
-            raise InvalidArgument("salt takes bytes", limit=limits.MAX_SALT_BYTES)
+            raise InvalidArgument("salt must be bytes", limit=limits.MAX_SALT_BYTES)
         try:
             object.__setattr__(self, "hash_algorithm", HashAlgorithm(self.hash_algorithm))
         except ValueError as error:

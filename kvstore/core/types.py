@@ -90,6 +90,6 @@ def unpack_keys(packed: bytes) -> list[BlockKey]:
         ValueError: the length is not a multiple of 16 (servers map this to ``InvalidArgument``).
     """
     if len(packed) % KEY_BYTES:
-        raise ValueError(f"packed keys take {KEY_BYTES} bytes each, got {len(packed)} bytes")
+        raise ValueError(f"packed keys must have {KEY_BYTES} bytes each, got {len(packed)} bytes")
     # a third of the time of slicing; unlike "S16", a void keeps trailing zero bytes
     return cast("list[BlockKey]", np.frombuffer(packed, f"V{KEY_BYTES}").tolist()) if packed else []

@@ -59,7 +59,7 @@ class CopyBatch:
             if table is not None and (table.dtype != np.uint64 or table.shape != self.sources.shape or table.ndim != 1):
                 raise Rejected("the tables of a batch must be uint64 arrays of one length")
         if self.parts < 1 or self.size < 0 or self.parts * self.size >= 1 << 63 or (self.lengths is not None and self.parts != 1):
-            raise Rejected(f"pieces of {self.parts} parts of {self.size} bytes")
+            raise Rejected(f"parts={self.parts} must be at least 1, or 1 with lengths; size={self.size} must not be negative")
 
 
 class Kernel(Protocol):

@@ -84,7 +84,7 @@ class _TreePolicy(ABC):
         return row
 
     def _grow(self, rows: int) -> None:
-        """Adds rows to every column."""
+        """Add rows to every column."""
         self._keys += [None] * rows
         self._present += bytes(rows)
         for column in (self._parents, self._children, self._first_child, self._previous_sibling, self._next_sibling):
@@ -109,7 +109,7 @@ class _TreePolicy(ABC):
         if not row:
             row = self._new_row(key)
         elif self._present[row]:
-            raise Internal("a block came in twice", key=key.hex())
+            raise Internal("block inserted twice", key=key.hex())
         if parent is not None and not (parent == key or (self._children[row] and self._is_above(row, parent))):
             above = self._row_of.get(parent, _NONE) or self._new_row(parent)
             firsts = self._first_child
@@ -270,7 +270,7 @@ class _TreePolicy(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """An iteration begins."""
+        """Start an iteration over leaves."""
 
     @abstractmethod
     def touch(self, keys: Sequence[BlockKey]) -> None: ...
@@ -289,11 +289,11 @@ class _TreePolicy(ABC):
 
     @abstractmethod
     def _queue(self, row: int) -> None:
-        """Enters a block that is (or is about to be) a leaf into its queue."""
+        """Queue a block that is a leaf, or is about to be one."""
 
     @abstractmethod
     def _pop(self, waiting: dict[int, int]) -> int:
-        """Takes the coldest leaf out, or answers ``_NONE``. The number of its entry stays set until it is put back."""
+        """Pop the coldest leaf; ``_NONE``: there is none. The number of its entry stays set until the leaf is queued again."""
 
 
 class LruPolicy(_TreePolicy):
@@ -346,7 +346,7 @@ class S3FifoPolicy(_TreePolicy):
     def __init__(self, rows: Rows | None = None, small_share: float = 0.1) -> None:
         super().__init__(rows)
         if not 0 < small_share < 1:
-            raise InvalidArgument("a share lies between 0 and 1", small_share=small_share)
+            raise InvalidArgument("small_share must be between 0 and 1", small_share=small_share)
         self._small_share = small_share
         self._uses = bytearray(1)
         self._in_main = bytearray(1)
@@ -447,7 +447,7 @@ class ReuseDistancePolicy(_TreePolicy):
     def __init__(self, rows: Rows | None = None, ghosts: float = 4.0) -> None:
         super().__init__(rows)
         if ghosts < 0:
-            raise InvalidArgument("ghosts are 0 or more", ghosts=ghosts)
+            raise InvalidArgument("ghosts must not be negative", ghosts=ghosts)
         self._ghosts_a_block = ghosts
         self._ghosts = GhostList()  # with their last use
         self._gaps = array("q", (0,))

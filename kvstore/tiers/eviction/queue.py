@@ -45,7 +45,7 @@ class EvictionQueue:
         return len(self._rows) - self._at + len(self._heap)
 
     def push(self, place: int, number: int, row: int) -> None:
-        """Adds an entry. ``number`` is larger than that of every entry before it."""
+        """Add an entry. ``number`` is larger than that of every entry before it."""
         places = self._places
         if self._first is not None and place < self._first[0]:
             self._first = None
@@ -85,7 +85,7 @@ class EvictionQueue:
         return place, number, self._rows[at]
 
     def drop_first(self) -> None:
-        """Removes the entry that ``first`` answered last. No ``push`` may come between the two."""
+        """Remove the entry that ``first`` returned last. No ``push`` may come between the two."""
         self._first = None
         if self._from_heap:
             heapq.heappop(self._heap)
@@ -97,7 +97,7 @@ class EvictionQueue:
             self._at = 0
 
     def keep(self, numbers_by_row: array[int]) -> None:
-        """Drops every entry whose number is not that of its row, and merges the heap into the run."""
+        """Drop every entry whose number is not that of its row, and merge the heap into the run."""
         heap = self._heap
         places = np.array(self._places, np.int64)[self._at :]
         numbers = np.array(self._numbers, np.int64)[self._at :]

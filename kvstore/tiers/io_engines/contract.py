@@ -26,10 +26,10 @@ class DeviceMemory(Protocol):
         """Its length."""
 
     def fill(self, source: memoryview) -> None:
-        """Copies ``nbytes`` bytes from host memory. Returns once they are there."""
+        """Copy ``nbytes`` bytes from host memory. Returns after the copy has ended."""
 
     def fetch(self, target: memoryview) -> None:
-        """Copies ``nbytes`` bytes to host memory. Returns once they are there."""
+        """Copy ``nbytes`` bytes to host memory. Returns after the copy has ended."""
 
 
 class IoEngine(ABC):
@@ -69,4 +69,4 @@ class IoEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the file. Nothing is under way any more."""
+        """Close the file. No I/O may be under way."""

@@ -208,7 +208,7 @@ class _Check:
             _check_claim(self._path, self._token)
             action()
             self._report.mended.append(remedy)
-            _log.warning("volume %s: %s: %s", self._path, damage, remedy)
+            _log.warning("volume repaired: %s (damage=%s, remedy=%s)", self._path, damage, remedy)
 
     # ---- superblock and catalog ----
     def _open_catalog(self) -> tuple[Catalog | None, str]:

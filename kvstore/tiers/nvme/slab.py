@@ -494,7 +494,9 @@ class NvmeSlab(PooledVolume, DurableVolume):
         except Unavailable:
             if self._adopted_by is None:
                 self._sync_failed = True  # the catalog names slots that callers free now: nothing may be committed on top
-                _log.error("volume owner unknown after a commit: %s; it stores nothing until it is opened again", self.volume_id)
+                _log.error(
+                    "volume owner unknown after a commit: %s (the volume is read-only until it is opened again)", self.volume_id
+                )
             raise
 
     def _refusal(self, reason: str) -> Unavailable:
@@ -511,7 +513,9 @@ class NvmeSlab(PooledVolume, DurableVolume):
             self._sync_failed = True
             self._counters.add(volumes_metrics.NVME_SYNC_ERRORS)
             _log.exception(
-                "volume sync failed: %s (error=%s); it stores nothing until it is opened again", self.volume_id, error.strerror
+                "volume sync failed: %s (error=%s); the volume is read-only until it is opened again",
+                self.volume_id,
+                error.strerror,
             )
             raise
 

@@ -125,7 +125,7 @@ class IoChoice:
     gds_host_reads: bool = False
 
     def open(self, path: Path, *, writable: bool, counters: Counters) -> SlabFile:
-        """Opens a slab file so."""
+        """Open a slab file with these options."""
         return SlabFile(
             path,
             io_threads=self.io_threads,
@@ -169,7 +169,7 @@ class SlabFile:
         gds_host_reads: bool = False,
     ) -> None:
         if io_threads < 1:
-            raise InvalidArgument("a slab takes at least one I/O thread", io_threads=io_threads)
+            raise InvalidArgument("io_threads must be at least 1", io_threads=io_threads)
         self.path = path
         self._counters = counters
         self._posix = PosixFile(path, direct=direct, writable=writable, counters=counters)
@@ -195,7 +195,7 @@ class SlabFile:
                 self._posix.close()
                 raise
             self._counters.add(volumes_metrics.GDS_REFUSED)
-            _log.warning("slab %s: %s: posix reads it", self.path, error)
+            _log.warning("GPUDirect Storage not used: %s (error=%s); posix is used", self.path, error)
             return self._posix
 
     @property
@@ -218,13 +218,13 @@ class SlabFile:
 
     # ---- small pieces: superblocks, headers ----
     def pread(self, position: int, size: int) -> bytes:
-        """Reads a few whole pages at a byte position of the file. Shorter at its end."""
+        """Read a few whole pages at a byte position of the file. Shorter at its end."""
         with self._scratch(size) as scratch:
             view = scratch.take(size)
             return bytes(view[: os.preadv(self.fd, [view], position)])
 
     def pwrite(self, position: int, data: bytes) -> None:
-        """Writes whole pages at a byte position of the file."""
+        """Write whole pages at a byte position of the file."""
         with self._scratch(len(data)) as scratch:
             view = scratch.take(len(data))
             view[:] = data
@@ -236,7 +236,7 @@ class SlabFile:
         self._posix.sync()
 
     def close(self) -> None:
-        """Waits for I/O under way, then closes."""
+        """Wait for I/O under way, then close."""
         self._executor.shutdown()
         if self._reader is not self._posix:
             self._reader.close()
@@ -244,13 +244,13 @@ class SlabFile:
 
     # ---- slots ----
     def write(self, slots: Sequence[SlotIO]) -> None:
-        """Writes slots; each one's ``error`` says how it went. Blocks until the kernel has answered for all."""
+        """Write slots. A slot that failed gets an ``error``. Blocks until the kernel has answered for all."""
         self._run_all(slots, self._write_run)
 
     def read(self, slots: Sequence[SlotIO], *, verify: bool) -> None:
-        """Reads slots into their payloads; each one's ``outcome`` says how it went. Blocks until the kernel has answered for all.
+        """Read slots into their payloads, and set the ``outcome`` of each slot. Blocks until the kernel has answered for all.
 
-        It never gives up earlier, for the kernel may write into the callers' memory until it has answered.
+        The call never gives up earlier, because the kernel may write into the callers' memory until it has answered.
         """
         self._run_all(slots, lambda run: self._read_run(run, verify))
 
@@ -262,7 +262,7 @@ class SlabFile:
                 header = self.pread(DATA_START + place[0], place[1])
             except OSError as error:
                 self._counters.add(volumes_metrics.NVME_READ_ERRORS)
-                _log.warning("slab %s: header at %d cannot be read: %s", self.path, place[0], error)
+                _log.warning("slot header not read: %s (offset=%d, error=%s)", self.path, place[0], error)
                 return None
             return header if len(header) == place[1] else None
 
@@ -272,7 +272,7 @@ class SlabFile:
         self._in_lanes(_merge(slots, self.direct), work)
 
     def _in_lanes(self, pieces: Sequence[_Piece], work: Callable[[_Piece], None]) -> None:
-        """Does ``work`` on every piece, several at once. Returns when all are done."""
+        """Do ``work`` on every piece, several at once. Returns when all are done."""
         todo = deque(pieces)
         if len(todo) < 2:
             for piece in todo:
@@ -293,7 +293,7 @@ class SlabFile:
                 futures.add(submit(self._executor, lane))
         except Unavailable as error:
             self._counters.add(volumes_metrics.NVME_THREADS_REFUSED)
-            _limited.warning("slab %s: I/O thread not started: %s", self.path, error)
+            _limited.warning("I/O thread not started: %s (error=%s)", self.path, error)
             if not futures:
                 lane()
         pending = futures
@@ -301,7 +301,7 @@ class SlabFile:
             _, pending = wait(pending, timeout=_STALL_LOG_S)
             if pending:
                 self._counters.add(volumes_metrics.NVME_IO_STALLED)
-                _log.warning("slab %s: I/O has not come back for %.0f s", self.path, _STALL_LOG_S)
+                _log.warning("I/O outstanding: %s (seconds=%.0f)", self.path, _STALL_LOG_S)
         for future in futures:
             future.result()
 
@@ -315,7 +315,7 @@ class SlabFile:
         except OSError as error:
             if len(run) == 1:
                 self._counters.add(volumes_metrics.NVME_WRITE_ERRORS)
-                _log.warning("slab %s: write failed: %s", self.path, error)
+                _log.warning("slot write failed: %s (error=%s)", self.path, error)
                 run[0].error = error
                 return
             done = -1
@@ -351,7 +351,7 @@ class SlabFile:
                 return
         if len(run) == 1:
             self._counters.add(volumes_metrics.NVME_READ_ERRORS)
-            _log.warning("slab %s: slot at %d cannot be read: %s", self.path, run[0].offset, failure)
+            _log.warning("slot not read: %s (offset=%d, error=%s)", self.path, run[0].offset, failure)
             return
         for slot in run:
             self._read_run([slot], verify)
@@ -366,10 +366,10 @@ class SlabFile:
 
     # ---- slots into device memory ----
     def read_device(self, slots: Sequence[tuple[SlotIO, DeviceMemory]], *, verify: bool) -> None:
-        """Reads slots' payloads into device memory; each slot's ``outcome`` says how it went. Blocks as ``read`` does.
+        """Read the payloads of slots into device memory, and set the ``outcome`` of each slot. Blocks like ``read``.
 
-        Through ``gds`` the payload goes there without a way through host memory, and to be verified it is fetched back; where
-        that is not to be had, it is read into host memory, verified there, and copied.
+        With ``gds`` the payload is read without host memory; to be verified, it is copied back. Otherwise it is read into host
+        memory, verified there, and copied to the device.
 
         Args:
             slots: with empty payloads, each with memory of the payload's size.
@@ -384,7 +384,7 @@ class SlabFile:
             except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a failed device
                 slot.outcome = Outcome.UNAVAILABLE
                 self._counters.add(volumes_metrics.NVME_READ_ERRORS)
-                _log.warning("slab %s: slot at %d cannot be read into device memory: %s", self.path, slot.offset, error)
+                _log.warning("slot not read into device memory: %s (offset=%d, error=%s)", self.path, slot.offset, error)
             finally:
                 slot.payload = NOTHING
 
@@ -417,7 +417,7 @@ class SlabFile:
 
 
 def _merge(slots: Sequence[SlotIO], direct: bool) -> list[list[SlotIO]]:
-    """Cuts slots, in order of place, into runs of neighbours that one system call can take."""
+    """Divide slots, in order of offset, into runs of neighbours that one system call reads or writes."""
     runs: list[list[SlotIO]] = []
     end = -1
     space = pieces = 0

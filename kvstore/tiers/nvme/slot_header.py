@@ -76,10 +76,10 @@ def slot_bytes(shape: BlockShape) -> int:
 
 
 def check_shape(shape: BlockShape) -> None:
-    """Refuses absurd shapes before anything is computed from them.
+    """Check a shape before anything is computed from it.
 
     Raises:
-        InvalidArgument: a limit is passed.
+        InvalidArgument: the shape exceeds a limit.
     """
     if not 1 <= shape.layers <= limits.MAX_LAYERS:
         raise InvalidArgument("layers out of bounds", layers=shape.layers, limit=limits.MAX_LAYERS)
@@ -103,7 +103,7 @@ def pack_header(volume_uid: bytes, slot: Slot, first_chunk: int, chunks: int, re
     parent = record.parent
     if len(checksums) != 8 * layers or len(record.key) != KEY_BYTES or len(record.namespace) != KEY_BYTES:
         raise InvalidArgument(
-            "a record takes 8 bytes of checksum a layer, and keys of 16 bytes", layers=layers, checksums=len(checksums)
+            "a record must have 8 bytes of checksums per layer, and keys of 16 bytes", layers=layers, checksums=len(checksums)
         )
     body = (
         _BODY.pack(
@@ -155,7 +155,7 @@ def parse_header(data: bytes | memoryview) -> SlotHeader:
     if version != VERSION:
         raise CorruptBlock("a slot header of a version that this build does not know", version=version)
     if not 1 <= layers <= limits.MAX_LAYERS or length != FIXED_BYTES + 8 * layers or length > len(data):
-        raise CorruptBlock("a slot header is cut off or says a wrong length", length=length, layers=layers)
+        raise CorruptBlock("the slot header is truncated or has a wrong length", length=length, layers=layers)
     if xxhash.xxh3_64_intdigest(data[_PREFIX.size : length]) != checksum:
         raise CorruptBlock("a slot header does not match its checksum")
     if (
@@ -168,7 +168,9 @@ def parse_header(data: bytes | memoryview) -> SlotHeader:
         or offset % ALIGNMENT
         or size != round_up(length) + round_up(payload_bytes)
     ):
-        raise CorruptBlock("a slot header says what no writer writes")
+        raise CorruptBlock(
+            "the slot header has invalid values", offset=offset, size=size, depth=depth, payload_bytes=payload_bytes
+        )
     record = BlockRecord(
         NamespaceId(namespace),
         BlockKey(key),

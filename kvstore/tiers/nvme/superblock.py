@@ -87,7 +87,7 @@ def pack_superblock(superblock: Superblock) -> bytes:
 
 
 def parse_superblock(page: bytes | memoryview) -> Superblock:
-    """Parses one copy.
+    """Parse one copy.
 
     Raises:
         CorruptBlock: not a superblock, or damaged.
@@ -108,7 +108,7 @@ def parse_superblock(page: bytes | memoryview) -> Superblock:
             version=version,
         )
     if name_bytes > limits.MAX_NAME_BYTES or chunk < ALIGNMENT or chunk % ALIGNMENT or chunk > capacity or capacity % ALIGNMENT:
-        raise CorruptBlock("a superblock says what no writer writes", chunk_bytes=chunk, capacity_bytes=capacity)
+        raise CorruptBlock("the superblock has invalid values", chunk_bytes=chunk, capacity_bytes=capacity)
     try:
         name = bytes(page[_NAME_AT : _NAME_AT + name_bytes]).decode()
     except UnicodeDecodeError as error:
