@@ -148,7 +148,7 @@ __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
 
 
 def __getattr__(name: str) -> object:
-    """Loads a public name's module when the name is first used."""
+    """Load the module of a public name when the name is first used."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -371,7 +371,7 @@ class KVClient:
         """Prepare ``load``: the arguments are checked, the work has not begun."""
         lookup = what if isinstance(what, Lookup | HeadLookup) else None
         if lookup is not None and (parent is not None or depth):
-            raise InvalidArgument("parent and depth belong to keys: a lookup has its own")
+            raise InvalidArgument("pass parent and depth only with keys: a lookup contains its own")
         if isinstance(what, Lookup):
             chain = self._slice(what.keys[: what.hit_blocks], what.parent, what.depth)
         elif isinstance(what, HeadLookup):

@@ -57,7 +57,7 @@ class RequestHint:
             InvalidArgument: not an object, an unknown field, or a value of another type or out of its range.
         """
         if not isinstance(fields, Mapping) or "session" not in fields:
-            raise InvalidArgument("a hint is an object with a session")
+            raise InvalidArgument("a hint must be an object with the field session")
         for name in fields:
             if name not in _FIELDS:
                 raise InvalidArgument("unknown field of a hint", got=ascii(name)[:80])

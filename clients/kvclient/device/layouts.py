@@ -195,7 +195,7 @@ def _kv_halves(tensor: torch.Tensor, kind: Kind, order: Sequence[int]) -> int:
 def _check_tensor(tensor: object) -> None:
     """Check that the bytes of a tensor are its values and can be copied."""
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgument("a KV cache consists of torch tensors", got=type(tensor).__name__)
+        raise InvalidArgument("a KV cache must consist of torch tensors", got=type(tensor).__name__)
     if tensor.device.type not in DEVICES:
         raise InvalidArgument(
             "a KV cache must be on the CPU or on a CUDA device", device=str(tensor.device), known=", ".join(DEVICES)
@@ -316,7 +316,7 @@ class PagedCache:
             if not 0 <= least <= most < self.pages:
                 raise InvalidArgument("page out of range", least=least, most=most, pages=self.pages)
             if len(torch.unique(ids)) != len(ids):
-                raise InvalidArgument("a page is named twice")
+                raise InvalidArgument("a page id occurs twice")
         return ids
 
 
@@ -330,7 +330,7 @@ def _whole_numbers(page_ids: object) -> torch.Tensor:
     else:
         given = _listed(page_ids)
     if given.ndim != 1 or given.dtype.kind not in "iu":
-        raise InvalidArgument("page ids are whole numbers on one axis", got=type(page_ids).__name__, shape=given.shape)
+        raise InvalidArgument("page ids must be integers on one axis", got=type(page_ids).__name__, shape=given.shape)
     if given.dtype == np.uint64 and len(given) and int(given.max()) > np.iinfo(np.int64).max:
         raise InvalidArgument("page out of range", most=int(given.max()))
     return torch.from_numpy(given.astype(np.int64))
@@ -340,10 +340,10 @@ def _listed(page_ids: object) -> npt.NDArray[np.int64]:
     try:
         numbers = list(page_ids)  # type: ignore[call-overload]  # what cannot be gone through raises TypeError
     except TypeError as error:
-        raise InvalidArgument("page ids are a sequence of whole numbers", got=type(page_ids).__name__) from error
+        raise InvalidArgument("page ids must be a sequence of integers", got=type(page_ids).__name__) from error
     for kind in set(map(type, numbers)):  # of thousands of ids there are few
         if kind is bool or not issubclass(kind, int | np.integer):
-            raise InvalidArgument("a page id is a whole number", got=kind.__name__)
+            raise InvalidArgument("a page id must be an integer", got=kind.__name__)
     try:
         return np.array(numbers, np.int64)
     except OverflowError as error:

@@ -86,12 +86,12 @@ class HookOptions:
             kinds = _KINDS[str(field.type)]
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 raise InvalidArgument(
-                    "the option takes another type", option=field.name, wants=field.type, got=type(value).__name__
+                    "the option has the wrong type", option=field.name, wants=field.type, got=type(value).__name__
                 )
         for name in ("connect_deadline_s", "lookup_deadline_s", "load_deadline_s", "store_deadline_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
         if not self.metadata and self.node in {"", "auto", "none"}:
-            raise InvalidArgument("a hook takes the address of a metadata server, of a node, or both", metadata=self.metadata)
+            raise InvalidArgument("an address is missing; set metadata, node, or both", metadata=self.metadata)
         self.client_options()  # validates the client's options
 
     @classmethod

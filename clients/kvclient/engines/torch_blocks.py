@@ -54,7 +54,7 @@ class LayerShape:
         """
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
             raise InvalidArgument(
-                "keys and values take [batch, heads, tokens, dim] with one batch and one length",
+                "keys and values must be [batch, heads, tokens, dim], with equal batch and tokens",
                 keys=tuple(keys.shape),
                 values=tuple(values.shape),
             )
@@ -91,7 +91,11 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         if not self.layers or self.block_tokens < 1 or any(layer.elements < 1 for layer in self.layers):
-            raise InvalidArgument("a layout takes layers, and blocks of tokens", block_tokens=self.block_tokens)
+            raise InvalidArgument(
+                "layers must not be empty, and block_tokens must be at least 1",
+                layers=len(self.layers),
+                block_tokens=self.block_tokens,
+            )
 
     @classmethod
     def of(cls, layers: Sequence[KV], block_tokens: int) -> KVLayout:
@@ -106,7 +110,7 @@ class KVLayout:
         """
         dtypes = {tensor.dtype for pair in layers for tensor in pair}
         if len(dtypes) != 1:
-            raise InvalidArgument("a cache has one dtype", dtypes=sorted(map(str, dtypes)))
+            raise InvalidArgument("all layers must have the same dtype", dtypes=sorted(map(str, dtypes)))
         return cls(block_tokens, dtypes.pop(), tuple(LayerShape.of(*pair) for pair in layers))
 
     @cached_property
@@ -165,12 +169,16 @@ class KVLayout:
             InvalidArgument: wrong number of layers, shape or dtype.
         """
         if len(layers) != len(self.layers):
-            raise InvalidArgument("another number of layers than the layout has", got=len(layers), wants=len(self.layers))
+            raise InvalidArgument("the number of layers differs from the layout", got=len(layers), wants=len(self.layers))
         for number, (pair, shape) in enumerate(zip(layers, self.layers, strict=True)):
             got = LayerShape.of(*pair)
             if got != shape or any(tensor.dtype != self.dtype for tensor in pair):
                 raise InvalidArgument(
-                    "a layer is not as the layout has it", layer=number, got=got.name, wants=shape.name, dtype=pair[0].dtype
+                    "the shape or dtype of a layer differs from the layout",
+                    layer=number,
+                    got=got.name,
+                    wants=shape.name,
+                    dtype=pair[0].dtype,
                 )
 
     def pieces(self, blocks: torch.Tensor) -> list[KV]:
@@ -184,7 +192,7 @@ class KVLayout:
         """
         if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] != self.block_bytes:
             raise InvalidArgument(
-                "blocks take uint8 [blocks, block_bytes]",
+                "blocks must be uint8 [blocks, block_bytes]",
                 shape=tuple(blocks.shape),
                 dtype=blocks.dtype,
                 block_bytes=self.block_bytes,
@@ -232,14 +240,14 @@ def export_blocks(
     layout.check(layers)
     tokens = min(keys.shape[2] for keys, _ in layers)
     if first_token < 0 or not 0 <= row < layers[0][0].shape[0]:
-        raise InvalidArgument("no such row or token", row=row, first_token=first_token)
+        raise InvalidArgument("row or first_token is out of range", row=row, first_token=first_token)
     count = max(0, tokens - first_token) // layout.block_tokens if blocks is None else blocks
     end = first_token + count * layout.block_tokens
     if count < 0 or end > tokens:
         raise InvalidArgument("the cache has fewer tokens than wanted", tokens=tokens, wants=end)
     memory = layout.allocate(count) if out is None else out
     if memory.shape[0] != count:
-        raise InvalidArgument("the memory is for another number of blocks", got=memory.shape[0], wants=count)
+        raise InvalidArgument("the memory must have one row per block", got=memory.shape[0], wants=count)
     for pair, places in zip(layers, layout.pieces(memory), strict=True):
         for tensor, place in zip(pair, places, strict=True):
             heads, dim = tensor.shape[1], tensor.shape[3]
@@ -267,8 +275,10 @@ def import_blocks(
     """
     count = blocks.shape[0] * layout.block_tokens
     tokens = count if tokens is None else tokens
-    if not 0 <= tokens <= count or (devices is not None and len(devices) != len(layout.layers)):
-        raise InvalidArgument("more tokens than the blocks have, or not one device a layer", tokens=tokens, has=count)
+    if not 0 <= tokens <= count:
+        raise InvalidArgument("tokens must be at least 0, and at most those of the blocks", tokens=tokens, has=count)
+    if devices is not None and len(devices) != len(layout.layers):
+        raise InvalidArgument("one device per layer is required", devices=len(devices), layers=len(layout.layers))
     layers = []
     for number, pair in enumerate(layout.pieces(blocks)):
         target = blocks.device if devices is None else devices[number]

@@ -231,7 +231,7 @@ class HbmPool:
                 allocation fails, the pool keeps one page.
         """
         if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int) or capacity_bytes < memory.PAGE_BYTES:
-            raise InvalidArgument("a pool takes at least a page of 4096 bytes", capacity_bytes=capacity_bytes)
+            raise InvalidArgument("capacity_bytes must be at least 4096", capacity_bytes=capacity_bytes)
         timeout_s = check_seconds("timeout_s", timeout_s, zero=True)
         until_s = self._clock.now_s() + timeout_s
         with self._sizing:

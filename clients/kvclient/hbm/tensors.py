@@ -49,7 +49,10 @@ def tensor_blocks(tensor: object, shape: BlockShape, count: int, device: torch.d
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes != count * shape.block_bytes:
         raise InvalidArgument(
-            "the tensor has not the size of the blocks asked for", nbytes=nbytes, expected=count * shape.block_bytes, blocks=count
+            "the tensor does not have the size of the requested blocks",
+            nbytes=nbytes,
+            expected=count * shape.block_bytes,
+            blocks=count,
         )
     tensor = tensor.detach()
     if not count:

@@ -287,8 +287,8 @@ class ClientArena:
     ) -> Mask:
         """Copy as ``copy_out``, but do not wait for a device: its ``drain`` must return before the lease ends.
 
-        Checksums are computed of the bytes that are copied, in the same pass. A device computes them of its copy, and is then
-        waited for. A device without checksums: its copy cannot be read here, so the blocks in the arena are checked instead.
+        For a buffer in host memory, the copy computes the checksums in the same pass. A device computes them from its copy, and
+        the call waits for the result. If the device computes no checksums, the blocks in the arena are checked instead.
         """
         if isinstance(buffer, DeviceBuffer):
             buffer.read_arena(self._mapping.view, offsets, first, first_layer, layer_count)

@@ -49,7 +49,7 @@ class CopyEvent(Protocol):
     """The end of copies that a device has begun."""
 
     def done(self) -> bool:
-        """Whether they have ended. Raises ``Internal`` if the device failed."""
+        """Whether the copies have ended. Raises ``Internal`` if the device failed."""
 
 
 class DeviceChecksums(Protocol):

@@ -21,8 +21,7 @@ MAX_SEARCH: Final = 8_192
 class ChainNodes:
     """Nodes of chains, by the last key that a lookup found. Thread-safe.
 
-    The next turn of a session continues its chain. So the nodes of a chain are those of the longest beginning of it that is
-    remembered.
+    The next turn of a session continues its chain. So ``of`` returns the nodes of the longest remembered prefix of a chain.
     """
 
     def __init__(self) -> None:

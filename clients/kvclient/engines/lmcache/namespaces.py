@@ -115,7 +115,7 @@ class NamespaceClients:
                     "namespaces_closed", 1, f"more than {MOST} models and layouts: closed the oldest unused one"
                 )
                 return
-        raise CapacityExceeded("tasks use too many models and layouts of objects at once", limit=MOST)
+        raise CapacityExceeded("too many combinations of model and object layout are in use at once", limit=MOST)
 
     def opened(self) -> list[KVClient]:
         """Return the clients that are open."""

@@ -41,7 +41,7 @@ def tell_whole_prefixes() -> bool:
         return False
     if not getattr(original, _MENDED, False):
         tree.get_prefix_hash_values = _whole(original)
-        _log.info("prefixes taken from SGLang's tree")
+        _log.info("SGLang patched: its radix tree names the pages before a page")
     return True
 
 

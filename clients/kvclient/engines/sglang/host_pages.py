@@ -136,15 +136,19 @@ class HostPages:
             InvalidArgument: wrong page size, or the pool stores its pages as pieces, whose order differs.
         """
         if self._sizes is not None:
-            raise InvalidArgument("pages are stored in the layout of host memory: flat pages are other bytes (interface_v1)")
+            raise InvalidArgument(
+                "flat pages are not supported: pages of this pool are stored in the layout of host memory; use interface_v1"
+            )
         return as_block_buffer(list(pages), self.shape, len(pages), writable=writable)
 
     def _check(self, indices: torch.Tensor, count: int) -> None:
         if indices is None or indices.numel() != count * self.page_tokens:
             got = None if indices is None else indices.numel()
-            raise InvalidArgument("not one page of host memory a key", positions=got, pages=count, page_tokens=self.page_tokens)
+            raise InvalidArgument(
+                "one page of host memory per key is required", positions=got, pages=count, page_tokens=self.page_tokens
+            )
         if count and (int(indices.min()) < 0 or int(indices.max()) >= self._positions):
-            raise InvalidArgument("no such positions in host memory", first=int(indices.min()), last=int(indices.max()))
+            raise InvalidArgument("positions in host memory are out of range", first=int(indices.min()), last=int(indices.max()))
 
     def _heads(self, indices: torch.Tensor) -> list[int]:
         heads: list[int] = indices[:: self.page_tokens].tolist()
@@ -155,7 +159,7 @@ class HostPages:
         assert sizes is not None
         pointers, lengths = self._pool.get_page_buffer_meta(indices)
         if list(lengths) != list(sizes) * count or len(pointers) != len(lengths):
-            raise InvalidArgument("pages of another size than the pool's", pieces=len(pointers), pages=count)
+            raise InvalidArgument("the sizes of the pages differ from those of the host pool", pieces=len(pointers), pages=count)
         table = np.asarray(pointers, np.int64).reshape(count, len(sizes))
         if self._interleaved:  # K and V of each layer in turn: all K first, in memory order
             table = np.concatenate([table[:, 0::2], table[:, 1::2]], axis=1)

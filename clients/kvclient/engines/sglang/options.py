@@ -45,7 +45,7 @@ class BackendOptions:
         for name, kind in own.items():
             if name in given and not isinstance(given[name], kind):
                 raise InvalidArgument(
-                    "the option takes another type", option=name, wants=kind.__name__, got=type(given[name]).__name__
+                    "the option has the wrong type", option=name, wants=kind.__name__, got=type(given[name]).__name__
                 )
         zero_copy = bool(given.get("interface_v1", 0))
         chosen = {"chained": zero_copy, **{name: given[name] for name in own if name in given}}

@@ -136,7 +136,7 @@ class Pools:
         pages = HostPages(pool, zero_copy=options.zero_copy)
         if options.zero_copy and not pages.in_place:
             self._activity.incidents.counters.add(hooks_metrics.SGLANG_COPIED_POOLS)
-            _log.info("pages copied: host pool %s does not report their addresses in this layout", name)
+            _log.info("pages copied: host pool %s (its layout does not report their addresses)", name)
         sample = not hook.weights_epoch
         model = model_text(server_arguments(), draft=name != KV, sample=sample, make_unique=self._unique)
         if sample and not model:
@@ -163,7 +163,13 @@ class Pools:
             store: PageStore = ChainedPages(client, hook.load_deadline_s, hook.store_deadline_s)
         else:
             store = SinglePages(client, hook.load_deadline_s, hook.store_deadline_s, hook.lookup_deadline_s)
-        _log.info("host pool %s: %s, pages of %d bytes, namespace %s", name, spec.layout, spec.block_bytes, spec.namespace.hex())
+        _log.info(
+            "opened host pool: %s (layout=%s, page_bytes=%d, namespace=%s)",
+            name,
+            spec.layout,
+            spec.block_bytes,
+            spec.namespace.hex(),
+        )
         return OpenPool(pages, client, store, self._activity, hook.load, hook.store)
 
     def clear(self) -> None:

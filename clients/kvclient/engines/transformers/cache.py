@@ -136,7 +136,8 @@ class StoredCache(DynamicCache):
             self._stop(reason)
             if self._fed.contradicts:
                 raise InvalidArgument(
-                    "the cache holds the prefix of another prompt: give PrefixStore.cache what the model is given", reason=reason
+                    "the cache holds the prefix of another prompt; pass the same token ids to PrefixStore.cache and to the model",
+                    reason=reason,
                 )
 
     def is_fed_anew(self, positions: torch.Tensor | None) -> bool:
@@ -250,7 +251,8 @@ class StoredCache(DynamicCache):
         self._stop(why)
         if first and self.loaded_tokens:
             raise InvalidArgument(
-                "the cache holds what was computed otherwise (without autocast, without hooks): make it as it is used", now=why
+                "the loaded prefix was computed without autocast and hooks; create the cache under the same conditions",
+                now=why,
             )
 
     # ---- other cache operations ----

@@ -97,7 +97,9 @@ def study(model: Any, block_tokens: int) -> ModelFacts:  # noqa: ANN401  # trans
                 kind=type(layer).__name__,
             )
     if cache.autocast:
-        raise InvalidArgument("the model computes under autocast of its own, so that its weights do not tell what its KV is")
+        raise InvalidArgument(
+            "the model uses its own autocast, so its weights do not identify its KV; disable the autocast of the model"
+        )
     layout = KVLayout.of([(layer.keys, layer.values) for layer in cache.layers], block_tokens)
     return ModelFacts(
         layout,

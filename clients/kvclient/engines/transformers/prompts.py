@@ -65,14 +65,14 @@ def read_prompts(ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer] | N
         InvalidArgument: wrong shape, no rows, a negative id, or padding that is not on the left.
     """
     if ids.ndim != 2 or not ids.shape[0]:
-        raise InvalidArgument("prompts take token ids [rows, columns]", shape=ids.shape)
+        raise InvalidArgument("token ids must have the shape [rows, columns], with at least one row", shape=ids.shape)
     own: Ids = ids.astype(np.int64, copy=True)  # the caller may modify its array
     if (own < 0).any():
         raise InvalidArgument("a token id is negative", least=int(own.min()))
     if mask is None:
         return Prompts(own, np.zeros(len(own), np.int64))
     if mask.shape != ids.shape:
-        raise InvalidArgument("the attention mask has another shape than the ids", mask=mask.shape, ids=ids.shape)
+        raise InvalidArgument("the attention mask must have the shape of the token ids", mask=mask.shape, ids=ids.shape)
     seen = mask != 0
     pads: Ids = ids.shape[1] - seen.sum(axis=1, dtype=np.int64)
     if not (seen == (np.arange(ids.shape[1]) >= pads[:, None])).all():

@@ -36,7 +36,7 @@ class SlidingWindowHistory:
             InvalidArgument: nothing is recorded.
         """
         if not self._chunks:
-            raise InvalidArgument("nothing is recorded", start=self.start)
+            raise InvalidArgument("the window is empty: no KV was recorded", start=self.start)
         if len(self._chunks) > 1:
             keys, values = zip(*self._chunks, strict=True)
             self._chunks = [(torch.cat(keys, 2), torch.cat(values, 2))]
@@ -57,7 +57,7 @@ class SlidingWindowHistory:
             InvalidArgument: the column is before the first recorded one.
         """
         if end < self.start:
-            raise InvalidArgument("cut before the first column that is held", start=self.start, end=end)
+            raise InvalidArgument("end is before the first recorded column", start=self.start, end=end)
         if end < self.end:
             keys, values = self.window()
             self._chunks = [(keys[:, :, : end - self.start], values[:, :, : end - self.start])]

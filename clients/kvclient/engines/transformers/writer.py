@@ -195,5 +195,5 @@ class Writer:
 def extras_of(extra: bytes) -> dict[int, bytes]:
     """Return a sequence's extra as the extra of its first block: the chain carries it to all later blocks."""
     if not isinstance(extra, bytes):
-        raise InvalidArgument("an extra takes bytes: encode_extra makes them", got=type(extra).__name__)
+        raise InvalidArgument("an extra must be bytes; create it with encode_extra", got=type(extra).__name__)
     return {0: extra} if extra else {}

@@ -207,7 +207,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         facts = group_facts(self._vllm_config, config, self._groups, pages, kv_caches, named=is_named(self._options))
         self._specs = [group_spec(self._options.hook.with_epoch(epoch), one) for one in facts]
         for spec in self._specs:
-            _log.info("namespace %s: model %s, %s", spec.namespace.hex(), spec.model, spec.layout)
+            _log.info("namespace used: %s (model=%s, %s)", spec.namespace.hex(), spec.model, spec.layout)
         self._whole_prompts_only = whole_prompts_only(self._vllm_config, self._groups)
         layers = [group.layers for group in self._groups]
         stores = self._options.hook.store and not has_replica_of_lower_rank(config)

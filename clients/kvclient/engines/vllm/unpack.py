@@ -119,7 +119,7 @@ class PageLayout:
             InvalidArgument: the memory has the wrong size.
         """
         if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] != self.block_bytes or not blocks.is_contiguous():
-            raise InvalidArgument("pages take contiguous uint8 [blocks, block_bytes]", shape=tuple(blocks.shape))
+            raise InvalidArgument("pages must be contiguous uint8 [blocks, block_bytes]", shape=tuple(blocks.shape))
         count, tokens, dim = blocks.shape[0], self.block_tokens, self.head_dim
         pages = blocks.view(self.dtype).view(count, self.layers, self.heads, 2, tokens * dim)
         read_keys, read_values = _READERS[self.isa]

@@ -63,7 +63,7 @@ class AdapterWeights:
     digest: str
 
     def unchanged(self) -> bool:
-        """Whether the files are still those that were read. Some microseconds a file."""
+        """Whether the files are still those that were read. Takes a few microseconds per file."""
         try:
             return _files(self.path) == self.files
         except OSError:
@@ -222,7 +222,7 @@ _watching: weakref.WeakSet[Adapters] = weakref.WeakSet()
 
 
 def _watch_engine() -> bool:
-    """Lets vLLM's engine core tell of each adapter that is added to it, once a process; whether that is possible."""
+    """Patch vLLM's engine core to report each adapter that is added, once per process. False: this vLLM cannot be patched."""
     try:
         from vllm.v1.engine.core import EngineCore
 

@@ -13,8 +13,8 @@ its cache. The workers digest the weights when they are asked.
    engine may hold KV of several weights. So does an epoch that could not begin. Nothing is loaded or stored until a reset
    succeeds.
 
-A name belongs to the digest with which it was first used, so two states of the weights never have one name. Weights that have a
-name again have the same one. Weights whose name is not known get a name that no other engine has.
+A name belongs to the digest that used it first, so a name never means two states of the weights. If earlier weights return, they
+get their earlier name. Weights whose name is not known get a name that no other engine has.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EpochEvent(Enum):
     SAME = auto()
     """The weights are those of the epoch."""
     OTHER = auto()
-    """They are not."""
+    """The weights are not those of the epoch."""
     UNKNOWN = auto()
     """Not all workers have answered in time."""
     FAILED = auto()

@@ -251,7 +251,11 @@ def pages_per_block(tensor: Any, num_blocks: int) -> int:  # noqa: ANN401
         InvalidArgument: the first axis of the tensor is not that of the blocks.
     """
     if num_blocks <= 0 or not tensor.ndim or not tensor.shape[0] or tensor.shape[0] % num_blocks:
-        raise InvalidArgument("the KV cache has not the blocks that were announced", shape=tuple(tensor.shape), blocks=num_blocks)
+        raise InvalidArgument(
+            "the first axis of the KV cache must be a multiple of the announced blocks",
+            shape=tuple(tensor.shape),
+            blocks=num_blocks,
+        )
     count: int = tensor.shape[0] // num_blocks
     return count
 

@@ -92,16 +92,16 @@ def read_transfer(params: object) -> Transfer | None:
     if not sends and not receives:
         return None
     if sends and receives:
-        raise InvalidArgument("a request is prefilled here or elsewhere, not both")
+        raise InvalidArgument("do_remote_prefill and do_remote_decode exclude each other")
     transfer_id = params.get("transfer_id")
     if not isinstance(transfer_id, str) or not _ID.fullmatch(transfer_id):
-        raise InvalidArgument("a transfer has an id of letters, digits, dots and dashes", got=type(transfer_id).__name__)
+        raise InvalidArgument("transfer_id must have letters, digits, dots and dashes only", got=type(transfer_id).__name__)
     if receives:
         namespace = params.get("namespace", "")
         return Transfer(Role.DECODE, transfer_id, namespace=namespace if isinstance(namespace, str) else "")
     node = params.get("decode_node")
     if not isinstance(node, str) or not NODE.fullmatch(node):
-        raise InvalidArgument("a prompt is handed over to a node of the store by its id", got=type(node).__name__)
+        raise InvalidArgument("decode_node must be the id of a node of the store", got=type(node).__name__)
     return Transfer(Role.PREFILL, transfer_id, node)
 
 

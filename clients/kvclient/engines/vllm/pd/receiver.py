@@ -42,7 +42,7 @@ class Prompt:
 
     @property
     def done(self) -> bool:
-        """Whether it is known if the prompt arrives."""
+        """Whether the outcome of the prompt is known."""
         return all(part.done for part in self.parts)
 
     def whole(self) -> bool:
@@ -91,7 +91,7 @@ class Receiver:
                     keys = NamespaceKeyMask(chain, client.spec.namespace).keys(job.keys[first:])
                     prompt.parts.append(client.await_prompt(keys, transfer_id=job.transfer_id, deadline_s=self._deadline_s))
             except KVStoreError as error:
-                _log.warning("a prompt cannot be waited for: %s", error)
+                _log.warning("prompt not awaited: request %s (error=%s)", job.request_id, error)
                 self._give_up(prompt)
                 prompt.parts.clear()
 
@@ -141,7 +141,7 @@ class Receiver:
                 skip = job.first_blocks[group] - prompt.first_needed[group] if prompt is not None else -1
                 if prompt is None or skip < 0:
                     self._counters.add("bugs")
-                    _log.error("a prompt of request %s that is not here, or lacks its beginning, is to be copied", job.request_id)
+                    _log.error("prompt not copied: request %s (it did not arrive, or lacks its beginning)", job.request_id)
                     missing.append(list(ids))
                     continue
                 # vLLM gives no page to a last block of one token, which it computes
@@ -159,10 +159,10 @@ class Receiver:
             arrivals.received.add(request_id)
             if (error := future.exception()) is not None:
                 if isinstance(error, Unavailable):
-                    _log.warning("a prompt could not be copied: %s", error)
+                    _log.warning("prompt not copied: request %s (error=%s)", request_id, error)
                 else:
                     self._counters.add("bugs")
-                    _log.error("a prompt could not be copied", exc_info=error)
+                    _log.error("prompt not copied: request %s, unexpected error", request_id, exc_info=error)
                 missing = [list(ids) for ids in job.block_ids]
             else:
                 missing = future.result()
@@ -190,7 +190,7 @@ class Receiver:
             try:
                 submit(self._cancels, self._given_up[-1].cancel)
             except Unavailable as error:
-                _limited.warning("prompts given up are not cancelled yet (prompts=%d): %s", len(self._given_up), error)
+                _limited.warning("prompts not cancelled yet: no thread (prompts=%d, error=%s)", len(self._given_up), error)
                 return
             self._given_up.pop()
 

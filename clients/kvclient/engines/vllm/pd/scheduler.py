@@ -202,7 +202,7 @@ class PdScheduler:
         tokens = max(0, request.num_prompt_tokens - 1 - computed_tokens)
         if receiving.adapter is not None and self._adapters.weights(request.lora_request) is not receiving.adapter:
             self._counters.add("prompts_failed")
-            _log.warning("the prompt of request %s is dropped: its adapter has changed", request.request_id)
+            _log.warning("prompt dropped: request %s (its adapter has changed)", request.request_id)
             tokens = 0
         if not tokens:
             receiving.state = TransferState.ENDED
@@ -303,7 +303,7 @@ class PdScheduler:
         # one may always: its pages are its request's as long as that runs, however large a part of the engine's they are
         if self._pinned_blocks and self._pinned_blocks + count > len(self._pool.blocks) * self._pinned_share:
             self._counters.add("handoffs_skipped")
-            _log.warning("the prompt of request %s is not handed over: too many pages wait already", request.request_id)
+            _log.warning("prompt not handed over: request %s (too many pages wait)", request.request_id)
             self._abandon(sending)
             return None
         keys = list(sending.keys.upto(request.all_token_ids, full))
@@ -363,7 +363,7 @@ class PdScheduler:
         receiving.state = TransferState.ENDED
         request_id = receiving.request.request_id
         self._plan.drops.append(request_id)  # some workers may have it
-        _log.warning("the prompt of request %s did not come whole: it is loaded or computed here", request_id)
+        _log.warning("prompt incomplete: request %s (its blocks are loaded or computed here)", request_id)
 
     def _send_failed(self, pins: PromptPins) -> None:
         """The blocks are handed over once more with the next step, if there is one."""

@@ -190,7 +190,7 @@ class Sender:
             try:
                 submit(self._threads, self._run, send)
             except Unavailable as error:
-                _log.warning("a prompt is not handed over: %s", error)
+                _log.warning("prompt not handed over (error=%s)", error)
                 self._over(send, good=False)
             else:
                 self._step_handoffs.append(send)
@@ -232,13 +232,13 @@ class Sender:
             try:
                 submit(self._later, self._tell, job, clients[0])
             except Unavailable as error:
-                _log.warning("a decode host is not told of a prompt that will not come: %s", error)
+                _log.warning("abandoned prompt not reported: decode node %s (error=%s)", job.decode_node, error)
 
     def _tell(self, job: AbandonJob, client: KVClient) -> None:
         try:
             client.abandon_prompt(job.transfer_id, job.decode_node, deadline_s=self._deadline_s)
         except KVStoreError as error:
-            _log.warning("a decode host is not told of a prompt that will not come: %s", error)
+            _log.warning("abandoned prompt not reported: decode node %s (error=%s)", job.decode_node, error)
 
     def _run(self, send: PromptHandoff) -> None:
         done = self._tried(send.run)
@@ -246,7 +246,7 @@ class Sender:
             try:
                 submit(self._later, self._retry, send)
             except Unavailable as error:
-                _log.warning("a prompt is not handed over again: %s", error)
+                _log.warning("handoff not retried: decode node %s (error=%s)", send.job.decode_node, error)
             else:
                 return
         self._over(send, good=done)
@@ -265,7 +265,7 @@ class Sender:
         try:
             return attempt(self._counters)
         except KVStoreError as error:
-            _log.warning("a prompt is not handed over: %s", error)
+            _log.warning("prompt not handed over (error=%s)", error)
         except Exception:  # noqa: BLE001  # top of a thread: pins must be released after any error
             self._counters.add("bugs")
             _log.exception("handoff failed: unexpected error")

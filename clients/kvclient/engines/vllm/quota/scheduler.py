@@ -40,7 +40,7 @@ class _Quota:
     def __init__(self, config: dict[str, Any], *, chunked: bool) -> None:
         values = [config.get(f"kvstore_attention_{name}", default) for name, default in (("quota_ms", 300.0), ("pair_ps", 0.0))]
         if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in values):
-            raise InvalidArgument("kvstore_attention_quota_ms and kvstore_attention_pair_ps are numbers of at least 0")
+            raise InvalidArgument("kvstore_attention_quota_ms and kvstore_attention_pair_ps must be numbers of at least 0")
         quota_ms, pair_ps = values
         self.most_pairs = quota_ms * 1e9 / pair_ps if quota_ms and pair_ps else math.inf
         if not chunked and self.most_pairs < math.inf:

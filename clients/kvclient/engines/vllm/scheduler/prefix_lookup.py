@@ -137,12 +137,12 @@ class BackgroundLookup:
             return NOTHING
         except Exception:  # noqa: BLE001  # the edge to the engine: a failure of the store must not end it and is a miss
             self._counters.add("bugs")
-            _log.exception("a lookup failed in a way that it should not: a miss")
+            _log.exception("lookup failed: unexpected error, counted as a miss")
             return NOTHING
 
     def _count_failure(self, error: Unavailable) -> None:
         self._counters.add("lookup_failures")
-        _limited.warning("a lookup could not begin: a miss (error=%s)", error)
+        _limited.warning("lookup not started, counted as a miss (error=%s)", error)
 
     def _found(self, keys: Sequence[BlockKey]) -> PrefixMatch:
         """Look up in all namespaces at once: each lookup requires a round trip."""

@@ -502,7 +502,7 @@ class SchedulerConnector:
         return state.lookup is None
 
     def _plan_store(self, state: RequestState, full: int, block_ids: Sequence[Sequence[int]]) -> StoreJob | None:
-        """Pins the blocks ``[stored_blocks, full)`` of a request, and plans their store."""
+        """Pin the blocks ``[stored_blocks, full)`` of a request, and plan their store."""
         first = state.stored_blocks
         ids = [self._blocks.pages(part, block_ids, first, full) for part in range(len(self._blocks.page_tokens))]
         assert self._pool is not None
@@ -550,7 +550,7 @@ class SchedulerConnector:
         for job_id, workers in answer.stores_done.items():
             if (pins := self._pins.get(job_id)) is None:
                 self.counters.add("bugs")
-                _log.error("a store was answered twice (job=%d)", job_id)
+                _log.error("store answered twice (job=%d)", job_id)
                 continue
             pins.workers -= workers
             if pins.workers > 0:

@@ -231,7 +231,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):
             engine_hash_name(self._vllm_config),
         )
         for spec in specs:
-            _log.info("namespace %s: model %s, %s", spec.namespace.hex(), spec.model, spec.layout)
+            _log.info("namespace used: %s (model=%s, %s)", spec.namespace.hex(), spec.model, spec.layout)
 
     # ---- scheduler ----
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
@@ -296,7 +296,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM lacks a hook for a reset of the pool
 
     def reset_cache(self) -> bool | None:
-        """Have KV of earlier weights not found. vLLM calls this when its cache is reset.
+        """Make sure that lookups no longer find KV of earlier weights. vLLM calls this when its cache is reset.
 
         The tier is closed until the weights are checked. If pages are in use, vLLM keeps its cache, and KV of the old weights
         would be stored under the name of the new ones. So the tier is then closed until a reset succeeds.

@@ -268,5 +268,8 @@ def tier_of(connector_scheduler: Any) -> KVStoreTier:  # noqa: ANN401
     every = getattr(connector_scheduler.manager, "secondary_tiers", ())  # another spec of vLLM's offloading has none
     tiers = [tier for tier in every if isinstance(tier, KVStoreTier)]
     if len(tiers) != 1:
-        raise InvalidArgument("not one KVStoreTier: remove spec_name and secondary_tiers from the options", tiers=len(tiers))
+        raise InvalidArgument(
+            "exactly one KVStoreTier is required; remove spec_name and secondary_tiers from kv_connector_extra_config",
+            tiers=len(tiers),
+        )
     return tiers[0]

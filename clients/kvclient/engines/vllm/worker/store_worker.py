@@ -135,7 +135,7 @@ class StoreWorker:
                 client.close()
             except Exception:  # noqa: BLE001  # top of a thread: later jobs need it
                 self._counters.add("bugs")
-                _log.exception("a client of old weights was not closed")
+                _log.exception("client of earlier weights not closed: unexpected error")
 
     def _store_all(self, save: _QueuedStore) -> bool:
         """Store one job's blocks, part by part. Return whether the store now holds all of them."""
@@ -143,7 +143,7 @@ class StoreWorker:
             return all(self._store(save, part) for part in range(len(save.clients)))
         except Exception:  # noqa: BLE001  # top of a thread: pins must be released after any error
             self._counters.add("bugs")
-            _log.exception("a store failed in a way that it should not")
+            _log.exception("store failed: unexpected error")
             return False
 
     def _store(self, save: _QueuedStore, part: int) -> bool:

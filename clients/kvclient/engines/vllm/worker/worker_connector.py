@@ -90,7 +90,7 @@ class InflightGroupLoad:
         if not self._spoiled and len(self._waited) < self._pages.shape.layers:
             self._spoiled = True
             counters.add("bugs")
-            _log.error("a forward pass used layers that it had not waited for: their load counts as failed")
+            _log.error("forward pass did not wait for all layers: its load counts as failed")
         return self.end(counters)
 
     def end(self, counters: ConnectorCounters) -> list[int]:
@@ -268,7 +268,7 @@ class WorkerConnector:
                 ahead = client.read_ahead(lookup, deadline_s=READ_AHEAD_S, paths=job.paths)
             except Exception:  # noqa: BLE001  # the edge to the engine; for example, both halves disagree about namespaces
                 self.counters.add("bugs")
-                _log.exception("a read ahead could not begin: the load reads the blocks itself")
+                _log.exception("read ahead not started: unexpected error; the load reads the blocks")
                 continue
             if ahead is not None:
                 self.counters.add("reads_ahead")
@@ -353,7 +353,7 @@ class WorkerConnector:
                 )
             except Exception:  # noqa: BLE001  # the edge to the engine: the pages count as not loaded
                 self.counters.add("bugs")
-                _log.exception("a load could not begin: it counts as failed")
+                _log.exception("load not started: unexpected error, counted as failed")
             parts.append(InflightGroupLoad(part, handle, pages, probe=job.limit_s is not None))
         return InflightLoad(job.request_id, parts)
 
