@@ -41,7 +41,7 @@ def check_figures(found: pb.DescribeHistoryResponse, step_s: int) -> pb.Describe
     """
     reason = _reason(found, step_s)
     if reason:
-        raise Unavailable(f"it reports invalid figures of the last hour: {reason}")
+        raise Unavailable(f"the server sent an invalid history: {reason}")
     return found
 
 
@@ -88,7 +88,7 @@ class HistoryQueries:
     def __init__(self, rpc: StoreRpc) -> None:
         self._rpc = rpc
 
-    async def figures(self, since_s: float, step_s: int, node_id: str | None = None) -> models.FiguresOfLastHour:
+    async def figures(self, since_s: float, step_s: int, node_id: str | None = None) -> models.HistoryOfLastHour:
         """Figures of the metadata server and of all nodes that answer, or of one node alone.
 
         Raises:
@@ -106,7 +106,7 @@ class HistoryQueries:
             server, asked = await asyncio.gather(self._server(request), self._rpc.ask_nodes(statuses, ask))
         now_s = time.time()
         points, faults = merge(server, asked.answers, step_s, now_s)
-        return models.FiguresOfLastHour(
+        return models.HistoryOfLastHour(
             step_s=step_s,
             now_s=now_s,
             points=points,
@@ -120,7 +120,7 @@ class HistoryQueries:
         try:
             return check_figures(await self._rpc.history(request), request.step_seconds)
         except KVStoreError as error:
-            limited.warning("figures of the last hour without the metadata server: %s", error)
+            limited.warning("history lacks the metadata server: %s", error)
             return None
 
 

@@ -115,7 +115,7 @@ class MetadataServer:
         self._events: EventSource | None = None
 
     async def start(self) -> str:
-        """Opens the index, binds, and serves.
+        """Open the index, bind the address, and serve.
 
         Returns:
             The address, with its real port.
@@ -431,7 +431,7 @@ async def _bounded(what: str, ending: Awaitable[None], grace_s: float = 0.0) -> 
         async with asyncio.timeout(grace_s + _STOP_S):
             await ending
     except TimeoutError:
-        logger.exception("stop: %s has not ended after %.0f s, continuing without it", what, grace_s + _STOP_S)
+        logger.exception("shutdown step timed out: %s (timeout_s=%.0f)", what, grace_s + _STOP_S)
 
 
 def _moved(address: str, worker: int) -> str:

@@ -1,4 +1,4 @@
-"""The node daemon: builds the parts, recovers the volumes, serves, and stops in order."""
+"""The node daemon: builds the parts, recovers the volumes, serves, and stops gracefully."""
 
 from __future__ import annotations
 
@@ -561,7 +561,7 @@ class NodeDaemon:
         await aiofiles.os.replace(partial_file, path)
 
     async def stop(self) -> None:
-        """Stop in order, within ``stop_grace_s``: accept no new blocks, unregister, and finish earlier work.
+        """Stop gracefully, within ``stop_grace_s``: accept no new blocks, unregister, and finish earlier work.
 
         Engines and peers are answered until their stores are durable, or their part of the time has passed. Then the servers
         stop. Blocks that are not durable by the deadline are lost and logged.
@@ -652,7 +652,7 @@ class NodeDaemon:
 
     @property
     def hung(self) -> bool:
-        """Whether a volume has outstanding I/O after ``stop``. Then the process cannot exit in order."""
+        """Whether a volume has outstanding I/O after ``stop``. Then the process cannot exit gracefully."""
         return any(node_volume.guard.outstanding for node_volume in self.table.node_volumes)
 
     def _advertised(self, bound: str) -> str:

@@ -12,7 +12,7 @@ from kvstore.process.graceful_shutdown import GracefulShutdown, exit_now
 
 
 def run(config: NodeConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then stop in order within ``stop_grace_s``. A second signal stops at once."""
+    """Serve until SIGTERM or SIGINT, then stop gracefully within ``stop_grace_s``. A second signal stops at once."""
     raise_limit()
     try:
         asyncio.run(_serve(config))

@@ -96,11 +96,15 @@ class TlsFiles(Generic[Loaded]):
                 self.loaded = self._load(self._config)
             except (OSError, InvalidArgument) as error:  # ssl.SSLError is an OSError
                 if stamps != self._seen:
-                    logger.warning("new TLS files not used: do cert and key fit? (cert=%s, error=%s)", self._config.cert, error)
+                    logger.warning(
+                        "TLS files not reloaded, the previous ones stay in use: %s (error=%s)",
+                        self._config.cert or self._config.ca,
+                        error,
+                    )
                 self._seen = stamps
                 return False
             self._seen = self._used = stamps
-            logger.info("TLS files renewed: %s", self._config.cert or self._config.ca)
+            logger.info("TLS files reloaded: %s", self._config.cert or self._config.ca)
             return True
 
 

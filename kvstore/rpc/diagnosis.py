@@ -158,7 +158,7 @@ class Diagnoser:
         return last[2]
 
     def answered(self) -> None:
-        """The server answered: the next failure is another one."""
+        """Record that the server answered: the next failure gets a new explanation."""
         self._last = None
 
 

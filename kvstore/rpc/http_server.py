@@ -1,4 +1,4 @@
-"""An ASGI application as this store serves it: bound first, told when it is ready, ended in order.
+"""An ASGI application as this store serves it: bound first, told when it is ready, stopped gracefully.
 
 Needs uvicorn and Starlette (extras).
 """
@@ -142,7 +142,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end it in order, and are not raised again afterwards, as uvicorn's own way would."""
+        """Stop the server gracefully at SIGTERM and SIGINT. Unlike uvicorn, do not raise the signal again afterwards."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -166,7 +166,7 @@ def _config(
     malformed: Callable[[], Response],
 ) -> uvicorn.Config:
     if tls is not None and (tls.cert is None or tls.key is None):
-        raise InvalidArgument("to serve TLS, a server takes a certificate and its key")
+        raise InvalidArgument("a TLS server requires a certificate and its key; set cert and key")
     made = functools.partial(
         uvicorn.Config,
         app,

@@ -75,13 +75,13 @@ def test_share_table_too_large_for_a_note_is_several() -> None:
 
 @given(st.dictionaries(st.just(SHARES_NOTE), st.binary(max_size=50), min_size=1))
 def test_share_table_rejects_other_notes(notes: dict[str, bytes]) -> None:
-    with pytest.raises(ValueError, match="not a table"):
+    with pytest.raises(ValueError, match="record of quota shares"):
         ShareTable.read(notes.get)
 
 
 @given(st.binary(max_size=50))
 def test_share_table_rejects_other_bytes(note: bytes) -> None:
-    with pytest.raises(ValueError, match="not a table"):
+    with pytest.raises(ValueError, match="record of quota shares"):
         ShareTable.decode(note)
 
 

@@ -19,7 +19,7 @@ from kvstore.control_api.schemas import configuration
 from kvstore.control_api.schemas import store as models
 from kvstore.control_api.schemas.cluster import Cluster
 from kvstore.control_api.schemas.health import ClusterEventEntry, ClusterHealth
-from kvstore.control_api.schemas.history import FiguresOfLastHour
+from kvstore.control_api.schemas.history import HistoryOfLastHour
 from kvstore.control_api.schemas.shards import Shards
 from kvstore.control_api.schemas.store import HEX_ID
 from kvstore.control_api.store_rpc import StoreRpc
@@ -177,7 +177,7 @@ class Reads:
             int, Query(ge=INTERVAL_S, le=INTERVAL_S * POINTS, multiple_of=INTERVAL_S, description="seconds per interval")
         ] = INTERVAL_S,
         node: Annotated[str | None, Query(max_length=512, description="only this node", examples=["host-1"])] = None,
-    ) -> FiguresOfLastHour:
+    ) -> HistoryOfLastHour:
         """Hit ratio, latencies, throughput, fill, evictions and faults per interval, added up over all nodes that answer.
 
         Each process records its own figures in memory; they are lost if it restarts.

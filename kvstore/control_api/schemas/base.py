@@ -24,5 +24,5 @@ class RequestModel(BaseModel):
     def _few_fields(cls, body: object) -> object:
         """Reject bodies with very many fields: pydantic reports each unknown field, which takes seconds for 300,000."""
         if isinstance(body, dict) and len(body) > _MOST_FIELDS:
-            raise ValueError(f"a request body has at most {_MOST_FIELDS} fields")
+            raise ValueError(f"a request body may have at most {_MOST_FIELDS} fields")
         return body

@@ -66,8 +66,8 @@ class FaultEntry(ResponseModel):
     count: Count = Field(description="failures within the interval", examples=[3])
 
 
-class FiguresOfLastHour(ResponseModel):
-    """Figures of the last hour, in order of time. With several metadata workers, lookups of one of them."""
+class HistoryOfLastHour(ResponseModel):
+    """Time series of the last hour, oldest first. With several metadata workers, the lookups are those of one worker."""
 
     step_s: Count = Field(description="length of an interval", examples=[10])
     now_s: float = Field(description="present time of this server, Unix time", examples=[1_764_000_004.2])

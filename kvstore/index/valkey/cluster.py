@@ -96,15 +96,15 @@ class ShardPrimary:
     def __init__(self, address: str) -> None:
         self.address = address
         self.up = False
-        """Whether it answers within the budget of a lookup."""
+        """Whether the shard answers within the budget of a lookup."""
         self.slow = False
-        """Whether it answers, but later."""
+        """Whether the shard answers, but later."""
         self.away_since_s = time.monotonic()
         self.connections: list[ValkeyConnection | None] = [None] * len(Lane)
         self.connecting = [asyncio.Lock() for _ in Lane]
         """Held while a lane is connected, so that callers who need it at the same time share one connection."""
         self.was_connected = False
-        """Whether it was up before."""
+        """Whether the shard was up before."""
         self.reconnected = False
         """Whether a connection is new since the shard was up: its server may have lost its contents."""
         self.closed = False
@@ -120,7 +120,7 @@ class ShardPrimary:
         self.drop_connections()
 
     def drop_connections(self) -> None:
-        """Close the connections. Requests without replies end without."""
+        """Close the connections. Pending requests end without a reply."""
         for connection in self.connections:
             if connection is not None:
                 connection.close()
@@ -650,13 +650,13 @@ class ValkeyClient:
         try:
             topology = parse_cluster_slots(reply, address.rpartition(":")[0])
         except ValueError as error:
-            raise Unavailable("the Valkey sent an invalid topology", address=address, cause=str(error)) from error
+            raise Unavailable("Valkey sent an invalid topology", address=address, cause=str(error)) from error
         if not topology.shards:
             raise Unavailable("the Valkey servers do not form a cluster yet", address=address)
         return topology
 
     def _adopt(self, topology: Topology) -> None:
-        """Use a topology from now on; connect to new primaries, and drop servers that are none."""
+        """Use a topology from now on. Connect to new primaries, and disconnect servers that are no longer primaries."""
         before = self.topology
         if topology == before:
             return

@@ -137,9 +137,9 @@ class PublishStream:
         if self._identity is None:
             self._identity = identity
         elif self._identity != identity:
-            raise InvalidArgument("a publish stream belongs to one boot of one node", node_id=request.node_id)
+            raise InvalidArgument("node_id and boot_id must not change within a publish stream", node_id=request.node_id)
         if request.sequence < 1:
-            raise InvalidArgument("sequence starts at 1")
+            raise InvalidArgument("sequence must be at least 1")
         volume_id = VolumeId(check_name(request.volume_id, "volume_id"))
         removed_count = len(request.removed) // KEY_BYTES
         if removed_count > limits.MAX_KEYS_PER_CALL:

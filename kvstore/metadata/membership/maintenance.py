@@ -94,10 +94,12 @@ class Maintenance:
                 call()
             except KVStoreError as error:  # the disk is full, or the index does not answer: the next tick tries again
                 self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
-                limited.warning("call of a tick failed: %s", error)
+                limited.warning("maintenance step failed: %s (error=%s)", getattr(call, "__qualname__", call), error)
             except Exception:  # process edge: without these calls, plans and engines of dead clients would stay
                 self._counters.add(metadata_metrics.BACKGROUND_BUGS)
-                logger.exception("call of a tick failed: unexpected error, trying again")
+                logger.exception(
+                    "maintenance step failed: %s, unexpected error, trying again", getattr(call, "__qualname__", call)
+                )
 
     async def _watch_nodes(self) -> None:
         while True:

@@ -215,7 +215,7 @@ class QuotaShares:
             limited.warning("shares of quotas not exchanged with other servers: %s", error)
         except Exception:  # process edge: heartbeats must be answered, and the previous shares stay in force
             self._counters.add(metadata_metrics.QUOTA_SHARE_FAILURES)
-            logger.exception("making quota shares failed; the next heartbeat tries again")
+            logger.exception("quota shares not made: unexpected error, trying again at the next heartbeat")
 
     async def _make(self, settings: OperatorSettings) -> None:
         made = await self._make_shares(settings)

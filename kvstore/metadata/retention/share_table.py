@@ -98,10 +98,10 @@ class ShareTable:
         if first is None:
             return None
         if len(first) < _PART.size:
-            raise ValueError("the note is not a table of shares")
+            raise ValueError("the record of quota shares in the index is invalid")
         count, checksum = _PART.unpack_from(first)
         if not 1 <= count <= MAX_PARTS:
-            raise ValueError("the note is not a table of shares")
+            raise ValueError("the record of quota shares in the index is invalid")
         parts = [first, *(note(_part_name(number)) or b"" for number in range(1, count))]
         encoded = b"".join([part[_PART.size :] for part in parts])
         if count > 1 and _checksum(encoded) != checksum:
@@ -137,7 +137,7 @@ class ShareTable:
                 epoch=bytes.fromhex(header["epoch"]),
             )
         except (zlib.error, struct.error, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-            raise ValueError("the note is not a table of shares") from error
+            raise ValueError("the record of quota shares in the index is invalid") from error
 
 
 def _part_name(number: int) -> str:
@@ -157,5 +157,5 @@ def _inflate(note: bytes) -> bytes:
     inflater = zlib.decompressobj()
     content = inflater.decompress(note, MAX_TABLE_BYTES)
     if not inflater.eof:
-        raise ValueError("the table of shares is too large or incomplete")
+        raise ValueError("the record of quota shares in the index is too large or incomplete")
     return content

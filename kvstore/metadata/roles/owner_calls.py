@@ -140,7 +140,7 @@ class OwnerCalls:
                         if not unowned:
                             raise
                         self._counters.add(metadata_metrics.CALLS_ANSWERED_UNOWNED)
-                        limited.warning("question about plans answered without the planning server: %s (%s)", method, error)
+                        limited.warning("plan query answered without the planning server: %s (%s)", method, error)
                 described: bytes = (await behaviour(decode(data), context)).SerializeToString()
                 return described
             try:

@@ -36,7 +36,7 @@ def check_report(request: pb.ReportEnginesRequest) -> dict[str, Engine]:
     if kind is None:
         raise InvalidArgument("role is unspecified or unknown", got=request.role)
     if request.sequence < 1:
-        raise InvalidArgument("sequence starts at 1", got=request.sequence)
+        raise InvalidArgument("sequence must be at least 1", got=request.sequence)
     if len(request.engines) > MAX_GROUP_ENGINES:
         raise InvalidArgument("too many engines in a group", got=len(request.engines), limit=MAX_GROUP_ENGINES)
     if len(request.prefilled) + len(request.finished) > MAX_ENDED:

@@ -5,13 +5,13 @@ Theory of operation.
 1. One thread per volume looks at it every ``POLL_S``. The next step is decided from the volume's files
    (``kvstore.tiers.nvme.ownership``). The metadata servers only say whether the owner is absent.
 2. An owner is absent if the metadata servers have considered it silent or unknown for ``node.adopt_after``, without a gap in
-   their answers. A volume's first owner that stopped in order is not absent. If no metadata server answers, no owner is.
+   their answers. A volume's first owner that stopped gracefully is not absent. If no metadata server answers, no owner is.
 3. A volume that this node owns and does not have open is opened as at a start: from its catalog or, if that is damaged, from
    its slot headers. Its blocks join the table beside loads and stores. Then the node registers with the volume, which closes
    the replicas of the old owner in the index, and sends its inventory.
 4. A volume of this node that another node has adopted is dropped: its blocks leave the table, and the node mounts it for reading.
 5. A node's own volumes (``node.nvme``) are watched in the same way, so the node takes them back once their adopter has released
-   them or is absent. An adopter releases a volume when it stops in order.
+   them or is absent. An adopter releases a volume when it stops gracefully.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class OwnerPresence:
     def is_away(self, node_id: NodeId, home: NodeId) -> bool:
         """Whether the owner of a volume is silent or unknown. False also if no metadata server answers.
 
-        An owner whose calls are refused is not away, nor is ``home`` if it stopped in order: it will be started again. Another
+        An owner whose calls are refused is not away, nor is ``home`` if it stopped gracefully: it will be started again. Another
         owner should have released the volume when it stopped.
         """
         if not node_id:

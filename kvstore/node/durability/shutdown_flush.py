@@ -81,7 +81,7 @@ def heat_in_dram(table: BlockTable) -> dict[BlockKey, int]:
     for _ in range(ORDER_TRIES):
         heat, numbers = {}, count()
         with lock:
-            order, version = evictor.every(), evictor.version
+            order, version = evictor.evictable_keys(), evictor.version
         while True:
             with lock:
                 if evictor.version != version:

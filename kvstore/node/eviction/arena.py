@@ -98,10 +98,10 @@ class ArenaEvictor:
         """Return the number of blocks of a namespace in DRAM."""
         return self.reclaimer.held.get(namespace, 0)
 
-    def every(self) -> Iterator[BlockKey]:
-        """Keys that a search for victims could meet, coldest first, children before parents.
+    def evictable_keys(self) -> Iterator[BlockKey]:
+        """Iterate over the keys of evictable blocks, coldest first, children before parents.
 
-        Blocks that an earlier search skipped, of kept namespaces or protected by hints, are not among them.
+        Omitted are blocks that an earlier search skipped: those of kept namespaces, and those that hints protect.
         """
         self.version += 1
         return self._policy.coldest(lambda _key: True)

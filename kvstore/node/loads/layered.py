@@ -211,7 +211,7 @@ class LayeredLoader:
         layered, stretches = self._split(request)
         if len(layered) * request.namespace.shape.block_bytes > self._budget.limit_bytes(tenant()):
             self._counters.add(node_metrics.STAGED_LOADS_TOO_LARGE)
-            log.info("load not layered: larger than the prefill buffer or the tenant's part of it (blocks=%d)", len(layered))
+            log.info("load not layer-wise: larger than the prefill buffer or the tenant's part of it (blocks=%d)", len(layered))
             layered, stretches = [], [(0, len(request.chain))]
         for start, stop in stretches:
             with closing(self._loader.load(request.part(start, stop))) as runs:
@@ -380,7 +380,7 @@ class LayeredLoader:
                 answered(answer.outcomes)
         except KVStoreError as error:
             self._counters.add(node_metrics.STAGED_READS_FAILED)
-            log.warning("layered read failed: node %s (blocks=%d, error=%s)", step.source.peer.node_id, len(blocks), error)
+            log.warning("layer-wise read failed: node %s (blocks=%d, error=%s)", step.source.peer.node_id, len(blocks), error)
             if isinstance(error, LateBytes):
                 self._table.pin_again(blocks)  # until this process ends, so that the slots are not used again
                 self._counters.add(node_metrics.ARENA_SLOTS_LOST, len(blocks))

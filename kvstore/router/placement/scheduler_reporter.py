@@ -299,7 +299,9 @@ class SchedulerReporter:
         self._context.counters.add(router_metrics.REPORTS)
         if isinstance(answers[1], Conflict) and isinstance(answers[0], GroupUpdates):
             self._lead_with(prefill_leader)
-            raise Unavailable("another router reports for the decode engines alone", why=answers[1])
+            raise Unavailable(
+                "another router already reports the decode engines; set router.report=true at one router only", why=answers[1]
+            )
         if failures:
             raise failures[0]
 

@@ -25,7 +25,7 @@ class EventStream:
         b''
         >>> events.feed(b"\n\ndata: [DO")
         b'data: 1\n\n'
-        >>> events.feed(b"NE]\n\n"), events.done
+        >>> events.feed(b"NE]\n\n"), events.terminated
         (b'data: [DONE]\n\n', True)
     """
 
@@ -34,13 +34,13 @@ class EventStream:
         self._done = False
 
     @property
-    def done(self) -> bool:
-        """Whether the last event arrived as a complete event."""
+    def terminated(self) -> bool:
+        """Whether the last event arrived, with the empty line after it."""
         return self._done
 
     @property
-    def complete(self) -> bool:
-        """Whether the stream may end here: its last event arrived, perhaps without the empty line after it."""
+    def may_end(self) -> bool:
+        """Whether the stream may end here: the last event arrived, perhaps without the empty line after it."""
         return self._done or _DONE.search(self._held) is not None
 
     def feed(self, piece: bytes) -> bytes:

@@ -99,7 +99,7 @@ class ProxyRequest:
         disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and self._events.done:
+            if not work.done() and self._events.terminated:
                 await asyncio.wait((work,), timeout=_COMPLETION_S)
             if not work.done():
                 self._context.counters.add(router_metrics.CLIENTS_GONE)
@@ -254,7 +254,7 @@ class ProxyRequest:
                     raise Unavailable("the engine returned an invalid response", engine=placed.engine)
                 await client.respond(response.status, _response_headers(response, placed), content)
         except KVStoreError as error:
-            if self._events.done:  # only the end of the connection is missing
+            if self._events.terminated:  # only the end of the connection is missing
                 await client.write(b"", last=True)
                 return None
             counters.add(router_metrics.ANSWERS_BROKEN)
@@ -292,7 +292,7 @@ class ProxyRequest:
         await self._forward_piece(client, response, response.first)
         async for piece in response.rest():
             await self._forward_piece(client, response, piece)
-        if response.ok and not self._events.complete:
+        if response.ok and not self._events.may_end:
             raise Unavailable("the engine's stream ended early", engine=placed.engine)
         await client.write(self._events.rest(), last=True)
 

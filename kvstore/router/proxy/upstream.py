@@ -57,7 +57,7 @@ class FailureKind(StrEnum):
 
     @property
     def is_gateway_failure(self) -> bool:
-        """Whether it counts as a gateway failure of the engine."""
+        """Whether the error counts as a gateway failure of the engine."""
         return self in {FailureKind.CONNECT, FailureKind.RESET, FailureKind.TIMEOUT, FailureKind.GATEWAY}
 
     @property

@@ -88,7 +88,7 @@ class TokenTable:
             if line.strip() and not line.lstrip().startswith("#"):
                 known.append(_parse(line.split(), path, number))
         if not known or len(known) > MAX_TOKENS:
-            raise InvalidArgument(f"a token file has 1 to {MAX_TOKENS} tokens", file=path, found=len(known))
+            raise InvalidArgument(f"a token file must have 1 to {MAX_TOKENS} tokens", file=path, found=len(known))
         if len({digest for digest, _ in known}) < len(known):
             raise InvalidArgument("a token is listed twice; each token must belong to one caller", file=path)
         return cls(known)

@@ -100,7 +100,7 @@ class ConnectorEngine:
         return {}
 
     def close(self) -> None:
-        """End the engine in order, so that another one may begin."""
+        """Stop the engine gracefully, so that another one may begin."""
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 

@@ -80,7 +80,7 @@ class ServerProcess:
             raise Unavailable("the server of this connector ended by itself", status=status, log=self._log)
 
     def end(self) -> None:
-        """End the server in order. One that does not end in time is killed."""
+        """Stop the server gracefully. Kill it if it does not end in time."""
         self.end_stalls()
         if self._process is not None:
             with suppress(ProcessLookupError):

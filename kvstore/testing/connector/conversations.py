@@ -64,7 +64,7 @@ class Conversations:
         return random.Random(seed).sample(self.prompts, count)  # noqa: S311
 
     def ask(self, engine: HookEngine, prompts: Sequence[tuple[int, ...]]) -> list[Generated]:
-        """Asks all at once.
+        """Ask all conversations at once.
 
         Raises:
             WrongTokensError: it says something else than the engine alone.

@@ -65,16 +65,16 @@ class HookEngine(Protocol):
         """
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all that was generated is stored, or given up. False: not in time."""
+        """Wait until all generated KV is stored or given up. False: not in time."""
 
     def forget(self) -> None:
-        """Drops what the engine itself has cached, so that only the store can help."""
+        """Drop the engine's own cache, so that only the store has KV."""
 
     def counters(self) -> Mapping[str, int]:
         """Totals by name, including all failures."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop the engine."""
 
 
 @runtime_checkable

@@ -67,12 +67,12 @@ class EngineProcess:
         self._note_files()
 
     def leave(self) -> None:
-        """Ends the engine in order; the process stays, for another one."""
+        """Stop the engine gracefully. The process stays, for another engine."""
         self.begin("leave")
         self.end()
 
     def begin(self, method: str, *arguments: object) -> None:
-        """Asks without waiting; ``end`` waits."""
+        """Send a call without waiting for its answer; ``end`` waits."""
         try:
             self._is_asked = True
             self._pipe.send((method, arguments))
@@ -124,7 +124,7 @@ class EngineProcess:
             self._files.note(self._process.pid)
 
     def close(self) -> None:
-        """Ends it in order."""
+        """Stop the engine and its process gracefully."""
         if self._process.is_alive():
             self.begin("close")
             self._process.join(_STOP_S)

@@ -85,7 +85,7 @@ class FaultyStore:
 
     # ---- what goes wrong ----
     def strike(self, fault: StoreFault, dice: random.Random) -> None:
-        """Makes it happen now; ``heal`` ends it."""
+        """Begin the fault; ``heal`` ends it."""
         assert self._proxy is not None
         match fault:
             case StoreFault.NODE_KILLED:
@@ -125,7 +125,7 @@ class FaultyStore:
             self.cluster.kill(name)
 
     def start(self, name: str) -> None:
-        """Starts a daemon that was killed."""
+        """Start a daemon that was killed."""
         self._down.discard(name)
         if name == METADATA:
             self.cluster.start_metadata()
@@ -133,7 +133,7 @@ class FaultyStore:
             self.cluster.start_node(name)
 
     def restart(self, name: str) -> None:
-        """Kills a daemon and starts it."""
+        """Kill a daemon and start it again."""
         self._kill(name)
         self.start(name)
 
@@ -151,20 +151,20 @@ class FaultyStore:
 
     # ---- bytes ----
     def corrupt_memory(self, dice: random.Random) -> None:
-        """Changes bytes all over the node's arena, as failing memory would."""
+        """Change bytes all over the node's arena, as failing memory would."""
         with self._arena() as memory:
             for page in _used_pages(memory):
                 memory[page + dice.randrange(_PAGE)] ^= 1 << dice.randrange(8)
 
     def roll_memory(self, by: int = 64) -> None:
-        """Turns the bytes of each page of the node's arena by some: valid numbers in the wrong places."""
+        """Rotate the bytes of each page of the node's arena: valid numbers in the wrong places."""
         with self._arena() as memory:
             for page in _used_pages(memory):
                 content = memory[page : page + _PAGE]
                 memory[page : page + _PAGE] = content[by:] + content[:by]
 
     def corrupt_disk(self, dice: random.Random) -> None:
-        """Changes bytes all over the node's volume, if it has one."""
+        """Change bytes all over the node's volume, if it has one."""
         path = self.cluster.volume_path(NODE) / "slab.kv"
         if not path.exists():
             return

@@ -1,4 +1,4 @@
-"""Files in ``/dev/shm`` that hold the host memory of vLLM's offloading. vLLM removes them only if an engine ends in order."""
+"""Files in ``/dev/shm`` that hold the host memory of vLLM's offloading. vLLM removes them only if an engine stops gracefully."""
 
 from __future__ import annotations
 

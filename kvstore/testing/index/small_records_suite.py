@@ -23,7 +23,7 @@ def begin(index: PrefixIndex, volume: str = "v") -> VolumeEpoch:
 
 
 def ask(index: PrefixIndex, chain: Chain, visible: set[VolumeEpoch]) -> PrefixHit:
-    """Looks a chain up."""
+    """Look up a chain."""
     return index.lookup(chain.namespace, chain.packed, visible)
 
 

@@ -65,7 +65,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.beats: dict[NodeId, Beat] = {}
 
     def open_index(self, place: Path) -> PrefixIndex:
-        """Opens the index at a place: the same content for the same place."""
+        """Open the index at a place: the same content for the same place."""
         raise NotImplementedError
 
     def teardown(self) -> None:

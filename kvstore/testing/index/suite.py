@@ -68,7 +68,7 @@ class IndexSuite(SmallRecordsSuite, LeasesSuite):
     """Whether a batch is atomic as a whole; False: only the record of each key is."""
 
     def open_index(self, place: Path) -> PrefixIndex:
-        """Opens (or makes) the index at a place."""
+        """Open or create the index at a place."""
         raise NotImplementedError
 
     @pytest.fixture
