@@ -21,7 +21,7 @@ from kvclient.handoff.receiver import PromptReceiver
 from kvclient.handoff.sender import PromptSender, abandon_prompt, check_transfer_id, find_decode_node
 from kvclient.load.accounting import HitAccounting
 from kvclient.load.layerwise import LayerBarrier, LoadHandle
-from kvclient.load.load import HeadLookupCall, Load, LookupCall
+from kvclient.load.load import HeadLookupCall, Load, LookupCall, checked_verify
 from kvclient.load.paths import Paths, checked_paths
 from kvclient.load.read_ahead import ReadAhead, read_ahead
 from kvclient.memory.buffers import as_block_buffer
@@ -35,7 +35,7 @@ from kvclient.nodes.peers import PeerPool
 from kvclient.nodes.remote_sessions import RemoteSessionCache
 from kvclient.nodes.run_ends import RunEndMemory
 from kvclient.nodes.store_node import StoreNodeFinder
-from kvclient.options import ClientOptions, Verify, checked_verify
+from kvclient.options import ClientOptions, Verify
 from kvclient.results import HeadLookup, LoadResult, Lookup, StoreResult
 from kvclient.store.demotions import Demotions
 from kvclient.store.handle import StoreHandle
@@ -383,7 +383,7 @@ class KVClient:
         if barrier is not None:
             barrier.promised_blocks = len(chain)
         scope = self._scope(deadline_s, self._context.options.default_deadline_s)
-        paths = checked_paths(paths, self._context.options.paths)
+        paths = self._context.options.paths if paths is None else checked_paths(paths)
         return Load(self._context, chain, lookup, blocks, scope, verify, barrier=barrier, layerwise=layerwise, paths=paths)
 
     # ---- stores ----

@@ -28,19 +28,6 @@ MAX_HINT_NODES = 16
 VERIFY_CHOICES: tuple[Verify, ...] = ("auto", "always", "never")
 
 
-def checked_verify(verify: Verify | None, default: Verify) -> Verify:
-    """Return a caller's choice, or ``default`` if it made none.
-
-    Raises:
-        InvalidArgument: it is not one of the choices.
-    """
-    if verify is None:
-        return default
-    if verify not in VERIFY_CHOICES:
-        raise InvalidArgument("unknown choice", option="verify", value=verify, choices=VERIFY_CHOICES)
-    return verify
-
-
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
     """Bounds and choices of one client.

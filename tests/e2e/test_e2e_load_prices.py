@@ -68,7 +68,9 @@ def test_price_of_busy_link_makes_engine_compute(beyond: tuple[KVClient, Callabl
     assert choice() is Choice.LOAD
     metadata = client.context.metadata
     assert metadata is not None
-    other = metadata.plan_load("p", None, None, 50_000, client.spec, TIMEOUT_S, relays=False)
+    other = metadata.plan_load(
+        "p", None, None, 50_000, client.spec.block_bytes, client.spec.block_tokens, TIMEOUT_S, relays=False
+    )
     assert choice() in {Choice.COMPUTE, Choice.PROBE}
     metadata.report_loads({other.plan_id: []}, finished=True)
     wait_until(lambda: choice() is Choice.LOAD)

@@ -86,11 +86,6 @@ class ClientContext:
         own_node = self.local.node_id if self.local is not None else None
         return self.accounting.predictor.predict(lookup, own_node or "")
 
-    def record_nodes(self, lookup: Lookup) -> None:
-        """Remember the nodes that a lookup named, for hints about sessions."""
-        own = self.local.node_id if self.local is not None else None
-        self.chain_nodes.record(lookup.keys, lookup.hit_blocks, lookup.runs, own or "", self.options.hint_nodes)
-
     def close(self) -> None:
         """End the threads and close all connections."""
         self.part_threads.close()  # parts end soon after their scopes

@@ -26,18 +26,31 @@ from kvclient.load.sources.gds import GdsSource
 from kvclient.load.sources.local_node import LocalNodeSource
 from kvclient.load.sources.peers import PeerSource
 from kvclient.memory.engine_pool import PoolNamespace
-from kvclient.options import Verify
+from kvclient.options import VERIFY_CHOICES, Verify
 from kvclient.results import HeadLookup, LoadResult, Lookup
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.chain import ChainSlice
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.types import Outcome
 from kvstore.observe import tracing
 from kvstore.observe.metric_definitions import client as client_metrics
 
 _LOOKUP_SHARE = 0.5
 """Share of a load's time that the lookup within it may take."""
+
+
+def checked_verify(verify: Verify | None, default: Verify) -> Verify:
+    """Return a caller's choice, or ``default`` if it made none.
+
+    Raises:
+        InvalidArgument: it is not one of the choices.
+    """
+    if verify is None:
+        return default
+    if verify not in VERIFY_CHOICES:
+        raise InvalidArgument("unknown choice", option="verify", value=verify, choices=VERIFY_CHOICES)
+    return verify
 
 
 class LookupCall:
@@ -73,11 +86,17 @@ def look_up(context: ClientContext, chain: ChainSlice, scope: CancelScope) -> Lo
         return Lookup(chain.keys, seconds=scope.elapsed_s(), error=error)
     _reopen_session(context)
     context.run_ends.record_lookup(chain, [run.end for run in found.runs])
-    context.record_nodes(found)
+    _record_nodes(context, found)
     counters.add(client_metrics.LOOKUP_BLOCKS, len(chain))
     counters.add(client_metrics.LOOKUP_HIT_BLOCKS, found.hit_blocks)
     counters.observe(client_metrics.LOOKUP_SECONDS, found.seconds)
     return found
+
+
+def _record_nodes(context: ClientContext, lookup: Lookup) -> None:
+    """Remember the nodes that a lookup named, for hints about sessions."""
+    own = context.local.node_id if context.local is not None else None
+    context.chain_nodes.record(lookup.keys, lookup.hit_blocks, lookup.runs, own or "", context.options.hint_nodes)
 
 
 def _reopen_session(context: ClientContext) -> None:
@@ -182,14 +201,16 @@ class Load:
         trace = LoadTrace(context.clock)
         lookup = self._lookup if self._lookup is not None else self._look_up(trace)
         if isinstance(self._lookup, Lookup):
-            context.record_nodes(self._lookup)  # another client may have looked up
+            _record_nodes(context, self._lookup)  # another client may have looked up
         pool = None if chain.heads else context.pool  # the pool is for prompts
         # The client knows its own pool better than the index does. Equally near runs stay in the order of the index.
         runs = [run for run in lookup.runs if pool is None or run.node_id != pool.node_id]
         runs.sort(key=lambda run: run.distance)
         request = LoadRequest(context, chain, runs, self._buffer, self.scope, self._verify, self._layerwise, trace)
         barrier = self._barrier if self._layerwise else None
-        paths = self._paths if context.metadata is not None and may_need_plan(runs, context.local) else None
+        paths = self._paths
+        if paths is not None and (context.metadata is None or not may_need_plan(runs, context.local)):
+            paths = None
         sink = BlockSink(len(chain), context.shape.layers, self._buffer, barrier, track_layers=paths is not None)
         if lookup.error is not None:
             sink.record_error(lookup.error)

@@ -186,7 +186,8 @@ class _PlannedLoad:
             self._paths.decode_node,
             self._paths.policy,
             len(blocks),
-            self._context.spec,
+            self._context.shape.block_bytes,
+            self._context.spec.block_tokens,
             self._scope.left_s(),
             relays=self._paths.relays,
         )

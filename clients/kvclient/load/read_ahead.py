@@ -240,7 +240,8 @@ class _ReadAheadStarter:
                 paths.decode_node,
                 paths.policy,
                 len(positions),
-                self._context.spec,
+                self._context.shape.block_bytes,
+                self._context.spec.block_tokens,
                 self._left_s(),
                 relays=paths.relays,
             )

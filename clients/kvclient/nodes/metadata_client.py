@@ -227,7 +227,8 @@ class MetadataClient:
         decode_node: str | None,
         policy: str | None,
         blocks: int,
-        spec: CacheSpec,
+        block_bytes: int,
+        block_tokens: int,
         budget_s: float,
         *,
         relays: bool,
@@ -244,8 +245,8 @@ class MetadataClient:
             decode_node=decode_node or "",
             relays=relays,
             blocks=blocks,
-            block_bytes=spec.shape.block_bytes,
-            block_tokens=spec.block_tokens,
+            block_bytes=block_bytes,
+            block_tokens=block_tokens,
             budget_ms=int(budget_s * 1000),
         )
         plan = plan_from_proto(self._call(self._stub.PlanLoad, request, min(budget_s, _PLAN_TIMEOUT_S)), blocks)
