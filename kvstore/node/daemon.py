@@ -433,7 +433,7 @@ class NodeDaemon:
             storage_source=_source(config.storage_bandwidth, config.storage_link_bytes_per_s),
             compute_source=_source(config.compute_bandwidth, config.compute_link_bytes_per_s),
             local_socket=f"unix:{self._socket}",
-            mounts=[mount.volume_id for mount in self._mounts],
+            mounts=[mount.volume_id for mount in self._mounts.all],
             zone=config.zone,
         )
         if self._storage_data is not None:
@@ -567,7 +567,7 @@ class NodeDaemon:
         stop. Blocks that are not durable by the deadline are lost and logged.
         """
         until_s = self._clock.now_s() + self.config.stop_grace_ms / 1000
-        self._gate.stopping = True
+        self._gate.stop()
         await asyncio.to_thread(self._finish, until_s)
         if self._server is not None:
             await self._server.stop(min(STOP_CALLS_S, max(0.0, until_s - self._clock.now_s())))
@@ -664,7 +664,7 @@ class NodeDaemon:
         engines += [f"{one.volume_id}: {one.volume.io_engine}" for one in self.table.node_volumes]
         engines += [*self._opened.gds_lines, f"NIXL: {self._nixl.description}", native.describe()]
         engines += [f"engine {name}" for name in self.sessions.engines()]
-        return engines + [mount.describe() for mount in self._mounts]
+        return engines + [mount.describe() for mount in self._mounts.all]
 
     def _expire_leases(self) -> None:
         while not self._stopping.wait(SWEEP_INTERVAL_S):

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome, VolumeId
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome, Tier, VolumeId
 from kvstore.node.base.cancellation import wait
 from kvstore.node.eviction.allocation import allocate_dram, grant_slots
 from kvstore.node.eviction.quotas import make_room_in_quota
@@ -289,7 +289,11 @@ class BlockTable:
     ) -> list[Slot] | None:
         """Allocate DRAM slots for a load, all or none, evicting and waiting as needed."""
         with self._lock:
-            if namespace is not None and not make_room_in_quota(self.residency, namespace, count):
+            if (
+                namespace is not None
+                and self.residency.accounts.limited[Tier.DRAM]
+                and not make_room_in_quota(self.residency, namespace, count)
+            ):
                 self._counters.add(node_metrics.LOAD_BEYOND_QUOTA_BLOCKS, count)  # never refused: the blocks are evicted soon
             while (slots := allocate_dram(self.residency, shape, count)) is None:
                 if not self.wait_changed(deadline_s):

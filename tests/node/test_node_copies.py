@@ -426,10 +426,10 @@ def test_copier_new_index_is_filled_first(node: CopyingNode) -> None:
 def test_copier_draining_node_copies_nothing(node: CopyingNode) -> None:
     node.order(2)
     node.store_durably("chain", 8)
-    node.gate.draining = True
+    node.gate.set_draining(True)
     node.work()
     assert not node.others.calls
-    node.gate.draining = False
+    node.gate.set_draining(False)
     node.work()
     assert len(node.pulled()) == 8
 

@@ -229,7 +229,7 @@ def test_mounts_get_finds_a_volume(mount: Mount) -> None:
     mounts = Mounts([mount])
     assert mounts.get(NAME) is mount
     assert mounts.get("") is None
-    assert list(mounts) == [mount]
+    assert mounts.all == (mount,)
 
 
 @pytest.mark.parametrize("volumes", [["a/nvme0"], ["b/nvme0", "b/nvme0"]])

@@ -365,10 +365,17 @@ def test_sessions_over_tcp_of_a_tenant_have_a_limit(node: Node) -> None:
     context.run(open_far)
 
 
+def test_gate_drain_ends_while_stopping_stays_closed(node: Node) -> None:
+    node.gate.set_draining(True)
+    node.gate.stop()
+    node.gate.set_draining(False)
+    assert node.gate.closed
+
+
 def test_closed_gate_grants_no_slots_and_finishes_stores(node: Node) -> None:
     session = node.open()
     node.prepare_in(session, 0, 3)
-    node.gate.draining = True
+    node.gate.set_draining(True)
     assert node.gate.stores_under_way() == 3
     assert node.complete_in(session, 0, 3) == [StoreOutcome.STORED] * 3
     assert node.gate.stores_under_way() == 0
@@ -377,7 +384,7 @@ def test_closed_gate_grants_no_slots_and_finishes_stores(node: Node) -> None:
     assert offsets == b""
     assert node.counters.get("store_skipped_closed_blocks_total") == 2
     assert node.used == 3
-    node.gate.draining = False
+    node.gate.set_draining(False)
     assert list(node.prepare_in(session, 0, 5, operation=3)[0]) == [StoreOutcome.EXISTS] * 3 + [StoreOutcome.STORED] * 2
     vigil = node.table.subscribe(node.namespace, [numbered_key(9)])
     assert node.gate.awaits([numbered_key(8), numbered_key(9)])

@@ -7,6 +7,7 @@ holds are served as before.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from kvstore.core.types import BlockKey, BlockRun, StoreOutcome
@@ -18,18 +19,27 @@ from kvstore.observe.metric_definitions import node as node_metrics
 
 
 class AdmissionGate:
-    """The gate. Parts that begin new work check it. Its attributes are plain, each set by one thread."""
+    """The gate. Parts that begin new work check it. Thread-safe."""
 
     def __init__(self, table: BlockTable, counters: Counters) -> None:
-        self.draining = False
-        self.stopping = False
+        self.closed = False
+        """Whether the node rejects new work."""
+        self._draining = False
+        self._stopping = False
+        self._lock = threading.Lock()
         self._table = table
         self._counters = counters
 
-    @property
-    def closed(self) -> bool:
-        """Whether the node rejects new work."""
-        return self.draining or self.stopping
+    def set_draining(self, draining: bool) -> None:
+        """Close the gate while the node drains, or open it again unless the node stops."""
+        with self._lock:
+            self._draining = draining
+            self.closed = draining or self._stopping
+
+    def stop(self) -> None:
+        """Close the gate for good."""
+        with self._lock:
+            self._stopping = self.closed = True
 
     def reject(self, namespace: NodeNamespace, run: BlockRun) -> SlotGrant:
         """Return a store without slots: EXISTS up to the first block that is not held, SKIPPED from there on."""

@@ -129,7 +129,7 @@ class Drainer:
                 return
             self._order = order
             self._state, self._reason = NODE_STATE_DRAINING, ""
-            self._gate.draining = order is not None
+            self._gate.set_draining(order is not None)
             self._changed.notify_all()
         if order is None:
             log.warning("drain cancelled: the node accepts blocks again")

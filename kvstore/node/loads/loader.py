@@ -477,7 +477,7 @@ class Loader:
         missing = list(claim.claimed_absent)
         run.tier = Tier.DRAM if sources and not claim.durable else run.tier
         named = {source.volume_id for source in sources}
-        for mount in self._mounts:
+        for mount in self._mounts.all:
             missing = self._read_mount(request, missing, run, mount, refresh=mount.volume_id in named)
         for source in sources:
             if not missing:
@@ -488,7 +488,7 @@ class Loader:
                     run.outcomes[offset] = Outcome.NO_SPACE
                 break
             missing = self._read_peer(request, missing, slots, run, source)
-        for mount in self._mounts:
+        for mount in self._mounts.all:
             if mount.volume_id not in named:
                 missing = self._read_mount(request, missing, run, mount, refresh=True)
 

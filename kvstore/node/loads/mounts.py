@@ -256,18 +256,18 @@ class Mounts:
 
     def __init__(self, mounts: Sequence[Mount]) -> None:
         self._mounts = {mount.volume_id: mount for mount in mounts}
-
-    def __iter__(self) -> Iterator[Mount]:
-        return iter(self._mounts.values())
+        self.all: tuple[Mount, ...] = tuple(self._mounts.values())
+        """Replaced when a mount is added, so that threads iterate over it without a lock."""
 
     def add(self, mount: Mount) -> None:
         """Use another mount, unless the volume is mounted already."""
         if mount.volume_id not in self._mounts:
             self._mounts = {**self._mounts, mount.volume_id: mount}
+            self.all = (*self.all, mount)
 
     def start(self) -> None:
         """Begin to read the slot manifests in the background."""
-        for mount in self:
+        for mount in self.all:
             mount.begin_catch_up()
 
     def get(self, volume_id: str) -> Mount | None:
@@ -276,7 +276,7 @@ class Mounts:
 
     def close(self) -> None:
         """Close all mounts."""
-        for mount in self:
+        for mount in self.all:
             mount.close()
 
 

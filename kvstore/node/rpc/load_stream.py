@@ -24,7 +24,7 @@ from kvstore.node.loads.runs import LoadedRun, Runs, equal_stretches
 from kvstore.node.loads.timings import LoadTimer
 from kvstore.node.rpc.sessions import Session, Sessions
 from kvstore.node.rpc.wait_threads import WaitThreads
-from kvstore.node.state.model import Block
+from kvstore.node.state.model import CONDEMNED, Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import transport as transport_metrics
@@ -117,7 +117,7 @@ class LoadStreams:
     def _drop_condemned(self, run: LoadedRun) -> None:
         """Answer CORRUPT for whole blocks that proved corrupt since they were pinned."""
         for offset, block in enumerate(run.blocks):
-            if block is not None and block.condemned and run.checksums is None:
+            if block is not None and block.bits & CONDEMNED and run.checksums is None:
                 run.blocks[offset], run.outcomes[offset] = None, Outcome.CORRUPT
                 self._table.unpin((block,))
 

@@ -25,7 +25,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 STATE_MASK: Final = 0xF
 """Bits of the state in DRAM. The state of the replica on a volume is ``VOLUME_SHIFT`` bits higher."""
-_PRODUCED, _TRANSIENT, _CONDEMNED, _SET_APART = 1 << 8, 1 << 9, 1 << 10, 1 << 11
+_PRODUCED, _TRANSIENT, CONDEMNED, _SET_APART = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 _DEPTH_AT, _DEPTH_MASK = 16, (1 << 32) - 1
 _ROW_AT, _ROW_MASK = 48, (1 << 32) - 1
 _PAGE_AT, _PAGE_MASK = 80, (1 << 48) - 1
@@ -78,13 +78,13 @@ class Block:
     evicting = _Flag(EVICTING)
     in_transfer = _Flag(IN_TRANSFER)
     """Whether the block is being written to a volume, or evicted from it."""
-    lives_by_pins = _Flag(DramState.FILLING | _TRANSIENT | _CONDEMNED)
+    lives_by_pins = _Flag(DramState.FILLING | _TRANSIENT | CONDEMNED)
     """Leaves DRAM when its last pin ends."""
     produced_here = _SettableFlag(_PRODUCED)
     """Stored here by an engine or a peer, so this node must make it durable. False: a copy of another node's block."""
     transient = _SettableFlag(_TRANSIENT)
     """Kept in DRAM only while it is pinned."""
-    condemned = _SettableFlag(_CONDEMNED)
+    condemned = _SettableFlag(CONDEMNED)
     """Proved corrupt in DRAM while it was pinned, and left the table. Its last pin gives the slot back."""
     set_apart = _SettableFlag(_SET_APART)
     """Pinned for good after a bug: its space is never free."""
