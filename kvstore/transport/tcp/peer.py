@@ -156,9 +156,7 @@ class TcpPeer(BlockPeer):
             refused = isinstance(error, (Unauthenticated, PermissionDenied))
             if refused or (not state.connected and not isinstance(error, DeadlineExceeded)):
                 raise error
-        state.fail_rest(
-            error if error is not None else Unavailable("the connection to the data-plane peer was lost", address=self.address)
-        )
+        state.fail_rest(error, self.address)
         if state.corrupt:
             self._counters.add(transport_metrics.PEER_CORRUPT_BLOCKS, state.corrupt)
             limited.warning("corrupt blocks received: %d (peer=%s)", state.corrupt, self.address)

@@ -23,6 +23,7 @@ from kvstore.core.errors import (
     KVStoreError,
     PermissionDenied,
     Unauthenticated,
+    Unavailable,
     Unsupported,
 )
 from kvstore.core.types import BlockShape, Outcome, Tier
@@ -288,9 +289,15 @@ class StripedRead:
         for layer in range(self.request.layer_count):
             self._count_layers(layer, 1, int((arrived <= layer).sum()))
 
-    def fail_rest(self, error: KVStoreError) -> None:
-        """Fail all units that were not requested, because no stream is left."""
+    def fail_rest(self, error: KVStoreError | None, address: str) -> None:
+        """Fail all units that were not requested, because no stream is left.
+
+        Args:
+            error: the error of the streams; None: they ended without one.
+            address: the peer's.
+        """
         while (unit := self.next_unit()) is not None:
+            error = error or Unavailable("the connection to the data-plane peer was lost", address=address)
             self.fail_unit(unit, error)
 
     @property
