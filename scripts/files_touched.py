@@ -4,7 +4,11 @@
 
 Two cases, each a lookup and a load of one chain: a hit in the DRAM of this host, and a load over both hosts' storage links. A
 profiler in every process (client, metadata server, nodes) records the files of the functions called while a load runs. A file
-counts if it takes part in each of several loads, so that heartbeats and other background work are left out.
+counts if it takes part in each of several loads.
+
+Background work is left out: functions in the threads of ``BACKGROUND_THREADS``, which publish, watch connections, report, and
+release leases whether a load runs or not, and the modules of ``BACKGROUND_FILES``, which publish in threads without a name and
+on the event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +28,14 @@ LOADS = 20
 BLOCKS = 8
 MIB = 1 << 20
 WAIT_S = 30.0
-RECORDER = """
+BACKGROUND_THREADS = ("kvstore-publish", "metadata-writes", "kvstore-liveness", "kvclient-report", "kvclient-release")
+"""Threads whose functions do not count, by the start of their names."""
+BACKGROUND_FILES = ("kvstore/node/publish/publisher.py", "kvstore/metadata/indexing/publish_stream.py")
+RECORDER = (
+    f"""
+BACKGROUND = {BACKGROUND_THREADS!r}
+"""
+    + """
 import os, sys, threading, mmap, time, pathlib
 folder = pathlib.Path(os.environ["FILES_TOUCHED"])
 with (folder / "window").open("r+b") as window_file:
@@ -32,7 +43,7 @@ with (folder / "window").open("r+b") as window_file:
 seen = {}
 def record(frame, event, argument):
     number = window[0]
-    if number and event == "call":
+    if number and event == "call" and not threading.current_thread().name.startswith(BACKGROUND):
         seen.setdefault(number, set()).add(frame.f_code.co_filename)
 def write():
     done = 0
@@ -47,6 +58,7 @@ threading.Thread(target=write, daemon=True).start()
 threading.setprofile(record)
 sys.setprofile(record)
 """
+)
 
 
 def main() -> None:
@@ -161,9 +173,11 @@ def touched(
 
 
 def is_ours(file: str) -> bool:
-    """Whether a file belongs to the packages that are counted; generated stubs do not."""
+    """Whether a file belongs to the packages that are counted; generated stubs and background work do not."""
     path = Path(file).resolve()
-    return any(path.is_relative_to(REPOSITORY / package) for package in ("kvstore", "clients/kvclient"))
+    return not str(path).endswith(BACKGROUND_FILES) and any(
+        path.is_relative_to(REPOSITORY / package) for package in ("kvstore", "clients/kvclient")
+    )
 
 
 def evict_dram(cluster: Any, names: tuple[str, ...]) -> None:  # noqa: ANN401
