@@ -30,10 +30,10 @@ from kvclient.memory.engine_pool import DiskReaderFactory, EnginePool
 from kvclient.nodes.connect import NodeChoice, NodeFinder, attempt, check_types, watch_servers
 from kvclient.nodes.hints import HintSender
 from kvclient.nodes.local_session import LocalNode
+from kvclient.nodes.lookup_memory import RunEndMemory
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
 from kvclient.nodes.remote_sessions import RemoteSessionCache
-from kvclient.nodes.run_ends import RunEndMemory
 from kvclient.nodes.store_node import StoreNodeFinder
 from kvclient.options import ClientOptions, Verify
 from kvclient.results import HeadLookup, LoadResult, Lookup, StoreResult

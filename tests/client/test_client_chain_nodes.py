@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
-from kvclient.nodes.chain_nodes import MAX_CHAINS, ChainNodes
+from kvclient.nodes.lookup_memory import MAX_CHAINS, ChainNodes
 from kvclient.options import ClientOptions
 from kvclient.results import NodeRef, Run
 from kvstore.core.types import BlockKey, NodeId, Tier, VolumeId

@@ -9,8 +9,8 @@ import pytest
 from client_fakes import FakeMetadata, FakeNode
 
 from kvclient import CacheSpec, KVClient
-from kvclient.nodes.chain_nodes import ChainNodes
 from kvclient.nodes.hints import MAX_WAITING
+from kvclient.nodes.lookup_memory import ChainNodes
 from support.chains import token_chain
 from support.wait import wait_until
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.load.prediction import STORAGE_LINKS, LoadPredictor, bytes_by_source, nearest_segments, sources_of
+from kvclient.load.accounting import STORAGE_LINKS, LoadPredictor, bytes_by_source, nearest_segments, sources_of
 from kvclient.results import LoadResult, Lookup, NodeRef, Run
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier, VolumeId

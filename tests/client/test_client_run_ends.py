@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import CacheSpec, KVClient
-from kvclient.nodes.run_ends import RunEndMemory
+from kvclient.nodes.lookup_memory import RunEndMemory
 from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_LOOKUP_ENDS

@@ -19,7 +19,7 @@ from kvclient.engines.vllm.scheduler.load_prices import PriceQuery, QuotedPrice
 from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, PrefixMatch
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.scheduler.verdicts import PRICE_VALID_S, Verdicts
-from kvclient.load.prediction import STORAGE_LINKS
+from kvclient.load.accounting import STORAGE_LINKS
 from kvstore.core.types import NodeId, VolumeId
 from kvstore.recompute.decisions import PROBE_TIME, LoadDecisions
 from kvstore.recompute.link_price import LinkPrice

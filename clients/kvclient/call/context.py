@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from kvclient.load.accounting import HitAccounting
 from kvclient.memory.engine_pool import DiskReader, PoolNamespace
-from kvclient.nodes.chain_nodes import ChainNodes
 from kvclient.nodes.local_session import LocalNode
+from kvclient.nodes.lookup_memory import ChainNodes, RunEndMemory
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.nodes.peers import PeerPool
 from kvclient.nodes.remote_sessions import RemoteSessionCache
-from kvclient.nodes.run_ends import RunEndMemory
 from kvclient.nodes.store_node import StoreNodeFinder
 from kvclient.options import ClientOptions
 from kvclient.results import Lookup

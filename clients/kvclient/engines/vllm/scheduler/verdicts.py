@@ -15,8 +15,8 @@ from kvclient import Lookup, NodeRef, Paths, Run, Tier
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.plan import LoadSample, WorkerOutput
 from kvclient.engines.vllm.scheduler.load_prices import PriceQuery, QuotedPrice
+from kvclient.load.accounting import STORAGE_LINKS, bytes_by_source, nearest_segments
 from kvclient.load.planned import blocks_beyond
-from kvclient.load.prediction import STORAGE_LINKS, bytes_by_source, nearest_segments
 from kvstore.core.types import NodeId, VolumeId
 from kvstore.recompute.decisions import LoadDecisions, Segment
 from kvstore.recompute.link_price import LinkPrice

@@ -24,7 +24,7 @@ from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.options import RESET_GRACE_S, ConnectorOptions
 from kvclient.engines.vllm.plan import READ_AHEAD_S, GroupLoad, LoadJob, LoadSample, StepPlan, StoreJob, WorkerOutput
 from kvclient.engines.vllm.worker.store_worker import StoreWorker
-from kvclient.load.prediction import sources_of
+from kvclient.load.accounting import sources_of
 from kvstore.core.keys import NamespaceKeyMask
 from kvstore.observe.limited_log import LimitedLog
 

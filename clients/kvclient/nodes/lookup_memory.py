@@ -1,4 +1,6 @@
-"""Memory of run ends of chains: guesses that a lookup sends with its keys (``LookupRequest.ends``).
+"""What a client remembers of its lookups: run ends of chains, and the nodes that hold them.
+
+``RunEndMemory`` has guesses of run ends, which a lookup sends with its keys (``LookupRequest.ends``).
 
 The next request of an agent continues the chain of its last request. So its runs very likely end at the depths that the last
 lookup found, or at the end of this client's last store. With right guesses, any metadata server answers after one round of
@@ -7,17 +9,21 @@ probes, also one that has just started. A guess decides only which records are r
 Many chains begin with the same blocks, for example a system prompt. So an end is not filed under the head of its chain alone,
 but under the *anchor*: the last key of its first 1, 2, 4, 8 … blocks, as many as the end allows. A lookup looks under all its
 anchors, and uses an end only if the key of its last block is in the chain.
+
+``ChainNodes`` keeps the nodes that lookups named for a chain, so that hints about its session reach them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple, TypeVar
 
+from kvclient.results import NodeRef, Run
 from kvstore.core.chain import ChainSlice
 from kvstore.core.limits import MAX_LOOKUP_ENDS
-from kvstore.core.types import BlockKey
+from kvstore.core.types import BlockKey, Tier
 
 MAX_ENDS: Final = 8_192
 """Maximum number of ends: about four megabytes. The end that was added longest ago is dropped first."""
@@ -111,3 +117,67 @@ def _anchor(end: int) -> int:
 def _anchors(count: int) -> Iterator[int]:
     """All powers of two up to ``count``."""
     return (1 << bit for bit in range(count.bit_length()))
+
+
+_Name = TypeVar("_Name", BlockKey, str)
+
+MAX_CHAINS: Final = 4_096
+"""Chains and sessions that are remembered, each; the least recently used one is dropped first."""
+MAX_SEARCH: Final = 8_192
+"""Keys at the end of a chain that are looked for."""
+
+
+class ChainNodes:
+    """Nodes of chains, by the last key that a lookup found. Thread-safe.
+
+    The next turn of a session continues its chain. So ``of`` returns the nodes of the longest remembered prefix of a chain.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chains: OrderedDict[BlockKey, tuple[NodeRef, ...]] = OrderedDict()
+        self._sessions: OrderedDict[str, tuple[NodeRef, ...]] = OrderedDict()
+
+    def record(self, keys: Sequence[BlockKey], hit_blocks: int, runs: Iterable[Run], own: str, max_nodes: int) -> None:
+        """Remember which nodes hold blocks of a chain: those with most blocks on volumes first, then those with most in DRAM.
+
+        Args:
+            keys: of the lookup.
+            hit_blocks: leading keys that it found.
+            runs: their replicas.
+            own: id of the node of this host, which is left out.
+            max_nodes: nodes to remember; 0: nothing is remembered.
+        """
+        if not max_nodes or not hit_blocks:
+            return
+        on_volumes: Counter[NodeRef] = Counter()
+        in_dram: Counter[NodeRef] = Counter()
+        for run in runs:
+            if run.node_id != own and run.tier in (Tier.NVME, Tier.DRAM):
+                (on_volumes if run.tier is Tier.NVME else in_dram)[run.node] += run.count
+        nodes = sorted({*on_volumes, *in_dram}, key=lambda node: (-on_volumes[node], -in_dram[node], node.node_id))
+        last = keys[hit_blocks - 1]
+        with self._lock:
+            if nodes or last in self._chains:
+                _put(self._chains, last, tuple(nodes[:max_nodes]))
+
+    def of(self, session: str, keys: Sequence[BlockKey]) -> tuple[NodeRef, ...]:
+        """Return the nodes of a session's chain, and remember them for a hint about the session without keys."""
+        with self._lock:
+            for position in range(len(keys) - 1, max(-1, len(keys) - 1 - MAX_SEARCH), -1):
+                if (found := self._chains.get(keys[position])) is not None:
+                    _put(self._sessions, session, found)
+                    return found
+            return self._sessions.get(session, ())
+
+    def forget(self, session: str) -> None:
+        """Forget the nodes of a session that has ended."""
+        with self._lock:
+            self._sessions.pop(session, None)
+
+
+def _put(memory: OrderedDict[_Name, tuple[NodeRef, ...]], name: _Name, nodes: tuple[NodeRef, ...]) -> None:
+    memory[name] = nodes
+    memory.move_to_end(name)
+    if len(memory) > MAX_CHAINS:
+        memory.popitem(last=False)
