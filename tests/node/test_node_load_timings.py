@@ -14,9 +14,8 @@ from kvstore.core.errors import Unavailable
 from kvstore.core.types import NodeId, Outcome, Tier
 from kvstore.node.base.process_stall import INTERVAL_S, TOLERANCE_S, ProcessStallDetector
 from kvstore.node.base.slow_sources import MIN_LOADS, SLOW_BYTES_PER_S, SlowSource, SlowSources
-from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.runs import LoadedRun
-from kvstore.node.loads.timings import LoadTimings
+from kvstore.node.loads.timings import LoadTimings, waiting_for
 from kvstore.observe.counters import Counters
 from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 

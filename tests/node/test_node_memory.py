@@ -10,12 +10,12 @@ import pytest
 
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
 from kvstore.lab.filled_table import BytelessVolume, FilledTable
+from kvstore.node.eviction.space import SlotMap
 from kvstore.node.state.block_states import VOLUME_SHIFT, DramState, VolumeReplica
 from kvstore.node.state.model import STATE_MASK, Block, NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry
-from kvstore.node.state.slot_map import SlotMap
 from kvstore.tiers.contract import Slot
-from kvstore.tiers.eviction.ghost_list import GhostList
+from kvstore.tiers.eviction.policy_memory import GhostList
 from kvstore.tiers.nvme.slot_header import seal_of, slot_bytes
 
 BOUND_BYTES = 430

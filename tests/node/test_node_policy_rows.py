@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvstore.core.types import BlockKey
+from kvstore.node.eviction.volumes import BlockRows
 from kvstore.node.state.model import Block
-from kvstore.node.state.policy_rows import BlockRows
 from kvstore.tiers.eviction.policy import LruPolicy
 from support.chains import chain
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.node.base.volume_stall import VolumeStallDetector, VolumeState
+from kvstore.node.base.volume_guard import VolumeStallDetector, VolumeState
 
 PATIENCE_S, GAP_S = 1.0, 0.5
 STEPS = st.lists(

@@ -15,12 +15,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from typing import Final
 
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
-from kvstore.node.state.slot_map import SlotMap
 from kvstore.tiers.contract import Evictable, EvictionPolicy, Slot, Volume
+
+_PAGE_SLOTS: Final = 256
+_Page = list[Block | None]
+
+
+class SlotMap:
+    """Blocks of a volume by slot, in about eight bytes per block. Guarded by the table's lock.
+
+    Slots of one size do not overlap, so ``offset // size`` numbers them, and slots of one span have consecutive numbers. A page
+    holds the blocks of ``_PAGE_SLOTS`` numbers; pages without blocks are dropped.
+    """
+
+    __slots__ = ("_pages",)
+
+    def __init__(self) -> None:
+        self._pages: dict[tuple[int, int], tuple[_Page, list[int]]] = {}  # by slot size and page number: blocks, and their count
+
+    def put(self, slot: Slot, block: Block) -> None:
+        """Insert a block."""
+        number, at = divmod(slot.offset // slot.size, _PAGE_SLOTS)
+        page = self._pages.get((slot.size, number))
+        if page is None:
+            page = self._pages[slot.size, number] = ([None] * _PAGE_SLOTS, [0])
+        blocks, count = page
+        blocks[at] = block
+        count[0] += 1
+
+    def take(self, slot: Slot) -> None:
+        """Remove the block of a slot."""
+        number, at = divmod(slot.offset // slot.size, _PAGE_SLOTS)
+        blocks, count = self._pages[slot.size, number]
+        if blocks[at] is None:
+            raise KeyError(slot)
+        blocks[at] = None
+        count[0] -= 1
+        if not count[0]:
+            del self._pages[slot.size, number]
+
+    def get(self, slot: Slot) -> Block | None:
+        """The block of a slot, or None."""
+        number, at = divmod(slot.offset // slot.size, _PAGE_SLOTS)
+        page = self._pages.get((slot.size, number))
+        return None if page is None else page[0][at]
+
+    def __iter__(self) -> Iterator[Block]:
+        return (block for blocks, _ in self._pages.values() for block in blocks if block is not None)
+
 
 PLAN_LIMIT = 65_536
 """Maximum number of blocks that one search visits."""

@@ -7,6 +7,8 @@ them, which frees space there for the next batches. ``kvstore.node.eviction.spac
 
 A volume that rejects changes (read-only, or backing off after an error) does not delay the others: its blocks are skipped and
 left out of the order until it accepts changes again.
+
+The policy's rows are kept in the blocks (``BlockRows``): a second dict of keys would double the memory of the table.
 """
 
 from __future__ import annotations
@@ -15,12 +17,50 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockShape
-from kvstore.node.eviction.space import PLAN_LIMIT, SpaceReclaimer
+from kvstore.node.eviction.space import PLAN_LIMIT, SlotMap, SpaceReclaimer
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
-from kvstore.node.state.policy_rows import BlockRows
-from kvstore.node.state.slot_map import SlotMap
 from kvstore.tiers.contract import Evictable, EvictionPolicy, Rows, Slot
+
+
+class BlockRows:
+    """Rows of the policy, by key: see ``kvstore.tiers.contract.Rows``.
+
+    A policy also knows keys that are not in the table (parents of blocks on volumes): a dict here has their rows. Guarded by the
+    table's lock.
+
+    Args:
+        blocks: the table's, by key.
+    """
+
+    __slots__ = ("_blocks", "_of_absent")
+
+    def __init__(self, blocks: Mapping[BlockKey, Block]) -> None:
+        self._blocks = blocks
+        self._of_absent: dict[BlockKey, int] = {}
+
+    def get(self, key: BlockKey, default: int, /) -> int:
+        """The row of a key, or ``default``."""
+        block = self._blocks.get(key)
+        if block is not None and block.row:
+            return block.row
+        return self._of_absent.get(key, default)
+
+    def __setitem__(self, key: BlockKey, row: int, /) -> None:
+        block = self._blocks.get(key)
+        if block is None:
+            self._of_absent[key] = row
+        else:
+            block.row = row
+
+    def __delitem__(self, key: BlockKey, /) -> None:
+        if self._of_absent.pop(key, None) is None:
+            self._blocks[key].row = 0
+
+    def keep(self, block: Block) -> None:
+        """Keep the row of a block that leaves the table, if it has one."""
+        if block.row:
+            self._of_absent[block.key], block.row = block.row, 0
 
 
 class VolumeEvictor:

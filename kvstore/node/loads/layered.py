@@ -34,9 +34,9 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
 from kvstore.node.base.buffer_budget import BufferBudget
 from kvstore.node.loads.loader import Loader
-from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.peers import Peers
 from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs, SourceRange
+from kvstore.node.loads.timings import waiting_for
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable

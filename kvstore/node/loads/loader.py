@@ -38,9 +38,9 @@ from kvstore.node.base.volume_guard import VolumeStalled
 from kvstore.node.eviction.volume_commits import quarantine
 from kvstore.node.loads.mount_reader import MountReader
 from kvstore.node.loads.mounts import Mount, Mounts
-from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.peers import Peers
 from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs, SourceRange, equal_stretches
+from kvstore.node.loads.timings import waiting_for
 from kvstore.node.state.grants import LoadClaim
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from kvstore.node.eviction.space import SlotMap
 from kvstore.node.state.block_states import DramState, VolumeReplica
 from kvstore.node.state.model import Block
 from kvstore.node.state.residency import Residency
-from kvstore.node.state.slot_map import SlotMap
 from kvstore.tiers.contract import Slot
 
 
