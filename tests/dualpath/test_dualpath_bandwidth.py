@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.bandwidth import LEAST_SHARE, BandwidthEstimator
-from kvstore.dualpath.queues import ShortestFirst
+from kvstore.dualpath.queues import LEAST_SHARE, BandwidthEstimator, ShortestFirst
 
 
 class Link:

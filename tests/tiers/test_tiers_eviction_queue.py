@@ -9,16 +9,15 @@ from collections import OrderedDict
 import pytest
 
 from kvstore.testing.policy_suite import policy_key
-from kvstore.tiers.eviction import ghost_list
-from kvstore.tiers.eviction.ghost_list import GhostList
-from kvstore.tiers.eviction.queue import Entry, EvictionQueue
+from kvstore.tiers.eviction import policy_memory
+from kvstore.tiers.eviction.policy_memory import Entry, EvictionQueue, GhostList
 
 
 @pytest.mark.parametrize("least", [4, 4096])
 @pytest.mark.parametrize("disorder", [0.0, 0.1, 1.0])
 def test_queue_yields_in_total_order(monkeypatch: pytest.MonkeyPatch, least: int, disorder: float) -> None:
     for name in ("_LEAST_MERGED", "_LEAST_CUT"):
-        monkeypatch.setattr(f"kvstore.tiers.eviction.queue.{name}", least)
+        monkeypatch.setattr(f"kvstore.tiers.eviction.policy_memory.{name}", least)
     draw = random.Random(int(disorder * 10))
     queue, model = EvictionQueue(), list[Entry]()
     numbers = array("q", bytes(8 * 1000))
@@ -59,9 +58,9 @@ def test_queue_in_order_needs_no_heap() -> None:
 
 @pytest.mark.parametrize(("segment_bits", "bucket"), [(2, 2), (12, 64)])
 def test_ghosts_leave_first_in_first_out(monkeypatch: pytest.MonkeyPatch, segment_bits: int, bucket: int) -> None:
-    monkeypatch.setattr(ghost_list, "_SEGMENT_BITS", segment_bits)
-    monkeypatch.setattr(ghost_list, "_SEGMENT", 1 << segment_bits)
-    monkeypatch.setattr(ghost_list, "_BUCKET", bucket)
+    monkeypatch.setattr(policy_memory, "_SEGMENT_BITS", segment_bits)
+    monkeypatch.setattr(policy_memory, "_SEGMENT", 1 << segment_bits)
+    monkeypatch.setattr(policy_memory, "_BUCKET", bucket)
     draw = random.Random(bucket)
     ghosts, model = GhostList(), OrderedDict[bytes, int]()
     for step in range(30_000):

@@ -12,7 +12,7 @@ from kvstore.core.types import BlockKey
 from kvstore.testing.policy_suite import PolicyMachine, PolicySuite, policy_key
 from kvstore.tiers.contract import EvictionPolicy
 from kvstore.tiers.eviction.policy import POLICY_NAMES, LruPolicy, ReuseDistancePolicy, S3FifoPolicy, make_policy
-from kvstore.tiers.eviction.queue import EvictionQueue
+from kvstore.tiers.eviction.policy_memory import EvictionQueue
 
 
 class TestLru(PolicySuite):

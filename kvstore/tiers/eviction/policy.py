@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
 from kvstore.tiers.contract import Evictable, EvictionPolicy, Rows
-from kvstore.tiers.eviction.ghost_list import GhostList
-from kvstore.tiers.eviction.queue import EvictionQueue
+from kvstore.tiers.eviction.policy_memory import EvictionQueue, GhostList
 
 _NONE = 0
 """Row of no block."""
