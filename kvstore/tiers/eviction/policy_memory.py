@@ -168,7 +168,7 @@ class GhostList:
         return self._count
 
     def add(self, key: BlockKey, number: int) -> None:
-        """Adds the newest ghost. The key is not here yet."""
+        """Add the newest ghost. The list must not contain the key."""
         digest = hash(key) & _HASH_MASK
         position = self._next
         if not position & (_SEGMENT - 1):
@@ -209,7 +209,7 @@ class GhostList:
                 while at > 0 and at & 7:  # found across the border of two entries
                     at = bucket.find(wanted, at + 1)
                 if at < 0:
-                    raise Internal("a ghost stands in no bucket", position=self._head)
+                    raise Internal("ghost entry is in no bucket", position=self._head)
                 del bucket[at : at + 8]
                 self._count -= 1
             self._head += 1
@@ -240,7 +240,7 @@ class GhostList:
             at = bucket.find(half, at + 1)
 
     def _split_one(self) -> None:
-        """Adds a bucket: one of those that are there gives it half of its entries."""
+        """Add a bucket. An existing bucket gives it half of its entries."""
         stays, goes = bytearray(), bytearray()
         for half, position in _ENTRY.iter_unpack(bytes(self._buckets[self._split])):
             segment, place = self._place(position)
