@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.types import Receive, Scope, Send
 
 _BLOCK_TOKENS = 16
+_TICK_S = 0.005
 
 
 @dataclass(slots=True)
@@ -106,7 +107,7 @@ class FakeEngine:
         listener.listen(256)  # from here on connections wait, until the server takes them
         self._port = listener.getsockname()[1]
         config = uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
-        self._server = _Quiet(config)
+        self._server = PromptServer(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     async def stop(self) -> None:
@@ -286,12 +287,33 @@ class _Cut(Response):
         self._engine.cut_all()
 
 
-class _Quiet(uvicorn.Server):
-    """Leaves the process's signals alone."""
+class PromptServer(uvicorn.Server):
+    """A uvicorn server that stops within milliseconds and leaves the process's signals alone.
+
+    uvicorn itself checks every 100 ms whether it should stop and whether its connections are closed.
+    """
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        while not self.should_exit:  # noqa: ASYNC110  # set by assignment, as uvicorn has it
+            await asyncio.sleep(_TICK_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in [*self.servers, *(sockets or [])]:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while not self.force_exit and (self.server_state.connections or self.server_state.tasks):  # noqa: ASYNC110
+                    await asyncio.sleep(_TICK_S)
+        except TimeoutError:
+            for task in self.server_state.tasks:
+                task.cancel()
 
 
 async def _gone(request: Request) -> None:

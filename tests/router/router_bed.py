@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.config.router import RouterConfig
-from kvstore.lab.fake_engine import FakeEngine
+from kvstore.lab.fake_engine import FakeEngine, PromptServer
 from kvstore.router.engines import EngineConfig, Role
 from kvstore.router.main import router
 from kvstore.rpc.http_server import HttpConnection, bind
@@ -111,16 +111,10 @@ async def serving(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
         served = uvicorn.Config(
             app, http=HttpConnection, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
         )
-        server = _ServerWithoutSignals(served)
+        server = PromptServer(served)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
             yield http
         server.should_exit = True
         await task
-
-
-class _ServerWithoutSignals(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
