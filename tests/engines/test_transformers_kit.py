@@ -9,11 +9,13 @@ import pytest
 pytest.importorskip("transformers")
 
 from generate_bed import saved
+from kit_cases import unique_cases_only
 
 from kvstore.lab.transformers_driver import TransformersDriver
 from kvstore.testing.connector.suite import ConnectorSuite
 
 
+@unique_cases_only
 class TestTransformers(ConnectorSuite):
     @classmethod
     def make_driver(cls, folder: Path) -> TransformersDriver:
