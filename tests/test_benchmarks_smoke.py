@@ -30,9 +30,10 @@ def write_trace(file: Path) -> None:
 
 
 THOROUGH = {
-    "audit_cost", "device_copies", "device_pipeline", "forwarding", "gds_read", "hbm_pool", "large_index", "load_choice",
-    "netlab_engines", "netlab_traffic_class", "nixl_transport", "node_memory", "scheduling", "server_rest", "server_scaling",
-    "shard_loss", "sharded_index", "simulate_lab", "simulate_paper", "verified_cpu",
+    "audit_cost", "device_copies", "device_pipeline", "dram_copy", "forwarding", "gds_read", "hbm_pool", "large_index",
+    "load_choice", "lookup_growth", "netlab_engines", "netlab_traffic_class", "nixl_transport", "node_memory", "nvme",
+    "observe_cost", "planner", "rest_cost", "scheduling", "server_rest", "server_scaling", "shard_loss", "sharded_index",
+    "simulate_lab", "simulate_paper", "simulate_split", "small_loads", "verified_cpu",
 }  # fmt: skip
 """Scripts that take long even with tiny sizes. The checks of types read them in every run."""
 
