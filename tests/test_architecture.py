@@ -139,6 +139,17 @@ def test_product_imports_no_test_code() -> None:
     assert wrong == []
 
 
+def test_test_modules_import_no_other_test_module() -> None:
+    """Code that several of them need is in a module of its own. Imports in the source of child processes do not count."""
+    wrong = [
+        f"{path.relative_to(REPOSITORY)}:{line} imports {module}"
+        for path in (REPOSITORY / "tests").rglob("*.py")
+        for line, module in imports_of(path)
+        if module.rpartition(".")[2].startswith("test_")
+    ]
+    assert wrong == []
+
+
 def test_core_is_pure() -> None:
     libraries = {
         (str(path.relative_to(REPOSITORY)), module.split(".")[0])

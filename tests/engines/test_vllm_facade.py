@@ -15,7 +15,7 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("default")  # of engines, as everywhere in this folder; modules are imported before that is set
-    from test_vllm_kv_groups import cache_of, engine, full, sparse
+    from kv_groups_bed import cache_of, engine, full, sparse
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.v1 import kv_cache_interface as interface
