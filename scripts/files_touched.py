@@ -92,7 +92,7 @@ def planned_load(folder: Path) -> set[str]:
     """Load from a storage node's disk, over the links of this host and of another one."""
     from kvclient import Paths, Tier
 
-    quiet = (("keep_loaded", "false"),) if "keep_loaded" in _node_settings() else (("cache_loads", "false"),)
+    quiet = (("cache_loads", "false"),)
     nodes = [
         {"node_id": "s", "roles": ("storage",), "dram_bytes": 64 * MIB, "nvme_bytes": 128 * MIB, "settings": quiet},
         {"node_id": "p", "dram_bytes": 64 * MIB, "write_back_to": "s"},
@@ -107,18 +107,11 @@ def planned_load(folder: Path) -> set[str]:
         return touched(folder, client, chains, 101, {"paths": paths}, lambda: evict_dram(cluster, ("s", "p", "d")))
 
 
-def _node_settings() -> str:
-    return "".join(path.read_text() for path in (REPOSITORY / "kvstore").rglob("*.py") if "config" in path.stem)
-
-
 @contextlib.contextmanager
 def started(nodes: list[dict[str, object]]) -> Iterator[tuple[Any, Callable[[str], Any], Any]]:
-    """Start a cluster; the module of ``LocalCluster`` has moved once."""
-    try:
-        from kvstore.embedded.cluster import LocalCluster, NodeSpec
-    except ImportError:
-        from kvstore.testing.cluster import LocalCluster, NodeSpec  # type: ignore[import-untyped, no-redef]
+    """Start a cluster."""
     from kvclient import CacheSpec, ClientOptions, KVClient
+    from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
     spec = CacheSpec(model="files", block_tokens=16, layers=4, layer_block_bytes=4096)
     with LocalCluster([NodeSpec(**node) for node in nodes]) as cluster:  # type: ignore[arg-type]

@@ -77,7 +77,6 @@ class Batch:
 
     loads: tuple[OneLoad, ...]
     began_s: float
-    driver_cpu_s: float
     machine_cpu: float
     """Share of all cores of the machine that were busy during the loads, with any process."""
     counters: Mapping[str, int]
@@ -276,7 +275,6 @@ class LoadBed:
         return Batch(
             tuple(OneLoad(**load) for answer in answers for load in answer["loads"]),
             min(answer["began_s"] for answer in answers),
-            sum(answer["cpu_s"] for answer in answers),
             busy / total if total else 0.0,
             counters,
         )

@@ -99,7 +99,7 @@ class Mooncake:
         ]
         self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, text=True))
         try:
-            self._lender = self._start(segment_bytes=segment_bytes, local_buffer_bytes=16 << 20)
+            self._start(segment_bytes=segment_bytes, local_buffer_bytes=16 << 20)
             self._client = self._start(segment_bytes=0, local_buffer_bytes=16 << 20)
         except BaseException as error:
             tail = self._tail()

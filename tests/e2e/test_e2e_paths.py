@@ -277,7 +277,6 @@ def ready(make_store: MakeStore) -> tuple[Store, Engine, Lookup]:
 
 Ready = tuple[Store, Engine, Lookup]
 Proxies = Callable[[str], FaultProxy]
-BOTH = ("shorter_queue", "split")
 
 
 @pytest.mark.parametrize("layer_group", [0, 2])
