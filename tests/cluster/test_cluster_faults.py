@@ -20,6 +20,7 @@ from load_generator import Load, Phase
 from three_hosts import POLL_S, ThreeHosts
 
 from certificates import make_certificates
+from support.small_disk import mounted
 from support.wait import wait_until
 
 FAULTY = "host-2"
@@ -39,10 +40,8 @@ AFTER_S = 1.0
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
     """A separate file system for the faulty host; None if this user may not mount one."""
     place = tmp_path_factory.mktemp("disk")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(place)], capture_output=True, check=False)
-    yield place if done.returncode == 0 else None
-    if done.returncode == 0:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+    with mounted(place, "256m") as is_mounted:
+        yield place if is_mounted else None
 
 
 @pytest.fixture(scope="module")

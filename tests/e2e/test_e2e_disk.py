@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
 import subprocess
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from kvclient import KVClient
 from kvstore.core.errors import Unavailable
 from kvstore.embedded.cluster import NodeSpec
 from nursery import cli
+from support.small_disk import fill_up
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -52,15 +51,6 @@ def failing_disk(tmp_path: Path) -> Iterator[Path]:
     if made.returncode:
         pytest.skip("mkfs.ext4 is missing: a disk that turns read-only was NOT tested")
     yield from mounted("-o", "loop,errors=remount-ro", str(image), place=place)
-
-
-def fill_up(path: Path) -> Path:
-    """Fill the file system."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-    with pytest.raises(OSError, match="No space"):
-        deque((os.write(fd, bytes(4096)) for _ in itertools.count()), maxlen=0)
-    os.close(fd)
-    return path
 
 
 def volume_status(store: Store) -> dict[str, object]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import urllib.request
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 from conftest import Store
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from nursery import cli
+from support.small_disk import fill_up, mounted
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -26,16 +25,10 @@ MIB = 1 << 20
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB."""
     place = tmp_path / "disk"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(
-            f"a separate file system requires root and mounts: a disk that fills up was NOT tested ({done.stderr.strip()})"
-        )
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with mounted(place, "24m") as is_mounted:
+        if not is_mounted:
+            pytest.skip("a separate file system requires root and mounts: a disk that fills up was NOT tested")
+        yield place
 
 
 @pytest.fixture
@@ -45,15 +38,6 @@ def store(tmp_path: Path, small_disk: Path) -> Iterator[Store]:
     made = Store(LocalCluster([node], tmp_path / "0", metadata_settings=[("index_path", str(small_disk / "index"))]).__enter__())
     yield made
     made.close()
-
-
-def fill_up(path: Path) -> Path:
-    """Fill the file system."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-    with pytest.raises(OSError, match="No space"):
-        deque((os.write(fd, bytes(4096)) for _ in itertools.count()), maxlen=0)
-    os.close(fd)
-    return path
 
 
 def get(address: str, path: str) -> str:

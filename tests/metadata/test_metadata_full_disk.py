@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from kvstore.index.lmdb import LmdbIndex
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import connect_aio
 from support.chains import chain
+from support.small_disk import mounted
 
 TTL_MS = 60_000
 
@@ -23,13 +23,10 @@ TTL_MS = 60_000
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder whose ``index`` is a file system of two megabytes."""
-    place = tmp_path / "index"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "small", place], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("mounting a file system is not permitted here")
-    yield tmp_path
-    subprocess.run(["umount", "-l", place], check=True)
+    with mounted(tmp_path / "index", "2m") as is_mounted:
+        if not is_mounted:
+            pytest.skip("mounting a file system is not permitted here")
+        yield tmp_path
 
 
 def fill(disk: Path) -> Path:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import subprocess
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from kvstore.testing.volume_suite import Item, assert_reads_back, emptied, items
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.slab import NvmeSlab
+from support.small_disk import fill_up, mounted
 
 SHAPE = BlockShape(3, 20_000)
 SMALL = BlockShape(512, 8)
@@ -35,12 +34,10 @@ def counters() -> Counters:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A separate file system of 24 MiB."""
     place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("a file system of its own takes root: what a full or read-only disk does was NOT tested")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with mounted(place, "24m") as is_mounted:
+        if not is_mounted:
+            pytest.skip("a file system of its own takes root: what a full or read-only disk does was NOT tested")
+        yield place
 
 
 def open_slab(folder: Path, counters: Counters | None = None, capacity: int = CAPACITY) -> tuple[NvmeSlab, Found]:
@@ -57,15 +54,6 @@ def stored(slab: NvmeSlab, count: int, shape: BlockShape = SHAPE, first: int = 0
 
 def keys_of(found: Found) -> set[BlockKey]:
     return {record.key for _, record in found}
-
-
-def fill_up(path: Path) -> Path:
-    """Fill the file system."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-    with pytest.raises(OSError, match="No space"):
-        deque((os.write(fd, bytes(4096)) for _ in itertools.count()), maxlen=0)
-    os.close(fd)
-    return path
 
 
 def use_up_the_catalog(slab: NvmeSlab) -> None:
