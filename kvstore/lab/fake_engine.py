@@ -303,7 +303,9 @@ class PromptServer(uvicorn.Server):
             await asyncio.sleep(_TICK_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in [*self.servers, *(sockets or [])]:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
             listener.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
