@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import queue
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -18,18 +17,12 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from harness import REPOSITORY
+from kvstore.embedded.ports import free_port
 from peers import PeerMissingError
 
 ENVIRONMENT = REPOSITORY / ".venv-bench"
 DRIVER = Path(__file__).with_name("mooncake_driver.py")
 ANSWER_S = 120.0
-
-
-def free_port() -> int:
-    """A port that was free a moment ago: the peer's programs take numbers only."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class _Process:
