@@ -120,7 +120,7 @@ class KVClient:
                 several; None: only the local node is asked.
             spec: the namespace.
             node: address of the local node (``unix:/path`` or ``host:port``); ``"auto"``: a living node whose unix socket is on
-                this host, if there is one; None: none, bytes travel over TCP to and from other nodes.
+                this host and which accepts a connection, if any; None: none, bytes travel over TCP to and from other nodes.
             tls: for all connections except unix sockets.
             options: bounds and choices.
             hbm: the engine's own pool (``kvclient.hbm.HbmPool``), which several clients may share. Loads look there first; loads
@@ -156,7 +156,7 @@ class KVClient:
                 attempt(options, incidents, partial(metadata_client.introduce, options.connect_deadline_s * share))
             if node is not None:
                 finder = NodeFinder(node, metadata_client, options)
-                local = LocalNode(finder.find, spec, tls, clock, options, incidents, liveness, device)
+                local = LocalNode(finder.find, spec, tls, clock, options, incidents, liveness, device, finder.advice)
                 if attempt(options, incidents, partial(local.open, end_s)) is False:
                     local.close()
                     local = None

@@ -41,12 +41,13 @@ class ClientOptions:
         connect_deadline_s: bound of ``connect``, all steps together (except for finding the node, which may add
             ``lookup_deadline_s``), and of opening a session again.
         strict: raise failures of the store instead of answering misses and skips. For tests; an engine needs False.
-        require_store: ``connect`` raises if the metadata server or the named node does not answer; False: it continues without
-            them, and everything is a miss until they answer.
+        require_store: ``connect`` raises if the metadata server or the local node does not answer; False: it continues without
+            them, and everything is a miss until they answer. With ``node="auto"`` it waits for a node for a second at most.
         verify: default of ``load``: ``auto``, ``always`` or ``never``, see ``Verify``.
         paths: hosts whose storage links a load may use that names none itself, for blocks in storage; None: only this host's.
         local_roles: with ``node="auto"``: preferred roles if several nodes run on this host, best first.
-        local_node: with ``node="auto"``: id of the node to use if several run on this host; None: the first by role, then by id.
+        local_node: with ``node="auto"``: id of the node to use if several run on this host; None: the first by role, then by id,
+            that accepts a connection.
         store_node: without a local node: id of the node to store to; None: the first living one by ``store_roles``.
         store_roles: preferred roles of that node, best first.
         space_wait_s: maximum wait of a store for space in the local node, per chunk; then the chunk is skipped.

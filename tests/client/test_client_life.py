@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,49 @@ def test_connect_local_node_option_names_the_node(make_node: MakeNode, make_clie
     assert (client.local_node, choice.reason, choice.others) == ("second", "the option local_node names it", ("first",))
     with pytest.raises(Unavailable, match=r"not on this host.*elsewhere.*first, second"):
         make_client("auto", local_node="elsewhere")
+
+
+@pytest.fixture(params=["killed", "stopped"])
+def silent(request: pytest.FixtureRequest, make_node: MakeNode) -> Iterator[FakeNode]:
+    """A node that is preferred, and whose socket has no listener (after kill -9) or one that does not accept (SIGSTOP)."""
+    node = make_node("first")
+    node.stop()
+    node.socket.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(node.socket))
+        if request.param == "stopped":
+            listener.listen()
+        else:
+            listener.close()
+        yield node
+
+
+@pytest.mark.parametrize("require_store", [True, False])
+def test_connect_passes_over_silent_node(
+    silent: FakeNode, make_node: MakeNode, make_client: MakeClient, *, require_store: bool
+) -> None:
+    make_node("second")
+    client = make_client("auto", require_store=require_store)
+    choice = client.local_node_choice
+    assert choice is not None
+    assert (client.local_node, choice.reason) == ("second", f"preferred nodes do not answer: {silent.node_id}")
+
+
+def test_connect_only_silent_node_error_advises(silent: FakeNode, make_client: MakeClient) -> None:
+    with pytest.raises(KVStoreError) as failed:
+        make_client("auto", connect_deadline_s=1.0)
+    said = str(failed.value)
+    assert said.startswith(f"cannot reach the local node at {silent.address}: ")
+    assert said.endswith("(`kvstore status` lists nodes), or pass node=None to connect (blocks then travel over TCP)")
+
+
+def test_connect_without_require_store_waits_for_no_node(
+    spec: CacheSpec, silent: FakeNode, clock: SkewedClock, make_client: MakeClient
+) -> None:
+    client = make_client("auto", require_store=False, connect_deadline_s=3600.0)  # would wait for an hour
+    assert (client.local_node, client.stats()["client_session_open"]) == (None, 0)
+    silent.start()
+    wait_until(lambda: client.load(token_chain(spec, 1), bytearray(spec.block_bytes)) and client.local_node == "first")
 
 
 def test_connect_auto_without_node_uses_tcp(make_client: MakeClient) -> None:

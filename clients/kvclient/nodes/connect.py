@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,11 +21,15 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect
+from kvstore.rpc.diagnosis import diagnose
 from kvstore.rpc.health_probe import HealthProbe
 from kvstore.transport.liveness import LivenessMonitor
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
+
+_ANSWER_S = 1.0
+"""Time for a node on this host to accept a connection, if another node or no node can take its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,25 @@ class NodeFinder:
         self.choice: NodeChoice | None = None
         """The last choice; None: no node runs on this host, or the search has not begun."""
 
-    def find(self) -> str | None:
+    @property
+    def advice(self) -> str:
+        """What a caller of ``connect`` can do if the local node is not reached."""
+        other = 'node="auto" to connect' if self._named is not None else "node=None to connect (blocks then travel over TCP)"
+        return f"check that it runs (`kvstore status` lists nodes), or pass {other}"
+
+    def find(self, within_s: float, *, patient: bool) -> str | None:
         """Return the address, or None if no node runs on this host.
 
+        Of several nodes, those that do not accept a connection are passed over.
+
+        Args:
+            within_s: time for finding a node and opening a session with it. At most half of it is spent here, besides
+                ``lookup_deadline_s``.
+            patient: whether the caller waits for the first node if no node accepts a connection.
+
         Raises:
-            Unavailable: ``options.local_node`` names a node that is not on this host.
+            Unavailable: ``options.local_node`` names a node that is not on this host, or no node accepts a connection and the
+                caller is not patient.
             KVStoreError: the metadata server does not answer, and no node was found before.
         """
         if self._named is not None or self._metadata is None:
@@ -79,14 +97,36 @@ class NodeFinder:
             problem = "the node of the option local_node is not on this host; name one that is, or leave the option out"
             raise Unavailable(problem, local_node=wanted, here=known)
         if here:
-            self._choose(self._best(here, wanted))
+            silent = self._silent(list(here.values()) if wanted is None else [here[wanted]], within_s, patient=patient)
+            self._choose(self._best(here, wanted, silent))
         return None if self.choice is None else self.choice.address
 
-    def _best(self, here: Mapping[str, NodeInfo], wanted: str | None) -> NodeChoice:
-        node_id = wanted or next(iter(here))
+    def _silent(self, candidates: Sequence[NodeInfo], within_s: float, *, patient: bool) -> list[str]:
+        """Return the ids of the candidates before the first one that accepts a connection.
+
+        Empty if none does and the caller is patient.
+        """
+        if patient and len(candidates) == 1:
+            return []
+        each_s = min(_ANSWER_S, within_s / (2 * len(candidates)))
+        reasons: dict[str, str] = {}
+        for node in candidates:
+            reason = diagnose(local_address([node]) or "", None, "TlsConfig", each_s)
+            if reason is None:
+                return list(reasons)
+            reasons[node.node_id] = reason
+        if patient:
+            return []
+        why = "; ".join(f"{node_id}: {reason}" for node_id, reason in reasons.items())
+        raise Unavailable(f"cannot reach a node on this host ({why}); {self.advice}")
+
+    def _best(self, here: Mapping[str, NodeInfo], wanted: str | None, silent: Sequence[str]) -> NodeChoice:
+        node_id = wanted or next(node_id for node_id in here if node_id not in silent)
         others = tuple(other for other in here if other != node_id)
         if wanted is not None:
             reason = "the option local_node names it"
+        elif silent:
+            reason = f"preferred nodes do not answer: {', '.join(silent)}"
         elif not others:
             reason = "it is the only node on this host"
         else:

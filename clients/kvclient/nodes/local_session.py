@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 
@@ -41,6 +42,13 @@ MAX_STORED_VOLUMES = 255
 _LEAST_S = 0.001
 _WHILE_CONNECTING = RetryPolicy(attempts=100)
 """The connection to a node that was just restarted may be backing off: try again within the deadline."""
+
+
+class LocalNodeSearch(Protocol):
+    """``NodeFinder.find``."""
+
+    def __call__(self, within_s: float, *, patient: bool) -> str | None:
+        """Return the address of the local node; None: this host runs no node. It may raise."""
 
 
 class Session:
@@ -125,7 +133,7 @@ class LocalNode:
     """Keeps a session with the node on this host, across restarts of the node. Thread-safe.
 
     Args:
-        find: returns the current address of the node, or None without a node. May ask the metadata server and raise.
+        find: see ``NodeFinder.find``.
         spec: the namespace of the session.
         tls: for nodes that are named by host and port.
         clock: source of time.
@@ -133,11 +141,12 @@ class LocalNode:
         incidents: reports losses.
         liveness: finds out whether the node answers.
         pinner: pins each mapped arena.
+        advice: what a caller of ``connect`` can do if the node is not reached.
     """
 
     def __init__(
         self,
-        find: Callable[[], str | None],
+        find: LocalNodeSearch,
         spec: CacheSpec,
         tls: TlsConfig | None,
         clock: Clock,
@@ -145,8 +154,10 @@ class LocalNode:
         incidents: LimitedLog,
         liveness: LivenessMonitor,
         pinner: ArenaPinner | None = None,
+        advice: str = "check that it runs",
     ) -> None:
         self._find = find
+        self._advice = advice
         self._liveness = liveness
         self._pinner = pinner
         self._spec = spec
@@ -223,7 +234,7 @@ class LocalNode:
         """
         explains = end_s is not None
         end_s = self._clock.now_s() + self._options.connect_deadline_s if end_s is None else end_s
-        address = self._find()
+        address = self._find(self._left_s(end_s), patient=not explains or self._options.require_store)
         if address is None:
             return False
         session = self._open_at(address, end_s, explains=explains)
@@ -244,10 +255,9 @@ class LocalNode:
             opened = call(stub.OpenSession, request, self._left_s(end_s), _WHILE_CONNECTING)
         except (Unavailable, DeadlineExceeded) as error:  # from None: gRPC's own traceback says the same at greater length
             why = diagnose(address, self._tls, "TlsConfig", min(TIMEOUT_S, self._left_s(end_s))) if explains else None
-            raise type(error)(
-                f"cannot reach the local node at {address}: {why or error}; check that it runs (`kvstore status` lists nodes),"
-                ' or pass node="auto" to connect'
-            ) from None
+            if why is not None and why.startswith("no answer within"):  # of the little time that was left for the diagnosis
+                why = "no answer in time"
+            raise type(error)(f"cannot reach the local node at {address}: {why or error}; {self._advice}") from None
         if len(opened.session_id) != 16 or opened.arena_bytes == 0 or opened.lease_ms == 0:
             raise Internal(
                 "invalid answer to OpenSession: use the same version for client and node",
