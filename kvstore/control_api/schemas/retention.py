@@ -65,7 +65,7 @@ class Rule(ResponseModel):
 
 
 class SetRule(RequestModel):
-    """New retention rule of a namespace; it replaces the old one."""
+    """New retention rule of a namespace. It replaces the whole old one: a field that is left out gets its default."""
 
     ttl_s: float | None = Field(default=None, ge=0.001, le=_MOST_TTL_S, description=_TTL, examples=[604800.0])
     kept: bool = Field(default=False, description=_KEPT, examples=[False])
