@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
@@ -76,11 +76,9 @@ def make_app(rpc: StoreRpc, config: AdminConfig, tokens: WatchedFile[TokenTable]
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
     )
-    app.include_router(Reads(rpc, config).routes())
-    app.include_router(Changes(rpc, counters).routes())
-    app.include_router(Tenants(rpc, counters).routes())
-    app.include_router(Rules(rpc, counters).routes())
-    app.include_router(Hints(rpc, counters).routes())
+    groups = (Reads(rpc, config), Changes(rpc, counters), Tenants(rpc, counters), Rules(rpc, counters), Hints(rpc, counters))
+    for group in groups:
+        app.include_router(group.routes(), dependencies=[Depends(_check_query)])
     middleware = AdminMiddleware(app, config, tokens, counters)
     routes = _Routes(app, rpc, counters, middleware)
     app.add_api_route("/healthz", routes.healthz, methods=["GET"], tags=["health"], summary="Liveness")
@@ -167,6 +165,19 @@ class _Routes:
             here = [route.methods for route in routes if route.matches(request.scope)[0] is not Match.NONE]
             answer.headers["allow"] = ", ".join(sorted(set().union(*here)))
         return answer
+
+
+async def _check_query(request: Request) -> None:
+    """Reject unknown query parameters: a misspelt filter would select everything.
+
+    Raises:
+        InvalidArgument: the path takes no such parameter.
+    """
+    known = {field.alias for field in request.scope["route"].dependant.query_params}
+    unknown = sorted(set(request.query_params) - known)
+    if unknown:
+        expected = ", ".join(sorted(known)) or "none"
+        raise InvalidArgument(f"unknown query parameter; this path takes: {expected}", parameter=unknown[0][:64])
 
 
 def _gauges() -> Iterator[Sample]:

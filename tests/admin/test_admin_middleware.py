@@ -425,6 +425,9 @@ async def test_unknown_paths_and_bugs_get_problem_responses(
         problem(await client.get("/v1/nodes?limit=0"), 400, "invalid_argument")
         problem(await client.get("/v1/nodes?limit=501"), 400, "invalid_argument")
         problem(await client.get("/v1/nodes?cursor=%00"), 400, "invalid_argument")
+        misspelt = problem(await client.get("/v1/volumes?nod=a"), 400, "invalid_argument")
+        assert misspelt["detail"].startswith("unknown query parameter; this path takes: cursor, limit, node")
+        problem(await client.delete("/v1/tenants/quota?tenant=a&ttenant=b"), 400, "invalid_argument")
         problem(await client.get("/v1/blocks/xyz"), 400, "invalid_argument")
         answer = await client.get("/v1/nodes", headers={"x-request-id": "mine-1"})
         assert answer.headers["x-request-id"] == "mine-1"
