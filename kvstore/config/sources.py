@@ -258,11 +258,15 @@ def _unknown(setting: Setting, known: list[str]) -> InvalidArgument:
         return InvalidArgument(
             f"'{setting.key}' is a section, not a setting; name a setting in it, e.g. '{inside[0]}'", source=setting.origin
         )
+    name = setting.key.rpartition(".")[2]
     near = difflib.get_close_matches(setting.key, known, n=1, cutoff=0.5)
+    if near and not (
+        setting.key.startswith(f"{near[0]}.") or difflib.get_close_matches(name, [near[0].rpartition(".")[2]], cutoff=0.5)
+    ):
+        near = []  # only the section is similar
     if not near:  # the right name in the wrong section
-        name = setting.key.rpartition(".")[2]
         near = [key for key in known if key.rpartition(".")[2] == name][:1]
-    hint = f"; did you mean '{near[0]}'?" if near else ""
+    hint = f"; did you mean '{near[0]}'?" if near else "; `kvstore config` lists all"
     return InvalidArgument(f"unknown setting '{setting.key}'{hint}", source=setting.origin)
 
 

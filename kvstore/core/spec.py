@@ -73,8 +73,10 @@ class CacheSpec:
         _check_range("layout_version", self.layout_version, 0, _UINT32_MAX)
         _check_range("shard_count", self.shard_count, 1, limits.MAX_SHARDS)
         _check_range("shard_rank", self.shard_rank, 0, self.shard_count - 1)
-        if not isinstance(self.salt, bytes) or len(self.salt) > limits.MAX_SALT_BYTES:
-            raise InvalidArgument("salt must be bytes", limit=limits.MAX_SALT_BYTES)
+        if not isinstance(self.salt, bytes):
+            raise InvalidArgument("salt must be bytes", type=type(self.salt).__name__)
+        if len(self.salt) > limits.MAX_SALT_BYTES:
+            raise InvalidArgument("salt is too long; use a hash of it", bytes=len(self.salt), limit=limits.MAX_SALT_BYTES)
         try:
             object.__setattr__(self, "hash_algorithm", HashAlgorithm(self.hash_algorithm))
         except ValueError as error:

@@ -84,7 +84,8 @@ class ClusterSupervisor:
                 continue
             if name not in self._away_since_s:
                 self._away_since_s[name] = time.monotonic()
-                self._report(f"{name} ended with code {code}; it starts again after its replica has replaced it")
+                then = "" if valkey.is_replaced(server) else " after its replica has replaced it"  # a replica needs none
+                self._report(f"{name} ended with code {code}; it starts again{then}")
             if not self._is_due(name):
                 continue
             if not valkey.is_replaced(server):

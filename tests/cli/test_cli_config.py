@@ -136,6 +136,7 @@ def test_environment_foreign_variables_are_ignored() -> None:
         ("metdata.listen=x", "did you mean 'metadata.listen'"),
         ("node.tls.caa=x", "did you mean 'node.tls.ca'"),
         ("qqqq.zzzz=1", "unknown setting 'qqqq.zzzz'"),
+        ("nodee.a=1", "unknown setting 'nodee.a'; `kvstore config` lists all"),
         ("node=1", "'node' is a section, not a setting; name a setting in it, e.g. 'node."),
         ("node.tls=x", "'node.tls' is a section"),
         ("node.prefault=maybe", "write true or false"),

@@ -11,13 +11,18 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from certificates import make_certificates
 from kvstore import native
+from kvstore.cli.commands.host.doctor import running_nodes
+from kvstore.cli.support.folders import socket_folders
+from kvstore.config.model import Config
 from kvstore.core.types import VolumeId
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.stub_cuda import build_stub, with_stub
@@ -74,6 +79,24 @@ def test_doctor_this_host_exits_0(tmp_path: Path) -> None:
         assert any(line[9:].startswith(f"{area}: ") for line in lines), area
     assert "\x1b" not in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_asks_the_node_of_its_folder(socket_dir: Path) -> None:
+    """The node of another store runs on the host."""
+    listeners = []
+    for name in ("mine", "other"):
+        (socket_dir / name).mkdir(parents=True)
+        listeners.append(grpc.server(ThreadPoolExecutor(1)))
+        listeners[-1].add_insecure_port(f"unix:{socket_dir / name / name}.sock")
+        listeners[-1].start()
+    found = {}
+    for name in ("mine", "host"):
+        configured = Config.model_validate({"node": {"run_dir": str(socket_dir / name)}})
+        nodes, _ = running_nodes(configured, [], socket_folders(configured))
+        found[name] = [Path(node.address).stem for node in nodes]
+    for listener in listeners:
+        listener.stop(None).wait()
+    assert found == {"mine": ["mine"], "host": ["mine", "other"]}
 
 
 def test_doctor_missing_requirement_fails_with_fix(tmp_path: Path) -> None:

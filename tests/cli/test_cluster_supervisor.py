@@ -22,12 +22,13 @@ class Cluster:
         self.failures = failures
         self.metadata_addresses = {"metadata": "127.0.0.1:1"}
         self.code: int | None = -9
+        self.replaced = True
         process = SimpleNamespace(poll=lambda: self.code, pid=7)
         self.servers = [SimpleNamespace(address="127.0.0.1:2", process=process)]
         self.valkey = self
 
     def is_replaced(self, _server: object) -> bool:
-        return True
+        return self.replaced
 
     def restart(self, _server: object) -> None:
         if self.failures:
@@ -42,12 +43,21 @@ def test_server_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch
     redundant = ClusterSupervisor(cluster, reports.append)
     for _ in range(3):
         redundant.poll()
-    assert reports[1:] == [
+    assert reports == [
+        "Valkey server 127.0.0.1:2 ended with code -9; it starts again",
         "Valkey server 127.0.0.1:2 did not start: port in use",
         "Valkey server 127.0.0.1:2 did not start: no memory",
         "Valkey server 127.0.0.1:2 runs again (pid 7)",
     ]
     assert not redundant.away
+
+
+def test_ended_primary_starts_after_its_replica() -> None:
+    cluster: Any = Cluster([])
+    cluster.replaced = False
+    reports: list[str] = []
+    ClusterSupervisor(cluster, reports.append).poll()
+    assert reports == ["Valkey server 127.0.0.1:2 ended with code -9; it starts again after its replica has replaced it"]
 
 
 class EndingCluster:

@@ -106,3 +106,8 @@ def test_hash_algorithm_by_name() -> None:
 def test_bad_fields_are_refused(field: str, value: object) -> None:
     with pytest.raises(InvalidArgument):
         CacheSpec(**{**BASE, field: value})
+
+
+def test_long_salt_is_called_too_long() -> None:
+    with pytest.raises(InvalidArgument, match="salt is too long"):
+        CacheSpec(**{**BASE, "salt": b"x" * (limits.MAX_SALT_BYTES + 1)})

@@ -288,6 +288,13 @@ def test_node_with_gds_loads_no_kvikio(mode: Any, tmp_path: Path, monkeypatch: p
             slab.close()
 
 
+def test_volume_folder_not_made_error_names_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    volume = VolumeSection(path=tmp_path / "file" / "v", capacity_bytes=32 << 20)
+    with pytest.raises(InvalidArgument, match=r"set node\.nvme to a folder"):
+        open_volumes(NodeConfig(node_id="n", run_dir=tmp_path, nvme=(volume,)), Counters())
+
+
 @pytest.mark.parametrize("volume", [True, False])
 def test_node_gds_required_and_missing_exits(volume: bool, tmp_path: Path) -> None:
     """If GPUDirect Storage is required but unavailable, the node exits with an error."""

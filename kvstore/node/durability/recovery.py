@@ -84,13 +84,17 @@ def open_volumes(config: NodeConfig, counters: Counters) -> OpenedVolumes:
     """Open a node's durable volumes, except those that other nodes have adopted.
 
     Raises:
-        InvalidArgument: GPUDirect Storage is required but ``config.nvme`` is empty.
+        InvalidArgument: GPUDirect Storage is required but ``config.nvme`` is empty, or the folder of a volume cannot be made.
     """
     opened = OpenedVolumes()
     if config.gds == "required" and not config.nvme:
         raise InvalidArgument("node.gds = required needs an NVMe volume; set node.nvme")
     for location in own_volumes(config):
-        location.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # the probe measures the folder's file system
+        try:
+            location.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # the probe measures the folder's file system
+        except OSError as error:
+            advice = "the folder of the volume cannot be made; set node.nvme to a folder that this user can write to"
+            raise InvalidArgument(advice, path=location.path, cause=error.strerror or str(error)) from error
         found = check_gds(config.gds, location.path, counters=counters)  # for engines: the node reads into host memory
         try:
             opened.slabs.append(open_owned(config, location, counters=counters))

@@ -16,7 +16,7 @@ from kvstore.cli.commands.host.index_probe import running_index
 from kvstore.cli.support import param_types
 from kvstore.cli.support.build_config import token
 from kvstore.cli.support.config_options import cluster_option, configuration, setting_option, with_quiet_config
-from kvstore.cli.support.folders import socket_folders
+from kvstore.cli.support.folders import node_socket, socket_folders
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.host_settings import settle
 from kvstore.cli.support.result import CommandOutput, prints
@@ -260,7 +260,7 @@ def _answered(error: Exception, address: str, section: ClientSection | NodeSecti
 def running_nodes(
     config: Config, known: Sequence[tuple[str, str]], folders: Sequence[Path]
 ) -> tuple[list[RunningNode], list[Path]]:
-    """Ask the nodes of this host: the configured one, else those with a socket and those that a metadata server reports.
+    """Ask the nodes of this host that run in the folder of the configured one (else in any folder), and reported ones.
 
     Args:
         config: TLS and token for the calls.
@@ -272,7 +272,9 @@ def running_nodes(
     """
     if config.client.node:
         return [replace(_ask_node(config, config.client.node), required=True)], []
-    sockets, closed = sockets_in(folders)
+    sockets, closed = sockets_in([node_socket(config).parent])
+    if all(one.error is not None for one in sockets):
+        sockets, closed = sockets_in(folders)
     found = [replace(_ask_node(config, f"unix:{one.path}"), open_files=one.open_files) for one in sockets if one.error is None]
     seen = {node.node_id or Path(node.address).stem for node in found}
     found += [_ask_node(config, address) for node_id, address in known if node_id not in seen]
