@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector
 from kvstore.observe.http import serve
 from kvstore.observe.metric_definitions import common as common_metrics
+from kvstore.process.ready_file import write_ready_file
 
 logger = logging.getLogger(__name__)
 
@@ -75,18 +74,10 @@ def run(config: EventsConfig) -> None:
                     config.frame or "none",
                     publisher.replay_endpoint or "none",
                 )
-                _write_ready_file(config, publisher)
+                if config.ready_file is not None:
+                    write_ready_file(config.ready_file, zmq=publisher.endpoint, replay=publisher.replay_endpoint)
     finally:
         stream.close()
         publisher.close()
         if metrics is not None:
             metrics.stop()
-
-
-def _write_ready_file(config: EventsConfig, publisher: EventPublisher) -> None:
-    if config.ready_file is None:
-        return
-    scratch = config.ready_file.with_name(f".{config.ready_file.name}.{os.getpid()}")
-    content = {"zmq": publisher.endpoint, "replay": publisher.replay_endpoint, "pid": os.getpid()}
-    scratch.write_text(json.dumps(content))
-    scratch.replace(config.ready_file)

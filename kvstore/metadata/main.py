@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import multiprocessing
 import multiprocessing.connection
-import os
 import signal
 import socket
 import sys
@@ -31,6 +29,7 @@ from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.process import gc_tuning
 from kvstore.process.fd_limits import raise_limit
 from kvstore.process.graceful_shutdown import SIGNALS, GracefulShutdown, SignalCounter, exit_now
+from kvstore.process.ready_file import write_ready_file
 from kvstore.rpc.address import cannot_listen
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,8 @@ class _Announcer:
     def ready(self, address: str, metrics_address: str) -> None:
         logger.info("ready on %s", address)
         if self._ready_file is not None:
-            write_ready_file(self._ready_file, address, metrics_address)
+            # several metrics addresses are separated by commas
+            write_ready_file(self._ready_file, address=address, metrics_address=metrics_address)
 
 
 class _Pipe(_Announcer):
@@ -85,13 +85,6 @@ class _Pipe(_Announcer):
 
     def ready(self, address: str, metrics_address: str) -> None:
         self._connection.send((address, metrics_address))
-
-
-def write_ready_file(path: Path, address: str, metrics_address: str) -> None:
-    """Write ``{"address", "pid", "metrics_address"}`` atomically; several metrics addresses are separated by commas."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps({"address": address, "pid": os.getpid(), "metrics_address": metrics_address}))
-    scratch.replace(path)
 
 
 async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, parent: int | None) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -15,9 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
-
-import aiofiles
-import aiofiles.os
 
 from kvproto.v1 import admin_pb2_grpc, common_pb2, node_pb2, node_pb2_grpc
 from kvstore import native
@@ -79,6 +74,7 @@ from kvstore.observe.history import History
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.slow_loads import RecentLoads
+from kvstore.process.ready_file import write_ready_file
 from kvstore.rpc.address import check_listen_address, check_metrics_address, is_unix
 from kvstore.rpc.auth.tokens import TokenSource, tokens_file
 from kvstore.rpc.client import call_cancellable, connect
@@ -547,7 +543,6 @@ class NodeDaemon:
     async def _write_ready(self, path: Path) -> None:
         ready = {
             "node_id": self.config.node_id,
-            "pid": os.getpid(),
             "address": self.info.control_address,
             "data_address": self.info.data_address,
             "storage_address": self.info.storage_address or self.info.data_address,
@@ -555,10 +550,7 @@ class NodeDaemon:
             "metrics_address": self._metrics.address if self._metrics is not None else "",
             "stop_grace_s": self.config.stop_grace_ms / 1000,
         }
-        partial_file = path.with_suffix(".partial")
-        async with aiofiles.open(partial_file, "w") as file:
-            await file.write(json.dumps(ready))
-        await aiofiles.os.replace(partial_file, path)
+        await asyncio.to_thread(partial(write_ready_file, path, **ready))
 
     async def stop(self) -> None:
         """Stop gracefully, within ``stop_grace_s``: accept no new blocks, unregister, and finish earlier work.

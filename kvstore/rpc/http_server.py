@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
-import os
 import signal
 import socket
 import ssl
@@ -24,6 +22,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvstore.core.errors import InvalidArgument
+from kvstore.process.ready_file import write_ready_file
 from kvstore.process.tls import TlsConfig, TlsFiles, renew_by_connection
 from kvstore.rpc.address import cannot_listen
 
@@ -154,9 +153,7 @@ class _Server(uvicorn.Server):
             return
         logger.info("ready on %s", self._address)
         if self._ready_file is not None:
-            scratch = self._ready_file.with_name(f".{self._ready_file.name}.{os.getpid()}")
-            scratch.write_text(json.dumps({"address": self._address, "pid": os.getpid()}))
-            scratch.replace(self._ready_file)
+            write_ready_file(self._ready_file, address=self._address)
 
 
 def _config(
