@@ -43,7 +43,6 @@ _COMMANDS = {
     "health": "kvstore.cli.commands.host.health:health",
     "ping": "kvstore.cli.ping.command:ping",
     "doctor": "kvstore.cli.commands.host.doctor:doctor",
-    "bench": "kvstore.cli.commands.workloads.bench:bench",
     "config": "kvstore.cli.commands.host.configuration:config",
     "completion": "kvstore.cli.commands.host.completion:completion",
 }
@@ -76,7 +75,6 @@ _SUMMARIES = {
     "health": "Check whether a daemon of this host serves.",
     "ping": "Measure round trips to the servers of a store.",
     "doctor": "Check hardware, drivers and configuration of this host.",
-    "bench": "Run the benchmarks of a source checkout.",
     "config": "Show the effective configuration and the named clusters.",
     "completion": "Print a shell completion script.",
 }

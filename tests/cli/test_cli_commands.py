@@ -15,7 +15,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -23,8 +22,6 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from kvstore.cli.app import root
-from kvstore.cli.commands.workloads import bench
-from kvstore.cli.commands.workloads.bench import benchmark_folder, benchmarks
 from kvstore.cli.commands.workloads.demo import dual_table
 from kvstore.cli.support.logs import ConsoleFormatter, JsonFormatter, StderrHandler, first_lines, set_up_logs
 from kvstore.config.model import LogSection
@@ -110,7 +107,6 @@ def test_root_import_loads_no_heavy_modules() -> None:
         (["up", "--dram", "0"], 2, "more than 0"),
         (["up", "--nvme", "1"], 2, "'--nvme': 1 bytes hold no blocks: give a size with its unit of at least 16MiB"),
         (["up", "--data-dir", "a,b"], 1, "contain a comma"),
-        (["bench", "no-such-benchmark"], 2, "no benchmark"),
         (["status", "--metadata", "foo"], 1, 'a metadata server must be "host:port", with its port (default: 7400)'),
         (["node", "--listen", "foo"], 1, 'an address must be "host:port", with its port'),
         (["status", "--metadata", "127.0.0.1:1", "--set", "client.deadline=300ms"], 1, "connection refused"),
@@ -132,56 +128,6 @@ def test_replay_invalid_trace_names_file_and_line(tmp_path: Path) -> None:
     assert shown.exit_code == 1
     assert "not a trace" in shown.stderr
     assert "line=1" in shown.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"), [((), "up to 15 minutes"), (("--quick",), "--quick keeps"), (("dram_hit",), "Running 1 benchmarks")]
-)
-def test_bench_announces_run_first(arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = subprocess.run
-    ran: list[list[str]] = []
-
-    def runs_nothing(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
-        if "--list" in command:
-            return real(command, **more)
-        ran.append(command)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", runs_nothing)
-    shown = CliRunner().invoke(root, ["bench", *arguments])
-    assert shown.exit_code == 0, shown.output
-    assert len(ran) == 1
-    assert said in shown.stderr
-    assert "RESULTS.md" in shown.stderr
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_bench_prints_added_records(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "results").mkdir()
-    records = tmp_path / "results" / "dram_hit.jsonl"
-    record = {"figure": "dram_hit", "parameters": {"block": "1MiB"}, "median": 7.5, "unit": "GB/s", "passed": True}
-    records.write_text(json.dumps({**record, "median": 1.0}) + "\n")
-    monkeypatch.setattr(bench, "benchmark_folder", lambda: tmp_path)
-    monkeypatch.setattr(bench, "benchmarks", lambda _: {"dram_hit": "Copies."})
-
-    def measures(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        with records.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        return subprocess.CompletedProcess(command, code)
-
-    monkeypatch.setattr(subprocess, "run", measures)
-    shown = CliRunner().invoke(root, ["bench", "dram_hit", "-o", "json"])
-    assert shown.exit_code == code
-    assert json.loads(shown.stdout) == {"items": [record]}
-    shown = CliRunner().invoke(root, ["bench", "dram_hit"])
-    assert shown.stdout.splitlines()[1].split() == ["dram_hit", "block=1MiB", "7.500", "GB/s", "met"]
-
-
-def test_bench_list_matches_checkout() -> None:
-    known = benchmarks(benchmark_folder())
-    shown = CliRunner().invoke(root, ["bench", "--list", "-o", "json"])
-    assert shown.exit_code == 0
-    assert {item["name"]: item["summary"] for item in json.loads(shown.stdout)["items"]} == known
 
 
 def test_logs_set_up_twice_print_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ tls.ca = "/etc/kvstore/prod.pem"
 
 DAEMONS = {"up", "metadata", "node", "router", "admin"}
 WITHOUT_RESULT = DAEMONS | {"completion"}
-WITHOUT_STORE = WITHOUT_RESULT | {"demo", "replay", "simulate", "advise", "calibrate", "bench", "health", "volumes repair"}
+WITHOUT_STORE = WITHOUT_RESULT | {"demo", "replay", "simulate", "advise", "calibrate", "health", "volumes repair"}
 """Commands that start a store of their own, or look only at this host."""
 LIVE = {"events", "top", "history"}
 """Commands that follow changes, ``history`` with --follow."""
@@ -45,7 +45,6 @@ ONE_TIME = WITHOUT_RESULT | {
     "simulate",
     "advise",
     "calibrate",
-    "bench",
     "doctor",
     "config clusters",
     "config show",
