@@ -260,16 +260,13 @@ class TlsWire(Wire):
             raise _gone(error) from error
 
 
-def set_options(sock: socket.socket, buffer_bytes: int | None) -> None:
-    """Set the options of every data socket: no delay for small frames, keepalive, cubic, and optional fixed socket buffers."""
+def set_options(sock: socket.socket) -> None:
+    """Set the options of every data socket: no delay for small frames, keepalive, and cubic."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # loads come in bursts; BBR, a common default, starts each burst at the rate before the pause: 16 MiB took 15-30 % longer
     with contextlib.suppress(OSError):  # a kernel without cubic uses its default
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
-    if buffer_bytes is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
 
 
 def _after(batch: Sequence[Piece], done: int) -> list[memoryview]:

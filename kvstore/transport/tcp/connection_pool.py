@@ -90,7 +90,6 @@ class ConnectionPool:
         connect_timeout_s: timeout for TCP connect, TLS and HELLO together.
         max_connections: maximum connections in use, and maximum idle, in addition to held ones.
         max_held: maximum held connections.
-        socket_buffer_bytes: fixed size of socket buffers; None: chosen by the kernel.
         traffic: marks and caps the sockets; None: unmarked and uncapped.
         servers: liveness of the peer, at each address where it is probed. If one is hung, exchanges are cancelled and new ones
             are refused. ``watch`` adds the data plane itself.
@@ -106,7 +105,6 @@ class ConnectionPool:
         tls: PeerTls | None,
         connect_timeout_s: float,
         max_connections: int,
-        socket_buffer_bytes: int | None,
         breaker: CircuitBreaker,
         counters: Counters,
         traffic: KvTraffic | None = None,
@@ -118,7 +116,6 @@ class ConnectionPool:
         self._ticket = ticket
         self._tls = tls
         self._connect_timeout_s = connect_timeout_s
-        self._socket_buffer_bytes = socket_buffer_bytes
         self._breaker = breaker
         self._counters = counters
         self._traffic = traffic
@@ -315,7 +312,7 @@ class ConnectionPool:
         sock.settimeout(max(until_s - time.monotonic(), 0.001))
         sockets.append(sock)
         try:
-            set_options(sock, self._socket_buffer_bytes)
+            set_options(sock)
             if self._traffic is not None:
                 self._traffic.mark(sock)
             wire: Wire

@@ -78,7 +78,6 @@ class TcpPeer(BlockPeer):
             own limit (``MAX_HELD_CONNECTIONS``), because they hold a connection while the caller computes.
         breaker_failures: consecutive failures after which calls fail fast ...
         breaker_open_s: ... for this long.
-        socket_buffer_bytes: fixed size of socket buffers; None: chosen by the kernel.
         counters: counts events.
         traffic: marks and caps the sockets; None: unmarked and uncapped.
         liveness: finds out whether the node answers; None: a call to a hung node lasts until its own deadline.
@@ -97,7 +96,6 @@ class TcpPeer(BlockPeer):
         max_connections: int | None = None,
         breaker_failures: int = 3,
         breaker_open_s: float = 1.0,
-        socket_buffer_bytes: int | None = None,
         counters: Counters | None = None,
         traffic: KvTraffic | None = None,
         liveness: LivenessMonitor | None = None,
@@ -115,7 +113,6 @@ class TcpPeer(BlockPeer):
             tls=tls,
             connect_timeout_s=connect_timeout_s,
             max_connections=max_connections if max_connections is not None else 4 * streams,
-            socket_buffer_bytes=socket_buffer_bytes,
             breaker=CircuitBreaker(MonotonicClock(), failures=breaker_failures, open_s=breaker_open_s),
             counters=self._counters,
             traffic=traffic,

@@ -61,7 +61,6 @@ class TcpServer:
         idle_timeout_s: maximum time between requests.
         stall_timeout_s: maximum time without progress during a request.
         max_request_s: maximum time of a request, even if its deadline is later.
-        socket_buffer_bytes: fixed size of socket buffers. None: chosen by the kernel.
         traffic: marks and caps the sockets. None: unmarked and uncapped.
         one_sided: makes the responder for readers that request one-sided transfers. None: payload goes over the connections.
     """
@@ -79,7 +78,6 @@ class TcpServer:
         idle_timeout_s: float = 300.0,
         stall_timeout_s: float = 10.0,
         max_request_s: float = 120.0,
-        socket_buffer_bytes: int | None = None,
         traffic: KvTraffic | None = None,
         one_sided: OneSidedFactory | None = None,
     ) -> None:
@@ -90,7 +88,6 @@ class TcpServer:
         self._counters = counters if counters is not None else Counters()
         self._max_connections = max_connections
         self._timeouts = ServerTimeouts(handshake_timeout_s, idle_timeout_s, stall_timeout_s, max_request_s)
-        self._socket_buffer_bytes = socket_buffer_bytes
         self._traffic = traffic
         self._one_sided = one_sided
         self._lock = threading.Lock()
@@ -124,7 +121,7 @@ class TcpServer:
         try:
             # accepted sockets inherit the buffer sizes, which determine the TCP windows before accept returns
             listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-            set_options(listener, self._socket_buffer_bytes)
+            set_options(listener)
             if self._traffic is not None:
                 self._traffic.mark(listener)  # marks the answers to SYNs; accepted sockets inherit only a part of the mark
         except OSError as error:
