@@ -31,6 +31,8 @@ _NONE = 0
 """Row of no block."""
 _DEMOTED = 1 << 40
 """Gap of a demoted block, longer than any measured one."""
+_GHOSTS_PER_BLOCK = 4
+"""Remembered keys of evicted blocks per present block, of about 26 bytes each."""
 _SPARE_ENTRIES = 1024
 _ROWS_AT_ONCE = 64
 _TRIM_EVERY = 256
@@ -440,14 +442,10 @@ class ReuseDistancePolicy(_TreePolicy):
 
     Args:
         rows: see ``make_policy``.
-        ghosts: remembered keys of evicted blocks, as a multiple of the present blocks (about 26 bytes per key).
     """
 
-    def __init__(self, rows: Rows | None = None, ghosts: float = 4.0) -> None:
+    def __init__(self, rows: Rows | None = None) -> None:
         super().__init__(rows)
-        if ghosts < 0:
-            raise InvalidArgument("ghosts must not be negative", ghosts=ghosts)
-        self._ghosts_a_block = ghosts
         self._ghosts = GhostList()  # with their last use
         self._gaps = array("q", (0,))
         self._by_age = EvictionQueue()
@@ -479,7 +477,7 @@ class ReuseDistancePolicy(_TreePolicy):
 
     def _left(self, row: int) -> None:
         self._ghosts.add(self._key_of(row), self._positions[row])
-        if len(self._ghosts) > self._ghosts_a_block * max(self._count, 1):
+        if len(self._ghosts) > _GHOSTS_PER_BLOCK * max(self._count, 1):
             self._ghosts.drop_oldest()
 
     def _cool(self, row: int) -> None:
