@@ -74,7 +74,7 @@ from kvstore.observe.history import History
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.slow_loads import RecentLoads
-from kvstore.process.ready_file import write_ready_file
+from kvstore.process.ready_file import write_ready_file_aio
 from kvstore.rpc.address import check_listen_address, check_metrics_address, is_unix
 from kvstore.rpc.auth.tokens import TokenSource, tokens_file
 from kvstore.rpc.client import call_cancellable, connect
@@ -550,7 +550,7 @@ class NodeDaemon:
             "metrics_address": self._metrics.address if self._metrics is not None else "",
             "stop_grace_s": self.config.stop_grace_ms / 1000,
         }
-        await asyncio.to_thread(partial(write_ready_file, path, **ready))
+        await write_ready_file_aio(path, **ready)
 
     async def stop(self) -> None:
         """Stop gracefully, within ``stop_grace_s``: accept no new blocks, unregister, and finish earlier work.

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.process.ready_file import write_ready_file
+from kvstore.process.ready_file import write_ready_file_aio
 from kvstore.process.tls import TlsConfig, TlsFiles, renew_by_connection
 from kvstore.rpc.address import cannot_listen
 
@@ -153,7 +153,7 @@ class _Server(uvicorn.Server):
             return
         logger.info("ready on %s", self._address)
         if self._ready_file is not None:
-            write_ready_file(self._ready_file, address=self._address)
+            await write_ready_file_aio(self._ready_file, address=self._address)
 
 
 def _config(
