@@ -79,3 +79,21 @@ def test_tier_salts_of_requests_and_adapters_are_not_shared(stored: Path, folder
         assert again["a"].tokens == again["b"].tokens == salted[0].tokens
         assert served.answers(PROMPTS, adapter=adapter) == adapted, "computed, not loaded"
         assert served.tier.counters.totals()["requests_skipped"] == 2
+
+
+def test_tier_requests_mixed_with_an_adapter_are_not_stored(stored: Path, folder: Path, store: StoreAddress) -> None:
+    """On a CPU, vLLM computes a request without an adapter with the weights of one in the same step."""
+    from vllm.lora.request import LoRARequest
+
+    make_adapter(stored, folder / "mixed", seed=2)
+    adapter = LoRARequest("mixed", 1, str(folder / "mixed"))
+    prompts = [text(seed, 400) for seed in (31, 31)]
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    with engine(stored, None, NAME, **lora) as alone:
+        right = alone.answers(prompts[:1])[0].tokens
+    with engine(stored, store, NAME, **lora) as served:
+        assert served.answers(prompts, together=True, adapter=[adapter, None])[1].tokens != right
+        assert served.tier.counters.totals()["stores_unsure"] >= 1
+    with engine(stored, store, NAME, **lora) as other:
+        answer = other.answers(prompts[:1])[0]
+        assert (answer.tokens, answer.cached_tokens) == (right, 0)

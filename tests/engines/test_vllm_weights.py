@@ -229,6 +229,30 @@ def ask(engine: VllmEngine, adapter: Any, prompts: Sequence[Sequence[int]] = PRO
     return [one.tokens for one in answers], loaded(answers)
 
 
+def test_requests_mixed_with_an_adapter_are_not_stored(driver: VllmDriver, store: StoreAddress, tmp_path: Path) -> None:
+    """On a CPU, vLLM computes a request without an adapter with the weights of one in the same step."""
+    from vllm.lora.request import LoRARequest
+
+    make_adapter(driver.model, tmp_path / "a", 1)
+    adapter = LoRARequest("a", 1, str(tmp_path / "a"))
+    before, mixed, after = ([text(seed, 400)] for seed in range(20, 23))
+    alone = driver.open(None, **LORA)
+    right = ask(alone, None, [*before, *mixed, *after])[0]
+    alone.close()
+
+    engine = driver.open(store, **LORA)
+    assert ask(engine, None, before) == ([right[0]], [0])
+    wrong = ask(engine, [adapter, None], mixed * 2)[0][1]
+    assert wrong != right[1], "vLLM computes right tokens now: remove AdapterMixing"
+    assert ask(engine, None, after) == ([right[2]], [0])
+    assert engine.flush()
+    engine.forget()
+    assert ask(engine, None, [*before, *mixed, *after]) == (right, [384, 0, 0])
+    counts = engine.counters()
+    assert counts["stores_unsure"] >= 2
+    engine.close()
+
+
 def test_an_adapter_that_was_read_anew_is_another(driver: VllmDriver, store: StoreAddress, tmp_path: Path) -> None:
     """An adapter's files change while it is evicted: vLLM reads the new files, whose KV differs."""
     from vllm.lora.request import LoRARequest

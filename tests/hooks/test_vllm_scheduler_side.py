@@ -432,6 +432,14 @@ def test_images_of_a_later_input_chunk_are_in_the_keys() -> None:
     assert keys[0][1] != keys[1][1]
 
 
+def test_store_of_a_request_mixed_with_adapters_is_ended() -> None:
+    made, one = side(Shelf(hits=0), Pool(64)), request(17)
+    made.on_new_request(one)
+    made.adapters.mixing.happened = True
+    assert plan(made, one, 17, [list(range(1, 9))]).stores == []
+    assert made.counters.totals()["stores_unsure"] == 1
+
+
 def test_store_of_a_replaced_adapter_is_ended(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
     (tmp_path / "adapter_config.json").write_text("{}")

@@ -240,7 +240,7 @@ async def test_publish_stream_belongs_to_one_boot(running: Running) -> None:
     one, two = running.peer("host-1"), running.peer("host-2")
     await one.register()
     await two.register()
-    with pytest.raises(InvalidArgument, match="belongs"):
+    with pytest.raises(InvalidArgument, match="must not change"):
         await one.send(one.batch(one.dram), two.batch(two.dram))
 
 

@@ -19,6 +19,7 @@ from kvclient.engines.engine_log import share_handlers
 from kvclient.engines.vllm.announcements.messages import engine_hash_name, group_kinds
 from kvclient.engines.vllm.announcements.observer import RequestObserver
 from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.adapter_mixing import AdapterMixing
 from kvclient.engines.vllm.identity.engine_facts import (
     check_launcher,
     check_steps,
@@ -170,6 +171,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
             if getattr(vllm_config, "lora_config", None) is not None:
                 self._scheduler.adapters.watch()
+            self._scheduler.adapters.mixing = AdapterMixing(vllm_config)
 
     def _make_observer(
         self,
@@ -434,6 +436,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
         """Return the plan of a step, which vLLM sends to the workers."""
         self._apply(self.scheduler_side.weights.end_checks())  # late ones; during a check, no step has planned a load
+        self.scheduler_side.adapters.mixing.step_planned(scheduler_output)
         state = scheduler_output.kv_connector_block_state
         plan = self.scheduler_side.build_step_plan(
             scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens, state.resolve_block_ids

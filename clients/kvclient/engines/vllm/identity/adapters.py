@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from kvclient.engines.model_files import sampled_digest
 from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.adapter_mixing import AdapterMixing
 from kvstore.observe.limited_log import LimitedLog
 
 _log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Adapters:
         """By vLLM's number, which names its weights, and by path, which with the name names KV in vLLM's prefix cache."""
         self._replacing: set[int] = set()
         """Numbers whose adapters the engine is replacing."""
+        self.mixing = AdapterMixing()
         self.blind = False
         """Whether adapters may be added to the engine without being seen here: then none is shared."""
 
@@ -129,6 +131,10 @@ class Adapters:
         """Whether the engine computes requests of an adapter with these weights, which ``weights`` has returned for it."""
         with self._lock:
             return self._known.get(int(adapter.lora_int_id)) is weights and self._known.get(str(adapter.lora_path)) is weights
+
+    def explains(self, adapter: Adapter | Any, weights: AdapterWeights | None) -> bool:  # noqa: ANN401
+        """Whether the engine certainly computes a request with these weights of its adapter, or without any if it has none."""
+        return not self.mixing.happened if weights is None else self.holds(adapter, weights)
 
     def begin_replacement(self, adapter: Adapter | Any) -> AdapterWeights | None:  # noqa: ANN401
         """Handle that the engine is about to read an adapter in place of the one with its number.

@@ -30,6 +30,7 @@ from vllm.platforms import current_platform
 from kvclient import CacheSpec, InvalidArgument, KVClient, KVStoreError, Unavailable
 from kvclient.engines.engine_log import share_handlers
 from kvclient.engines.vllm.announcements.messages import engine_hash_name
+from kvclient.engines.vllm.identity.adapter_mixing import AdapterMixing
 from kvclient.engines.vllm.identity.engine_facts import check_launcher
 from kvclient.engines.vllm.identity.model_weights import ModelWeights, gather_digests, later_digest
 from kvclient.engines.vllm.identity.weights_check import combined_digest
@@ -153,6 +154,8 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         self._specs: dict[int, CacheSpec] = {}
         super().__init__(vllm_config, role, kv_cache_config)
         self._tier: KVStoreTier | None = tier_of(self.connector_scheduler) if role == KVConnectorRole.SCHEDULER else None
+        if self._tier is not None:
+            self._tier.mixing = AdapterMixing(vllm_config)
         if self._tier is not None and self._config.cache.blocks_per_chunk > 1:
             self.connector_scheduler = WholeChunksScheduler.of(self.connector_scheduler, self._tier.counters)
 
@@ -272,6 +275,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         The wait comes last: vLLM has then begun what this step found to do.
         """
         self._end_checks()
+        self._open_tier.mixing.step_planned(scheduler_output)
         plan = super().build_connector_meta(scheduler_output)
         self._open_tier.page_copies.planned([*plan.load_jobs, *plan.store_jobs])
         check = self._weights.plan_check(computes=bool(scheduler_output.total_num_scheduled_tokens))

@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvclient import InvalidArgument
 from kvclient.engines.vllm.announcements.chunk_observer import ChunkObserver
+from kvclient.engines.vllm.identity.adapter_mixing import AdapterMixing
 from kvclient.engines.vllm.request_paths import request_paths
 from kvclient.engines.vllm.scheduler.session_hints import request_hint
 from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore
@@ -74,6 +75,8 @@ class KVStoreTier(SecondaryTierManager):
         self.stores: dict[int, ChunkStore] = {}
         """By group; empty: not open."""
         self._requests = TierRequests()
+        self.mixing = AdapterMixing()
+        """Whether KV of requests without an adapter, of which alone chunks are stored, may be wrong."""
         self.counters = TierCounters()
         self.page_copies = PageCopies(offloading_spec.config.parallel.world_size)
         announce = bool(offloading_spec.config.enable_kv_cache_events)
@@ -130,7 +133,9 @@ class KVStoreTier(SecondaryTierManager):
     # ---- jobs ----
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Start to store chunks. vLLM keeps their rows until the job has ended."""
-        self._submit(job_metadata, self._options.hook.store, self._options.hook.store_deadline_s)
+        if self.mixing.happened:
+            self.counters.add("stores_unsure")
+        self._submit(job_metadata, self._options.hook.store and not self.mixing.happened, self._options.hook.store_deadline_s)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Start to load chunks into rows that vLLM has allocated."""
