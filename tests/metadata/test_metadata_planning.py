@@ -155,7 +155,9 @@ async def test_plan_without_live_nodes_is_unavailable(running: Running, monkeypa
     addresses = MetadataAddresses.parse(running.address)
     client = MetadataClient(addresses, spec, None, clock, ClientOptions(), incidents, liveness)
     try:
-        made = await asyncio.to_thread(client.plan_load, "p", None, None, 8, spec.block_bytes, spec.block_tokens, TIMEOUT_S, relays=False)
+        made = await asyncio.to_thread(
+            client.plan_load, "p", None, None, 8, spec.block_bytes, spec.block_tokens, TIMEOUT_S, relays=False
+        )
         with pytest.raises(Unavailable, match="no node can read"):
             await asyncio.to_thread(client.replan_load, made, made.parts[0], (), "stalled", TIMEOUT_S)
     finally:
