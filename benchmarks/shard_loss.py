@@ -1,9 +1,9 @@
 """Measure the time until an index in Valkey is whole again after a shard has lost all its records, and the hits until then.
 
 Three shards with a replica each, a metadata server and a node, all as real processes. The node stores all blocks once. In each
-round, both servers of a shard are killed and start empty. Two clients look chains up during the round. The first figure is the time from
-the kill until the index has each block of the node again; the limit is the time in which a pipeline of plain ``SET`` commands
-writes as many records as the shard had. The second figure is the share of blocks that lookups find until then; the notes have
+round, both servers of a shard are killed and start empty, and two clients look chains up. The first figure is the time from the
+kill until the index has each block of the node again; the limit is the time in which a pipeline of plain ``SET`` commands writes
+as many records as the shard had. The second figure is the share of blocks that lookups find until then; the notes have
 the worst quarter of a second.
 """
 
