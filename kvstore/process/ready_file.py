@@ -1,4 +1,4 @@
-"""The ready file of a daemon: tells the process that started it that it serves, and at which addresses."""
+"""The ready file of a daemon. It appears when the daemon serves, and has its addresses for the process that started it."""
 
 from __future__ import annotations
 

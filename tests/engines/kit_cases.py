@@ -28,7 +28,7 @@ def unique_cases_only(suite: Suite) -> Suite:
 
 
 def _copy(case: Callable[..., None]) -> Callable[..., None]:
-    """A function of its own, so that a mark on it does not reach other suites."""
+    """Return a new function, so that a mark on it does not apply to other suites."""
 
     @wraps(case)
     def run(*given: Any, **named: Any) -> None:

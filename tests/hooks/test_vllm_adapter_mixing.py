@@ -15,7 +15,7 @@ ADAPTER = object()
 
 @pytest.fixture(autouse=True)
 def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What vLLM says of the platform."""
+    """The platform, as vLLM describes it."""
     said = SimpleNamespace(is_cpu=True)
     monkeypatch.setattr(adapter_mixing, "_is_cpu", lambda: said.is_cpu)
     return said

@@ -64,7 +64,7 @@ class Place:
 
 
 class Nodes:
-    """Live nodes with what they hold."""
+    """Live nodes, and the blocks that each holds."""
 
     def __init__(self) -> None:
         self.held = dict.fromkeys(NODES, 0)

@@ -290,7 +290,7 @@ class ValkeyIndex(PrefixIndex):
         if attempt.raced:
             self._count(metadata_metrics.INDEX_RACES_LOST, len(attempt.raced))
             limited.warning(
-                "gave up on records that are damaged or that other servers keep changing (volume_epoch=%d, keys=%d)",
+                "records not published: damaged, or changed by other servers in each attempt (volume_epoch=%d, keys=%d)",
                 volume_epoch,
                 len(attempt.raced),
             )

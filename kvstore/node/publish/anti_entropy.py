@@ -5,7 +5,8 @@ counts as drifted only if the index had its last change before the comparison, a
 compared it. A busy node changes only some of its ranges within the time of a comparison; these are left to the next round. Drift
 is rare (a bug, a damaged index): a round repairs a limited number of ranges and leaves the others to the next.
 
-Ranges whose last changes the index may have lost are compared on request, again and again until each was compared once.
+If the index may have lost the last changes of some ranges, the server asks for a comparison of these. A range that changes during
+it is compared again, up to ``SUSPECT_ATTEMPTS`` times.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RANGES_PER_CALL = 512
 REPAIRS_PER_ROUND = 512
 REPAIR_ATTEMPTS = 3
 REPAIRS_PER_SCAN = 256
-"""Ranges whose blocks are collected at once. The more, the more of them change before their turn comes."""
+"""Ranges whose blocks are collected in one pass over the table. With more, more of them change before they are repaired."""
 REPAIRS_PER_CALL = 16
 REPAIRED_BLOCKS = 4_096
 """Blocks in one call, unless one range has more."""
@@ -94,9 +95,10 @@ class AntiEntropy:
         return repaired
 
     def compare_suspects(self, boot_id: BootId, ranges: Collection[int]) -> int:
-        """Compare ranges that may have lost changes. Returns the number of repaired ranges. The same errors as ``compare``.
+        """Compare ranges whose last changes the index may have lost. Returns the number of repaired ranges.
 
-        A range that changes during each of several attempts is left to the next round.
+        Raises:
+            KVStoreError: as ``compare``.
         """
         repaired = 0
         for volume in self._log.volumes:
@@ -135,10 +137,15 @@ class AntiEntropy:
         return _ComparedPart(compared, drifted, len(part) - len(compared))
 
     def _repair(self, boot_id: BootId, volume: VolumeId, ranges: Iterable[int]) -> int:
-        """Replace the contents of ranges in the index by the table's. Returns the number of ranges that are right now."""
+        """Replace the contents of ranges in the index by the table's. Returns the number of repaired ranges.
+
+        The others changed during each attempt, and are left to the next round.
+        """
         remaining = deque(ranges)
         repaired = 0
         for _ in range(REPAIR_ATTEMPTS * -(-len(remaining) // REPAIRS_PER_SCAN)):
+            if not remaining:
+                break
             part = [remaining.popleft() for _ in range(min(REPAIRS_PER_SCAN, len(remaining)))]
             changes = self._log.changes(volume)
             held: dict[int, list[Described]] = {number: [] for number in part}
@@ -147,12 +154,13 @@ class AntiEntropy:
                     of.append(block)
             for numbers in _groups(held):
                 now = self._log.changes(volume)
-                if same := [number for number in numbers if now[number] == changes[number]]:  # a repair would undo later changes
+                if same := [number for number in numbers if now[number] == changes[number]]:  # else it would undo a change
                     self._repair_ranges(boot_id, volume, same, [block for number in same for block in held[number]])
             later = self._log.changes(volume)
             changed = [number for number in part if changes[number] != later[number]]  # before or during its repair
             repaired += len(part) - len(changed)
             remaining.extend(changed)
+        self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, len(remaining))
         return repaired
 
     def _repair_ranges(self, boot_id: BootId, volume: VolumeId, ranges: Sequence[int], blocks: Sequence[Described]) -> None:

@@ -318,7 +318,7 @@ METADATA_SERVERS_DIFFER: Final = group.counter(
 )
 ANTI_ENTROPY_FAILED: Final = group.counter("anti_entropy_failed_total", "interrupted comparisons with the index")
 ANTI_ENTROPY_RANGES_BUSY: Final = group.counter(
-    "anti_entropy_ranges_busy_total", "key ranges not compared because they were changing"
+    "anti_entropy_ranges_busy_total", "key ranges not compared or not repaired because they were changing"
 )
 INDEX_RANGES_DRIFTED: Final = group.counter(
     "index_ranges_drifted_total", "key ranges in which the index differed from this node; repaired"

@@ -74,10 +74,10 @@ class ServerProcess:
         """Check that the server runs.
 
         Raises:
-            Unavailable: it has ended by itself.
+            Unavailable: it has exited.
         """
         if self._process is not None and (status := self._process.poll()) is not None:
-            raise Unavailable("the server of this connector ended by itself", status=status, log=self._log)
+            raise Unavailable("the server of this connector has exited", status=status, log=self._log)
 
     def end(self) -> None:
         """Stop the server gracefully. Kill it if it does not end in time."""

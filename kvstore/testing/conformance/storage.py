@@ -41,7 +41,7 @@ class Storage(AbstractContextManager["Storage"], Protocol):
         """Check that servers still run.
 
         Raises:
-            Unavailable: one has ended by itself.
+            Unavailable: one has exited.
         """
 
     def settle(self) -> None:
