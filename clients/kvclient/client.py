@@ -133,7 +133,7 @@ class KVClient:
             InvalidArgument: an argument of another type, a malformed address, neither metadata server nor node, or a pool that is
                 smaller than a block.
             Unsupported: GPUDirect Storage is required, which is not available for the volumes of the local node.
-            KVStoreError: the metadata server or the named node does not answer, unless ``options.require_store`` is False.
+            KVStoreError: the metadata server or the local node does not answer, unless ``options.require_store`` is False.
         """
         options = options or ClientOptions()
         check_types(metadata, spec, node, tls, options, hbm, gds, device)

@@ -42,7 +42,8 @@ class ClientOptions:
             ``lookup_deadline_s``), and of opening a session again.
         strict: raise failures of the store instead of answering misses and skips. For tests; an engine needs False.
         require_store: ``connect`` raises if the metadata server or the local node does not answer; False: it continues without
-            them, and everything is a miss until they answer. With ``node="auto"`` it waits for a node for a second at most.
+            them, and everything is a miss until they answer. With ``node="auto"`` it waits at most one second for each node of
+            this host to accept a connection, and at most half of ``connect_deadline_s`` for all.
         verify: default of ``load``: ``auto``, ``always`` or ``never``, see ``Verify``.
         paths: hosts whose storage links a load may use that names none itself, for blocks in storage; None: only this host's.
         local_roles: with ``node="auto"``: preferred roles if several nodes run on this host, best first.

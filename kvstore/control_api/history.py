@@ -29,7 +29,7 @@ MAX_BUCKETS: Final = 64
 _MAX_LEVEL: Final = float(1 << 63)
 
 
-def check_figures(found: pb.DescribeHistoryResponse, step_s: int) -> pb.DescribeHistoryResponse:
+def check_history(found: pb.DescribeHistoryResponse, step_s: int) -> pb.DescribeHistoryResponse:
     """Return valid figures unchanged. The checks bound the memory and time that a report can cost.
 
     Args:
@@ -88,7 +88,7 @@ class HistoryQueries:
     def __init__(self, rpc: StoreRpc) -> None:
         self._rpc = rpc
 
-    async def figures(self, since_s: float, step_s: int, node_id: str | None = None) -> models.HistoryOfLastHour:
+    async def last_hour(self, since_s: float, step_s: int, node_id: str | None = None) -> models.HistoryOfLastHour:
         """Figures of the metadata server and of all nodes that answer, or of one node alone.
 
         Raises:
@@ -97,7 +97,7 @@ class HistoryQueries:
         request = pb.DescribeHistoryRequest(since_seconds=since_s, step_seconds=step_s)
 
         async def ask(node: NodeRpc) -> pb.DescribeHistoryResponse:
-            return check_figures(await node(node.stub.DescribeHistory, request), step_s)
+            return check_history(await node(node.stub.DescribeHistory, request), step_s)
 
         if node_id is not None:
             server, asked = None, await self._rpc.ask_nodes([await self._rpc.node(node_id)], ask)
@@ -118,7 +118,7 @@ class HistoryQueries:
     async def _server(self, request: pb.DescribeHistoryRequest) -> pb.DescribeHistoryResponse | None:
         """Figures of the metadata server; None if it does not answer, because those of the nodes are useful alone."""
         try:
-            return check_figures(await self._rpc.history(request), request.step_seconds)
+            return check_history(await self._rpc.history(request), request.step_seconds)
         except KVStoreError as error:
             limited.warning("history lacks the metadata server: %s", error)
             return None

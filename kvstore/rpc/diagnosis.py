@@ -1,8 +1,8 @@
 """Why a gRPC server cannot be reached, in words: refused, no answer, TLS on one side only, a certificate that does not fit.
 
-gRPC says "Socket closed" or "failed to connect to all addresses" for most of these. After a call has failed, :func:`diagnose`
-opens separate connections to the same address, with the same TLS files, and reads the reason from the socket and from Python's
-``ssl``. It never runs before a call or instead of one, and it ends within its timeout.
+gRPC says "Socket closed" or "failed to connect to all addresses" for most of these. :func:`diagnose` opens separate connections
+to the same address, with the same TLS files, and reads the reason from the socket and from Python's ``ssl``. It runs after a
+failed call, and in ``kvclient`` to choose among the nodes of a host. It ends within its timeout.
 
 1. A TCP or unix connection distinguishes refused, unreachable, an unknown host name, and a host that does not answer.
 2. With TLS configured, a handshake detects a server that speaks plain text, a certificate of another authority or for another

@@ -213,7 +213,7 @@ def test_invalid_figures_of_a_node_leave_the_others(bad: Callable[[], pb.Describ
         rpc = AnsweringRpc({"bad": bad(), "good": recent()})
         try:
             tracemalloc.start()
-            found = await HistoryQueries(rpc).figures(0, 10)
+            found = await HistoryQueries(rpc).last_hour(0, 10)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

@@ -286,7 +286,7 @@ def test_plan_forgotten_is_told_until_it_ends() -> None:
     assert reporter.take_forgotten([1]) == set()
     server.forgotten = []
     described = pb.PlanInProgress(parts=[pb.PlanPart(index=0, count=4, node_id="a")])
-    reporter.tell({1: [(0, 3)]}, finished=False, forgotten={1: described})
+    reporter.tell({1: [(0, 3)]}, finished=False, restored={1: described})
     wait_until(lambda: any(load.HasField("restored_plan") for request in server.seen for load in request.loads))
     restored = [load for request in server.seen for load in request.loads if load.HasField("restored_plan")]
     assert [load.restored_plan for load in restored] == [described]

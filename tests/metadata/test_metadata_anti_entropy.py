@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -166,6 +167,27 @@ async def test_ranges_read_again_in_vain_take_no_longer_than_a_pass(bed: Bed) ->
     drifted = {key_range(key) for key in lost}
     bed.clock.advance(0.1 * DIGEST_RANGES)
     assert drifted <= set(await bed.compare(volumes[0])), "the next pass finds what the last one left"
+
+
+async def test_drifted_ranges_read_again_take_no_longer_than_a_pass(bed: Bed) -> None:
+    volume = bed.volume("v", 300)
+    bed.index.clock = bed.clock
+    assert await bed.compare(volume) == []
+    rng = np.random.default_rng(5)
+    bed.held[volume].update(BlockKey(rng.bytes(16)) for _ in range(4_000))  # not published yet
+    for _ in range(20):
+        await bed.compare(volume)
+    assert DIGEST_RANGES // 2 < bed.index.again <= DIGEST_RANGES + 2 * DIGEST_RANGES // 64
+
+
+async def test_slice_that_another_comparison_reads_is_as_good(bed: Bed) -> None:
+    volumes = [bed.volume(f"v{number}", 300) for number in range(2)]
+    bed.index.clock = bed.clock
+    lost = sorted(bed.held[volumes[1]])[:40]
+    bed.index.publish(volumes[1], [], lost)
+    found = await asyncio.gather(*(bed.compare(volume, 0.0) for volume in volumes))
+    assert found == [[], sorted({key_range(key) for key in lost})]
+    assert bed.index.again == 0, "no range is read twice"
 
 
 async def test_stores_after_the_pass_are_no_drift(bed: Bed) -> None:

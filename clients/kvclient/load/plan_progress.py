@@ -42,14 +42,14 @@ class PlanProgressReporter:
         moved: Mapping[int, Sequence[tuple[int, int]]],
         *,
         finished: bool,
-        forgotten: Mapping[int, metadata_pb2.PlanInProgress] = MappingProxyType({}),
+        restored: Mapping[int, metadata_pb2.PlanInProgress] = MappingProxyType({}),
     ) -> None:
         """Report progress: plan -> (part, blocks done).
 
         Args:
             moved: the progress.
             finished: these loads have ended.
-            forgotten: plans of ``moved`` that the planner has forgotten.
+            restored: plans of ``moved`` that the planner has forgotten and shall count again.
         """
         with self._changed:
             if finished:
@@ -59,7 +59,7 @@ class PlanProgressReporter:
                 return
             for plan_id, parts in moved.items():
                 self._moved.setdefault(plan_id, {}).update(parts)
-            self._restored.update(forgotten)
+            self._restored.update(restored)
             if finished:
                 self._finished.update(moved)
             if self._thread is None:

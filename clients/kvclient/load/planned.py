@@ -326,11 +326,11 @@ class _PlannedLoad:
             if done > part.reported:
                 part.reported = done
                 moved.setdefault(part.plan.plan_id, []).append((part.planned.index, done))
-        forgotten = {} if finished else self._plans_forgotten(moved)
+        restored = {} if finished else self._plans_to_restore(moved)
         if moved:
-            self._metadata.report_loads(moved, finished=finished, forgotten=forgotten)
+            self._metadata.report_loads(moved, finished=finished, restored=restored)
 
-    def _plans_forgotten(self, moved: dict[int, list[tuple[int, int]]]) -> dict[int, metadata_pb2.PlanInProgress]:
+    def _plans_to_restore(self, moved: dict[int, list[tuple[int, int]]]) -> dict[int, metadata_pb2.PlanInProgress]:
         """Describe plans that the planner does not know, because it replaced theirs. Add all their progress to ``moved``."""
         forgotten: dict[int, metadata_pb2.PlanInProgress] = {}
         for plan_id in self._metadata.take_forgotten(self._plan_ids):

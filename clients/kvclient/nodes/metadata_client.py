@@ -297,16 +297,16 @@ class MetadataClient:
         moved: Mapping[int, Sequence[tuple[int, int]]],
         *,
         finished: bool,
-        forgotten: Mapping[int, metadata_pb2.PlanInProgress] = MappingProxyType({}),
+        restored: Mapping[int, metadata_pb2.PlanInProgress] = MappingProxyType({}),
     ) -> None:
         """Report progress of planned loads soon, in the background: plan -> (part, blocks done).
 
         Args:
             moved: the progress.
             finished: these loads have ended.
-            forgotten: plans of ``moved`` that the planner has forgotten.
+            restored: plans of ``moved`` that the planner has forgotten and shall count again.
         """
-        self._reporter.tell(moved, finished=finished, forgotten=forgotten)
+        self._reporter.tell(moved, finished=finished, restored=restored)
 
     def take_forgotten(self, plan_ids: Iterable[int]) -> set[int]:
         """Those of these plans that the planner has forgotten since the last call."""

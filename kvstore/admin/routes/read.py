@@ -182,7 +182,7 @@ class Reads:
 
         Each process records its own figures in memory; they are lost if it restarts.
         """
-        return await self._history.figures(since, step, node)
+        return await self._history.last_hour(since, step, node)
 
     # ---- nodes and volumes ----
     async def nodes(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Node]:

@@ -35,7 +35,7 @@ _MAX_REREAD: Final = 8
 _REST: Final = 10
 """Digests serve for as many times the duration of their pass, if the caller accepts older ones at all."""
 _REREAD_S: Final = 0.2
-"""Time that all comparisons may spend on reading ranges of a slice again in vain, if reading the slice took less."""
+"""Time that all comparisons may spend on reading ranges of a slice again, if reading the slice took less."""
 
 
 class IndexDigests:
@@ -55,7 +55,7 @@ class IndexDigests:
         self._took_s = [0.0] * len(self._read_s)
         """Duration of the last read of each slice."""
         self._reread_s = [0.0] * len(self._read_s)
-        """Time since then that ranges took which were read again without finding drift."""
+        """Time since then that reading ranges again took."""
         self._turn = 0
         self._digests: dict[VolumeEpoch, Digests] = {}
         self._reading = asyncio.Lock()
@@ -74,10 +74,11 @@ class IndexDigests:
         """
         found: list[int] = []
         wanted = np.array([digests, counts], np.uint64)
-        oldest_s = self._clock.now_s() - (max(max_age_s, _REST * sum(self._took_s)) if max_age_s else 0.0)
+        asked_s = self._clock.now_s()
+        oldest_s = asked_s - (max(max_age_s, _REST * sum(self._took_s)) if max_age_s else 0.0)
         self._turn += 1
         end = first + len(digests)
-        fresh = {number for number in range(first // _SLICE, -(-end // _SLICE)) if await self._refresh(number, oldest_s)}
+        fresh = {number for number in range(first // _SLICE, -(-end // _SLICE)) if await self._refresh(number, oldest_s, asked_s)}
         differing = first + np.flatnonzero((self._of(volume_epoch)[:, first:end] != wanted).any(axis=0))
         for number in np.unique(differing // _SLICE).tolist():
             suspects = differing[differing // _SLICE == number]
@@ -90,10 +91,10 @@ class IndexDigests:
                     break
                 began_s = self._clock.now_s()
                 keys = await self._thread.run(self._index.keys_in_range, volume_epoch, suspect)
+                self._reread_s[number] += self._clock.now_s() - began_s
                 if [digest_keys(keys), len(keys)] != wanted[:, suspect - first].tolist():
                     found.append(suspect)
                     continue
-                self._reread_s[number] += self._clock.now_s() - began_s
                 if (unfounded := unfounded + 1) == _MAX_REREAD:
                     break
         return sorted(found)
@@ -101,11 +102,15 @@ class IndexDigests:
     def _of(self, volume_epoch: VolumeEpoch) -> Digests:
         return self._digests.get(volume_epoch, _NOTHING)
 
-    async def _refresh(self, number: int, oldest_s: float) -> bool:
-        """Read a slice of the index unless that was done since ``oldest_s``. Returns whether it was read now."""
+    async def _refresh(self, number: int, oldest_s: float, asked_s: float) -> bool:
+        """Read a slice of the index unless that was done since ``oldest_s``.
+
+        Returns:
+            Whether the slice was read after ``asked_s``, for this caller or for another.
+        """
         async with self._reading:
             if self._read_s[number] > oldest_s:
-                return False
+                return self._read_s[number] > asked_s
             now_s = self._clock.now_s()
             found = await self._thread.run(_digest, self._index, number * _SLICE, self._index.stats().blocks)
             part = slice(number * _SLICE, (number + 1) * _SLICE)

@@ -258,12 +258,14 @@ class Mounts:
         self._mounts = {mount.volume_id: mount for mount in mounts}
         self.all: tuple[Mount, ...] = tuple(self._mounts.values())
         """Replaced when a mount is added, so that threads iterate over it without a lock."""
+        self._lock = threading.Lock()
 
     def add(self, mount: Mount) -> None:
         """Use another mount, unless the volume is mounted already."""
-        if mount.volume_id not in self._mounts:
-            self._mounts = {**self._mounts, mount.volume_id: mount}
-            self.all = (*self.all, mount)
+        with self._lock:
+            if mount.volume_id not in self._mounts:
+                self._mounts = {**self._mounts, mount.volume_id: mount}
+                self.all = (*self.all, mount)
 
     def start(self) -> None:
         """Begin to read the slot manifests in the background."""

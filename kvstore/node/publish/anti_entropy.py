@@ -172,7 +172,7 @@ class AntiEntropy:
             ranges=ranges,
             blocks=[run_to_proto(run) for run in runs_of(blocks)],
         )
-        call(self._stub.RepairRanges, request, RPC_TIMEOUT_S)
+        call(self._stub.RepairRanges, request, RPC_TIMEOUT_S * len(ranges))
 
 
 def _groups(held: Mapping[int, Sequence[object]]) -> Iterator[list[int]]:

@@ -4,8 +4,8 @@
    over several states is one mask.
 2. ``CLEAN`` means that the block may leave DRAM as it is: it is durable elsewhere, or write-back gave it up, or it is only a copy
    of another node's block, or the node writes nothing back. A ``DIRTY`` block must be written first.
-3. Every change goes through ``Residency``, which checks it against the tables below and records it in a ``Story``. A change that
-   the tables do not have is a bug: it raises ``InvalidTransition`` with the earlier transitions of the block.
+3. Every change goes through ``Residency``, which checks it against the tables below and records it in a ``TransitionLog``. A
+   change that the tables do not have is a bug: it raises ``InvalidTransition`` with the earlier transitions of the block.
 """
 
 from __future__ import annotations

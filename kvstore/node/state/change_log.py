@@ -349,7 +349,10 @@ class ReplicaChangeLog:
             return True
 
     def range_digests(self, volume: VolumeId) -> RangeDigests:
-        """Return the state of all ranges as of now. While the volume's whole inventory must be sent, no range is settled."""
+        """Return the state of all ranges as of now. While the volume's whole inventory must be sent, no range is settled.
+
+        After the log overflowed, a range may count as settled too early. It then looks drifted, and is repaired in vain.
+        """
         with self._lock:
             log = self._of(volume)
             known = -1 if log.inventory_needed else log.acknowledged

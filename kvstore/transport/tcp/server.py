@@ -119,7 +119,6 @@ class TcpServer:
         host, port = self._listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            # accepted sockets inherit the buffer sizes, which determine the TCP windows before accept returns
             listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
             set_options(listener)
             if self._traffic is not None:

@@ -260,7 +260,9 @@ def _answered(error: Exception, address: str, section: ClientSection | NodeSecti
 def running_nodes(
     config: Config, known: Sequence[tuple[str, str]], folders: Sequence[Path]
 ) -> tuple[list[RunningNode], list[Path]]:
-    """Ask the nodes of this host that run in the folder of the configured one (else in any folder), and reported ones.
+    """Ask the nodes with a socket in the configured node's folder, and the nodes of this host that metadata servers report.
+
+    If no node runs in the configured node's folder, those with a socket in ``folders`` are asked.
 
     Args:
         config: TLS and token for the calls.

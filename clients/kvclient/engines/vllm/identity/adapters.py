@@ -132,8 +132,8 @@ class Adapters:
         with self._lock:
             return self._known.get(int(adapter.lora_int_id)) is weights and self._known.get(str(adapter.lora_path)) is weights
 
-    def explains(self, adapter: Adapter | Any, weights: AdapterWeights | None) -> bool:  # noqa: ANN401
-        """Whether the engine certainly computes a request with these weights of its adapter, or without any if it has none."""
+    def computes_as_keyed(self, adapter: Adapter | Any, weights: AdapterWeights | None) -> bool:  # noqa: ANN401
+        """Whether the engine certainly computes a request with these weights, or (None) with no adapter's weights."""
         return not self.mixing.happened if weights is None else self.holds(adapter, weights)
 
     def begin_replacement(self, adapter: Adapter | Any) -> AdapterWeights | None:  # noqa: ANN401

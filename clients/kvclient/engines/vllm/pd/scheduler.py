@@ -293,7 +293,7 @@ class PdScheduler:
         if stop <= first:
             sending.tail_sent = last
             return None
-        if not self._adapters.explains(request.lora_request, sending.adapter):
+        if not self._adapters.computes_as_keyed(request.lora_request, sending.adapter):
             self._counters.add("stores_unsure")
             self._abandon(sending)
             return None

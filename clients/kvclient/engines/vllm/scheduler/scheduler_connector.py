@@ -515,7 +515,7 @@ class SchedulerConnector:
         ):
             self._end_store(state, "stores_broken")  # a sliding window has passed blocks that the store lacks
             return None
-        if not self.adapters.explains(state.request.lora_request, state.adapter):
+        if not self.adapters.computes_as_keyed(state.request.lora_request, state.adapter):
             self._end_store(state, "stores_unsure")
             return None
         if self._pinned_blocks + count > len(self._pool.blocks) * self._options.pinned_share:
