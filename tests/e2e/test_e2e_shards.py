@@ -16,6 +16,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from conftest import Engine
 from kvproto.v1 import admin_pb2, admin_pb2_grpc, metadata_pb2, metadata_pb2_grpc
@@ -27,6 +28,7 @@ from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import RANGE_SLOTS, TAGS
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
+from kvstore.rpc.server import METADATA_SERVICE
 from kvstore.testing.fault_proxy import FaultProxy
 from samples import sample
 from support.wait import wait_until
@@ -174,8 +176,14 @@ class Bed:
         return expected ^ held
 
     def differing_ranges(self) -> int:
-        """Ranges in which the node's digests differ from the index."""
+        """Ranges in which the node's digests differ from the index.
+
+        A node whose last heartbeat failed, for example in a failover, rejects the call until the next one.
+        """
         with grpc.insecure_channel(self.store.node("a").address) as channel:
+            stub, connection = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service=METADATA_SERVICE)
+            serving = health_pb2.HealthCheckResponse.SERVING
+            wait_until(lambda: stub.Check(connection, timeout=10).status == serving, "the node's heartbeats are accepted")
             return admin_pb2_grpc.NodeAdminStub(channel).CompareIndex(admin_pb2.CompareIndexRequest(), timeout=30).repaired_ranges
 
     def assert_healed(self) -> float:
