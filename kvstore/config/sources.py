@@ -215,7 +215,7 @@ def _from_file(path: Path, *, ours: bool) -> Iterator[Setting]:
 
 
 def _check_owner(path: Path, opened: os.stat_result) -> None:
-    """Refuse a file that another user could have written: it may name a foreign server, which the caller's token is sent to.
+    """Refuse a file that another user could have written: its writer could redirect the caller's token to another server.
 
     Raises:
         InvalidArgument: neither the caller nor root owns the file or a link to it, or its group or others may write it.

@@ -478,7 +478,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_side.has_pins or self.scheduler_side.has_hints
 
     def reset_cache(self) -> bool | None:
-        """Have KV of earlier weights not found. vLLM calls this when its cache is reset; False: it kept its cache."""
+        """Make lookups miss KV of earlier weights. vLLM calls this when its cache is reset; False: it kept its cache."""
         self._apply(self.scheduler_side.weights.renew())
         return not self.scheduler_side.weights.is_closed
 
