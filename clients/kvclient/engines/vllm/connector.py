@@ -474,8 +474,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_side.frees_pages_soon
 
     def has_pending_push_work(self) -> bool:
-        """Whether pages are pinned or hints wait. vLLM then runs steps even without requests, so that the workers act on them."""
-        return self.scheduler_side.has_pins or self.scheduler_side.has_hints
+        """Whether pages are pinned or workers must be told something. vLLM then runs steps even without requests."""
+        return self.scheduler_side.has_pins or self.scheduler_side.has_news
 
     def reset_cache(self) -> bool | None:
         """Make lookups miss KV of earlier weights. vLLM calls this when its cache is reset; False: it kept its cache."""

@@ -44,6 +44,11 @@ class ReadsAhead:
         blocks, _ = self._begun.get(request_id, (0, 0.0))
         return blocks
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether reads ahead wait to be ended by the next step."""
+        return bool(self._ended)
+
     def clear(self) -> None:
         """All lookups are outdated."""
         self._queued.clear()

@@ -638,9 +638,9 @@ class SchedulerConnector:
             self._hints.ended(request, lambda: state.keys.upto(request.all_token_ids, blocks))
 
     @property
-    def has_hints(self) -> bool:
-        """Whether hints wait for the next step."""
-        return bool(self._hints)
+    def has_news(self) -> bool:
+        """Whether hints or ended reads ahead wait for the next step."""
+        return bool(self._hints) or self._ahead.has_ended
 
     def release_pins(self, release_pages: Callable[[], WorkerOutput] | None) -> None:
         """Give pinned pages back to the engine.
