@@ -53,8 +53,8 @@ def serving(launcher: Launcher, folder: Path) -> subprocess.Popen[bytes]:
     [
         ("metadata", "--help"),
         ("metadata", "--nonsense"),
-        ("metadata", "--set", "metadata.workers=none"),
-        ("metadata", "--workers", "2"),
+        ("metadata", "--set", "metadata.max_requests=none"),
+        ("metadata", "--set", "metadata.max_requests=2"),
     ],
 )
 def test_nursery_outputs_match_plain_start(

@@ -88,12 +88,6 @@ class MetadataSection(Section):
     max_requests: int = Field(
         default=100_000, ge=1, le=1_000_000, description="requests that wait or run; further ones are rejected"
     )
-    workers: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="server processes that share port and index; scheduling requires 1, and so does an index in Valkey",
-    )
     stop_grace_ms: DurationMs = Field(default=5_000, description="time for calls in flight to finish when the server stops")
     events_memory_bytes: Size = Field(
         default=32 << 20,
@@ -109,7 +103,7 @@ class MetadataSection(Section):
     allow_insecure_metrics: bool = Field(default=False, description=f"metadata server: {INSECURE_METRICS}")
     metrics_listen: AddressOrNone = Field(
         default="127.0.0.1:7401",
-        description="address of /metrics over plain HTTP; worker N adds N to the port; port 0: any free port; none: off",
+        description="address of the metadata server's /metrics over plain HTTP; port 0: any free port; none: off",
     )
     ready_file: Path | None = Field(default=None, description="file written as JSON once the metadata server answers")
 
@@ -193,10 +187,6 @@ class MetadataConfig(MetadataSection):
                 engine_ttl_ms=self.engine_ttl_ms,
                 request_ttl_ms=self.request_ttl_ms,
             )
-        if self.workers > 1 and is_unix(self.listen):
-            raise InvalidArgument(
-                "several metadata.workers require a TCP address; a unix socket belongs to one process", listen=self.listen
-            )
         has_tls = self.tls.resolve() is not None
         check_listen_address(self.listen, "metadata.", tls=has_tls, allow_insecure=self.allow_insecure_remote)
         check_metrics_address(self.metrics_listen, allow_remote=self.allow_insecure_remote or self.allow_insecure_metrics)
@@ -208,12 +198,6 @@ class MetadataConfig(MetadataSection):
         Raises:
             InvalidArgument: other servers could not reach this one.
         """
-        if self.workers > 1:
-            raise InvalidArgument(
-                "several metadata.workers share one address, at which other servers would reach any of them;"
-                " start several servers with one worker instead",
-                workers=self.workers,
-            )
         if self.advertise is not None:
             host_and_port(self.advertise)
         elif is_unix(self.listen):

@@ -74,7 +74,6 @@ class Queries:
                 MetadataServerEntry(address=one.address, state=one.condition, used=one.used)
                 for one in await self._rpc.metadata_servers()
             ],
-            metadata_workers=server.workers,
             metadata_uptime_s=server.uptime_ms / 1000,
             index_epoch=server.index_epoch.hex(),
             index_blocks=server.blocks,
@@ -287,16 +286,16 @@ class Queries:
         return b"".join(KeyChain(spec).keys(chain.tokens))
 
     async def plans(self, most: int) -> list[models.LivePlan]:
-        """Planned loads in progress, by plan id. With several metadata workers, one of them answers."""
+        """Planned loads in progress, by plan id."""
         return [serializers.live_plan(plan) for plan in (await self._rpc.planning(live=most)).live]
 
     async def path_policy(self) -> models.PathPolicy:
-        """The policy of loads whose request names none. With several metadata workers, one of them answers."""
+        """The policy of loads whose request names none."""
         found = await self._rpc.planning()
         return models.PathPolicy(policy=found.path_policy, configured=found.configured_policy)
 
     async def decisions(self, most: int) -> models.Decisions:
-        """The last load decisions, newest first, at most 256. With several metadata workers, one of them answers."""
+        """The last load decisions, newest first, at most 256."""
         found = await self._rpc.planning(decisions=most)
         return models.Decisions(items=[serializers.decision(one) for one in found.decisions])
 

@@ -66,7 +66,6 @@ class MetadataAdminParts:
         lookups: statistics of lookups.
         planner: load plans.
         clock: clock of the planner.
-        workers: number of server processes that share the port.
         path_policy: the path policy in force.
         settings: the effective configuration.
         rebuild: drops the index and creates a new one.
@@ -84,7 +83,6 @@ class MetadataAdminParts:
     lookups: Lookups
     planner: PlannerService
     clock: Clock
-    workers: int
     path_policy: PathPolicyOrder
     settings: Sequence[EffectiveSetting]
     rebuild: Callable[[], None]
@@ -120,7 +118,6 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
             nodes_silent=len(statuses) - alive - refused,
             nodes_refused=refused,
             live_plans=len(parts.planner.planner),
-            workers=parts.workers,
             uptime_ms=int((parts.clock.now_s() - self._began_s) * 1000),
             path_policy=parts.planner.default_policy,
             settings=[

@@ -35,9 +35,9 @@ class MetadataGauges:
         nodes: registrations and liveness.
         roles: roles of this process.
         planner: load plans.
-        scheduler: request scheduling; None: not in this process.
-        events: block events; None: not in this process.
-        event_log: log of this process; None: it has none.
+        scheduler: request scheduling.
+        events: block events.
+        event_log: log of this process for ``events``; None: it has none.
         servers: the metadata servers that serve the index.
         index_disk: space on the file system of the index; None: unknown.
     """
@@ -49,8 +49,8 @@ class MetadataGauges:
         nodes: NodeTable,
         roles: Roles,
         planner: PlannerService,
-        scheduler: SchedulerService | None,
-        events: EventSource | None,
+        scheduler: SchedulerService,
+        events: EventSource,
         event_log: BlockEventLog | None,
         servers: ServerTable,
         index_disk: Callable[[], FileSystem | None],
@@ -98,17 +98,15 @@ class MetadataGauges:
         for server_role in ServerRole:
             yield Sample(metadata_metrics.ROLE_HELD, self._roles.holds(server_role), {"role": server_role.value})
         yield Sample(metadata_metrics.LIVE_PLANS, len(self._planner.planner))
-        if self._events is not None:
-            yield Sample(metadata_metrics.WATCH_SUBSCRIBERS, self._events.subscribers)
+        yield Sample(metadata_metrics.WATCH_SUBSCRIBERS, self._events.subscribers)
         if self._event_log is not None:
             yield Sample(metadata_metrics.FEED_BYTES, self._event_log.held_bytes)
-        if self._scheduler is not None:
-            found = self._scheduler.gauges()
-            yield Sample(metadata_metrics.SCHEDULER_ENGINES, found["metadata_scheduler_engines"])
-            yield Sample(metadata_metrics.SCHEDULER_REQUESTS, found["metadata_scheduler_requests"])
-            yield Sample(metadata_metrics.SCHEDULER_BYTES, found["metadata_scheduler_bytes"])
-            for role in ("prefill", "decode"):
-                yield Sample(metadata_metrics.SCHEDULER_WAITING, found[f"metadata_scheduler_waiting_{role}"], {"role": role})
+        found = self._scheduler.gauges()
+        yield Sample(metadata_metrics.SCHEDULER_ENGINES, found["metadata_scheduler_engines"])
+        yield Sample(metadata_metrics.SCHEDULER_REQUESTS, found["metadata_scheduler_requests"])
+        yield Sample(metadata_metrics.SCHEDULER_BYTES, found["metadata_scheduler_bytes"])
+        for role in ("prefill", "decode"):
+            yield Sample(metadata_metrics.SCHEDULER_WAITING, found[f"metadata_scheduler_waiting_{role}"], {"role": role})
 
 
 def _of_shards(backend: IndexBackend) -> Iterator[Sample]:

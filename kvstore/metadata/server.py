@@ -44,7 +44,7 @@ from kvstore.metadata.retention.policies import RetentionPolicies
 from kvstore.metadata.retention.settings_store import SettingsStore
 from kvstore.metadata.roles.lease import LeaseChange
 from kvstore.metadata.roles.owner_calls import PLANNING_ADMIN_METHODS, PLANNING_METHODS, OwnerCalls
-from kvstore.metadata.roles.roles import FixedRoles, LeasedRoles
+from kvstore.metadata.roles.roles import AllRoles, LeasedRoles
 from kvstore.metadata.scheduling.path_policy import PathPolicyOrder
 from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import SchedulerService
@@ -70,8 +70,7 @@ class MetadataServer:
     """Serves the Metadata and MetadataAdmin services. Call ``start`` and ``stop`` once each, on one event loop.
 
     Args:
-        config: configuration. ``kvstore.metadata.main`` uses ``workers`` and ``ready_file``, not this class.
-        worker: number of this process among those that share the port.
+        config: configuration. ``kvstore.metadata.main`` uses ``ready_file``, not this class.
         clock: the host's monotonic clock; tests pass another one, which may jump without that counting as a pause.
         counters: counters of this process.
         namespaces: specs of the previous index: engines send them only when they connect.
@@ -81,13 +80,11 @@ class MetadataServer:
         self,
         config: MetadataConfig,
         *,
-        worker: int = 0,
         clock: Clock | None = None,
         counters: Counters | None = None,
         namespaces: Sequence[tuple[NamespaceId, bytes]] = (),
     ) -> None:
         self._config = config
-        self._worker = worker
         self._clock = clock if clock is not None else MonotonicClock()
         self._node_clock = clock if clock is not None else BootTimeClock()
         self._watches_pauses = clock is None
@@ -181,14 +178,14 @@ class MetadataServer:
         nodes = NodeTable(index, self._node_clock, config.node_ttl_ms / 1000, self.counters)
         nodes.view()  # before the port is bound: damage shows here, and the next server needs the port
         planner = PlannerService(nodes, config.path_policy, self.counters, self._clock)
-        if not config.valkey_servers and config.workers == 1:
+        if config.valkey_servers:
+            self._events = open_shared_feed(config, index, reads, nodes, self.counters)
+        else:
             self._event_log = self._make_event_log(index)
             self._events = LoggedEvents(self._event_log, index, reads, nodes, self.counters)
-        elif config.valkey_servers:
-            self._events = open_shared_feed(config, index, reads, nodes, self.counters)
-        scheduler = self._make_scheduler(planner, nodes) if config.workers == 1 else None
+        scheduler = self._make_scheduler(planner, nodes)
         self._leased = self._make_leased_roles(index, planner, scheduler) if index.leases_roles else None
-        roles = self._leased or FixedRoles(self._worker)
+        roles = self._leased or AllRoles()
         self._journal = EventJournal(config.events_path, self.counters)
         self._servers = self._make_server_table(index)
         self._others = OtherServers(self._servers, self.counters, tls)
@@ -215,12 +212,11 @@ class MetadataServer:
             others=self._others,
         )
 
-    def _make_leased_roles(self, index: PrefixIndex, planner: PlannerService, scheduler: SchedulerService | None) -> LeasedRoles:
+    def _make_leased_roles(self, index: PrefixIndex, planner: PlannerService, scheduler: SchedulerService) -> LeasedRoles:
         def begin_or_end(role: ServerRole, _: LeaseChange) -> None:
             if role is ServerRole.PLAN:
                 planner.clear()
-                if scheduler is not None:
-                    scheduler.clear()
+                scheduler.clear()
 
         return LeasedRoles(index, self._node_clock, self.counters, begin_or_end)
 
@@ -242,7 +238,6 @@ class MetadataServer:
             parts.journal,
             self.counters,
             servers,
-            records=self._worker == 0,
         )
 
     async def _build_server(
@@ -263,7 +258,6 @@ class MetadataServer:
             parts.lookups,
             parts.planner,
             self._clock,
-            config.workers,
             path_policy,
             config.settings,
             self._rebuild,
@@ -295,15 +289,13 @@ class MetadataServer:
             tls=tls,
             tokens=None if config.tokens_file is None else tokens_file(config.tokens_file),
             on_refused_node=parts.nodes.record_refusal,
-            reuse_port=config.workers > 1,
         )
 
     def _make_maintenance(self, parts: MetadataParts, path_policy: PathPolicyOrder, history: History) -> Maintenance:
         def expire() -> None:
             if parts.roles.holds(ServerRole.PLAN):
                 parts.planner.expire()
-                if parts.scheduler is not None:
-                    parts.scheduler.expire()
+                parts.scheduler.expire()
 
         on_tick: list[Callable[[], None]] = [
             expire,
@@ -342,9 +334,7 @@ class MetadataServer:
             servers,
             index_disk=lambda: health.index_disk,
         )
-        labels = {"worker": str(self._worker)} if self._config.workers > 1 else None
-        collector = StoreCollector([self.counters], [gauges], process="metadata", labels=labels)
-        return serve(_moved(listen, self._worker), collector, {}, self.counters)
+        return serve(listen, StoreCollector([self.counters], [gauges], process="metadata"), {}, self.counters)
 
     def _rebuild(self) -> None:
         """Request a rebuild of the index: sets ``damaged`` soon. Keeps the specs for the next server."""
@@ -373,12 +363,12 @@ class MetadataServer:
 
     @property
     def events(self) -> EventSource | None:
-        """Block events for subscribers; None: this process serves none."""
+        """Block events for subscribers; None: the server does not run."""
         return self._events
 
     @property
     def event_log(self) -> BlockEventLog | None:
-        """Log of block events; None: this process has none."""
+        """Log of block events; None: all servers of the index share the events, or the server does not run."""
         return self._event_log
 
     @property
@@ -432,12 +422,6 @@ async def _bounded(what: str, ending: Awaitable[None], grace_s: float = 0.0) -> 
             await ending
     except TimeoutError:
         logger.exception("shutdown step timed out: %s (timeout_s=%.0f)", what, grace_s + _STOP_S)
-
-
-def _moved(address: str, worker: int) -> str:
-    """The metrics address of a worker: the configured port plus the worker's number; port 0 stays."""
-    host, _, port = address.rpartition(":")
-    return address if port == "0" else f"{host}:{int(port) + worker}"
 
 
 def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

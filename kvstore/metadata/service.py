@@ -17,7 +17,7 @@ from kvproto.v1.common_pb2 import TIER_HBM, NodeInfo
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvproto.v1.metadata_pb2_grpc import add_MetadataServicer_to_server
 from kvstore.core import limits
-from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unavailable, Unsupported
+from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unavailable
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.cluster.event_journal import EventJournal
@@ -49,7 +49,7 @@ from kvstore.rpc.errors import USE_ANOTHER_SERVER
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
 MISSED_BEATS: Final = 3
-"""A node's id is free for another boot after as many missed heartbeats; workers may see two of them late."""
+"""A node's id is free for another boot after as many missed heartbeats; other servers of the index may see two of them late."""
 _GET_STATS: Final = f"/{SERVICE_NAME}/GetStats"
 _ROLES: Final = frozenset({"prefill", "decode", "storage"})
 
@@ -66,12 +66,12 @@ class MetadataParts:
         counters: counters of this process.
         heartbeat_interval_ms: interval that nodes are asked to use.
         planner: load plans.
-        scheduler: request scheduling; None with several workers, each of which would know a part of the engines.
+        scheduler: request scheduling.
         roles: roles of this process.
         lookups: lookups.
         node_admin: calls about whole nodes.
         retention: quotas and retention rules.
-        events: block events; None with several workers and LMDB, each of which would know a part of the changes.
+        events: block events.
         event_log: log of this process for ``events``; None: all servers of the index share the events.
         journal: receives operators' orders.
         digests: digests of the index for anti-entropy.
@@ -86,12 +86,12 @@ class MetadataParts:
     counters: Counters
     heartbeat_interval_ms: int
     planner: PlannerService
-    scheduler: SchedulerService | None
+    scheduler: SchedulerService
     roles: Roles
     lookups: Lookups
     node_admin: NodeAdmin
     retention: RetentionPolicies
-    events: EventSource | None
+    events: EventSource
     event_log: BlockEventLog | None
     journal: EventJournal
     digests: IndexDigests
@@ -107,8 +107,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self._lookups = parts.lookups
         self._namespace_owners = NamespaceOwners(parts.index)
         self._namespaces = NamespaceList()
-        subscribers = 0 if parts.events is None else parts.events.max_subscribers
-        self._subscriptions = TenantLimit("block events", subscribers, parts.counters.add)
+        self._subscriptions = TenantLimit("block events", parts.events.max_subscribers, parts.counters.add)
         self._streams: set[PublishStream] = set()
 
     def end_streams(self) -> None:
@@ -290,7 +289,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         return self._parts.planner.replan(request)
 
     async def ReportEngines(self, request: pb.ReportEnginesRequest, context: object) -> pb.ReportEnginesResponse:
-        return self._scheduling.report(request)
+        return self._parts.scheduler.report(request)
 
     async def AssignRequest(
         self,
@@ -298,15 +297,13 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         context: grpc.aio.ServicerContext[pb.AssignRequestRequest, pb.Assignment],
     ) -> pb.Assignment:
         left_s = context.time_remaining()
-        return await self._scheduling.assign(request, MAX_BUDGET_S if left_s is None else left_s)
+        return await self._parts.scheduler.assign(request, MAX_BUDGET_S if left_s is None else left_s)
 
     async def CancelRequest(self, request: pb.CancelRequestRequest, context: object) -> pb.CancelRequestResponse:
-        return pb.CancelRequestResponse(known=self._scheduling.cancel(request), engines=self._scheduling.engines)
+        return pb.CancelRequestResponse(known=self._parts.scheduler.cancel(request), engines=self._parts.scheduler.engines)
 
     async def WatchBlocks(self, request: pb.WatchBlocksRequest, context: object) -> AsyncIterator[pb.WatchBlocksResponse]:
         parts = self._parts
-        if parts.events is None:
-            raise Unsupported("block events need one process that makes all changes: set metadata.workers to 1")
         await self._namespace_owners.check_all(request.namespace_ids)
         subscription = parts.events.subscribe(request)
         release = self._subscriptions.acquire()
@@ -321,22 +318,15 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self, request: pb.GetStatsRequest, context: grpc.aio.ServicerContext[pb.GetStatsRequest, pb.GetStatsResponse]
     ) -> pb.GetStatsResponse:
         stats = self._parts.index.stats()
-        gauges = self._parts.scheduler.gauges() if self._parts.scheduler is not None else {}
         answer = pb.GetStatsResponse(
             blocks=stats.blocks,
             index_bytes=stats.bytes,
             index_epoch=self._parts.index.epoch,
-            counters={**self._parts.counters.snapshot(), **gauges},
+            counters={**self._parts.counters.snapshot(), **self._parts.scheduler.gauges()},
         )
         if request.all_servers:
             add_stats(answer, await self._parts.others.ask(_GET_STATS, request, context, pb.GetStatsResponse))
         return answer
-
-    @property
-    def _scheduling(self) -> SchedulerService:
-        if self._parts.scheduler is None:
-            raise Unsupported("scheduling needs one process that knows all engines: set metadata.workers to 1")
-        return self._parts.scheduler
 
     def _check_space_for(self, info: NodeInfo) -> None:
         """Reject a registration if there are too many nodes, or if another live node has the same id or volume.

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvstore.observe.counters import Counters, HistogramTotals
 from kvstore.observe.metric_definitions import EVENTS, METRICS, SHOWN_AT_ZERO
-from kvstore.observe.metrics import CONSTANT_LABELS, PREFIX, Kind, Metric
+from kvstore.observe.metrics import PREFIX, Kind, Metric
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ class StoreCollector(Collector):
         counters: registries whose totals are added up; iterated at each scrape.
         gauges: called at each scrape. If one raises, its samples are missing.
         process: a key of ``SHOWN_AT_ZERO``: its totals are exposed from the start; empty: they appear with their first event.
-        labels: added to every sample, e.g. ``{"worker": "0"}``.
     """
 
     def __init__(
@@ -47,12 +46,9 @@ class StoreCollector(Collector):
         gauges: Sequence[Gauges] = (),
         *,
         process: str = "",
-        labels: Mapping[str, str] | None = None,
     ) -> None:
         self._counters = counters
         self._gauges = gauges
-        self._labels = dict(labels or {})
-        assert set(self._labels) <= set(CONSTANT_LABELS)
         prefixes = SHOWN_AT_ZERO[process] if process else ()
         self._zeros = [name for name, metric in EVENTS.items() if metric.kind is Kind.COUNTER and name.startswith(prefixes)]
 
@@ -102,21 +98,21 @@ class StoreCollector(Collector):
         family = families.get(metric.name)
         if family is None:
             kinds = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily, Kind.HISTOGRAM: HistogramMetricFamily}
-            family = kinds[metric.kind](metric.name, metric.help, labels=[*metric.labels, *self._labels])
+            family = kinds[metric.kind](metric.name, metric.help, labels=list(metric.labels))
             families[metric.name] = family
         return family
 
     def _add(self, families: dict[str, Family], metric: Metric, labels: Sequence[str], value: float) -> None:
         family = self._family(families, metric)
         assert not isinstance(family, HistogramMetricFamily)
-        family.add_metric([*labels, *self._labels.values()], value)
+        family.add_metric(labels, value)
 
     def _add_histogram(self, families: dict[str, Family], metric: Metric, labels: Sequence[str], found: HistogramTotals) -> None:
         family = self._family(families, metric)
         assert isinstance(family, HistogramMetricFamily)
         bounds = [*(repr(bound) for bound in found.bounds), "+Inf"]
         buckets = list(zip(bounds, accumulate(found.counts), strict=True))
-        family.add_metric([*labels, *self._labels.values()], buckets, found.total)
+        family.add_metric(labels, buckets, found.total)
 
 
 def _metric_of(sample: Sample) -> Metric:

@@ -19,8 +19,6 @@ from typing import Final, NewType
 PREFIX: Final = "kvstore_"
 """Prefix of every exposed name."""
 LATENCY_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-CONSTANT_LABELS: Final = ("worker",)
-"""Labels of every sample of a process: the number of a metadata worker."""
 
 Event = NewType("Event", str)
 """A counter's event: ``Counters.add``."""

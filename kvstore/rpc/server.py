@@ -226,7 +226,6 @@ async def build_aio_server(
     tls: TlsConfig | None = None,
     tokens: WatchedFile[TokenTable] | None = None,
     on_refused_node: Callable[[RefusedNode], None] | None = None,
-    reuse_port: bool = False,
     max_message_bytes: int = limits.MAX_CONTROL_MESSAGE_BYTES,
 ) -> BoundServer:
     """Build a server and bind its addresses. Must run on the event loop that will serve.
@@ -239,7 +238,6 @@ async def build_aio_server(
         tls: identity for the TCP addresses. Unix sockets do not use TLS; file permissions protect them.
         tokens: the token file (``kvstore.rpc.auth``), checked on unix sockets too; None: every caller has every permission.
         on_refused_node: called with each call refused for its token that claims to come from a node.
-        reuse_port: let several processes bind one port; the kernel distributes connections over them.
         max_message_bytes: maximum size of a request and a response.
 
     Raises:
@@ -255,7 +253,7 @@ async def build_aio_server(
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
-            ("grpc.so_reuseport", int(reuse_port)),
+            ("grpc.so_reuseport", 0),
             ("grpc.keepalive_time_ms", _KEEPALIVE_TIME_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_CLIENT_PING_MS),
@@ -280,7 +278,7 @@ async def build_aio_server(
     except KVStoreError:
         await server.stop(None)  # releases the bound addresses
         raise
-    if connections is not None and not reuse_port:  # else the kernel's list has connections of other processes too
+    if connections is not None:
         connections.watch(next((int(one.rpartition(":")[2]) for one in bound if not is_unix(one)), 0))
     return BoundServer(server, bound, health)
 

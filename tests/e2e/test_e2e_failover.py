@@ -1,6 +1,6 @@
 """Two metadata servers over one index, as processes: killed, stopped and started again under load.
 
-The servers share an index as the workers of one server do.
+The servers are of one host and share an index file.
 """
 
 from __future__ import annotations

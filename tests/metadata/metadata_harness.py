@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,21 +191,20 @@ from kvstore.config.metadata import MetadataConfig
 from kvstore.metadata.main import run
 if __name__ == "__main__":
     logging.basicConfig(level="INFO")
-    folder, listen, workers, ttl_ms = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    run(MetadataConfig(index_path=folder / "index", listen=listen, workers=workers, ready_file=folder / "ready",
+    folder, index, listen, ttl_ms = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    run(MetadataConfig(index_path=index, listen=listen, ready_file=folder / "ready",
                        index_size_bytes=64 << 20, heartbeat_interval_ms=ttl_ms // 5, node_ttl_ms=ttl_ms,
                        **json.loads(sys.argv[5])))
 """
 
 
 class ServerProcess:
-    """The real server process with a separate index directory."""
+    """The real server process, with an index in its folder or one that it shares with another server of this host."""
 
-    def __init__(self, folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: Any) -> None:
-        self.folder, self.workers, self.ttl_ms = folder, workers, ttl_ms
+    def __init__(self, folder: Path, ttl_ms: int = 2_500, index: Path | None = None, **settings: Any) -> None:
+        self.folder, self.ttl_ms = folder, ttl_ms
+        self.index = folder / "index" if index is None else index
         self.settings = json.dumps(settings)
-        self.script = folder / "serve_metadata.py"  # a file: spawned workers import it again
-        self.script.write_text(SCRIPT)
         self.address = "127.0.0.1:0"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -214,9 +212,9 @@ class ServerProcess:
         """Start, or restart on the same port, and wait until calls are answered."""
         ready = self.folder / "ready"
         ready.unlink(missing_ok=True)
-        arguments = [str(self.folder), self.address, str(self.workers), str(self.ttl_ms), self.settings]
+        arguments = [str(self.folder), str(self.index), self.address, str(self.ttl_ms), self.settings]
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen([sys.executable, str(self.script), *arguments], stdout=log, stderr=log)
+            self.process = subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], stdout=log, stderr=log)
         deadline = time.monotonic() + 30
         while not ready.exists():
             assert self.process.poll() is None, self.log()
@@ -228,33 +226,23 @@ class ServerProcess:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """End the server by a signal and return its exit code."""
+        self.send_signal(number)
+        assert self.process is not None
+        return self.process.wait(20)
+
+    def send_signal(self, number: int) -> None:
+        """Send the server a signal."""
         assert self.process is not None
         self.process.send_signal(number)
-        return self.process.wait(20)
 
     def log(self) -> str:
         return (self.folder / "log").read_text()
 
-    def children(self) -> list[int]:
-        """Worker processes."""
-        assert self.process is not None
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                    line = (entry / "cmdline").read_bytes()
-                except OSError:
-                    continue
-                if int(fields[1]) == self.process.pid and b"spawn_main" in line:
-                    found.append(int(entry.name))
-        return found
-
 
 @contextmanager
-def server_process(folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: Any) -> Iterator[ServerProcess]:
+def server_process(folder: Path, ttl_ms: int = 2_500, index: Path | None = None, **settings: Any) -> Iterator[ServerProcess]:
     """A running server process with further ``MetadataConfig`` settings, killed at the end if it still runs."""
-    server = ServerProcess(folder, workers, ttl_ms, **settings)
+    server = ServerProcess(folder, ttl_ms, index, **settings)
     server.start()
     try:
         yield server
@@ -263,9 +251,16 @@ def server_process(folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settin
         raise
     finally:
         if server.process is not None and server.process.poll() is None:
-            workers_left = server.children()
             server.process.kill()
             server.process.wait(10)
-            for pid in workers_left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def two_servers(folder: Path, **settings: Any) -> Iterator[tuple[ServerProcess, ServerProcess]]:
+    """Two running server processes of one host that share an index."""
+    with ExitStack() as stack:
+        servers = []
+        for name in ("one", "two"):
+            (folder / name).mkdir()
+            servers.append(stack.enter_context(server_process(folder / name, index=folder / "index", **settings)))
+        yield servers[0], servers[1]

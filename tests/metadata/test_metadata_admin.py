@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of, server_process
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, run_of, server_process, two_servers
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import metadata_pb2
@@ -195,33 +195,28 @@ async def test_rebuild_index_once_keeps_namespaces(tmp_path: Path) -> None:
             assert [(one.namespace_id, one.spec) for one in listed.namespaces] == [(namespace, SPEC)]
 
 
-async def test_path_policy_several_workers_follow_and_keep_it(tmp_path: Path) -> None:
-    async def policies(address: str) -> set[str]:
-        """As several connections see it, which the kernel divides among the workers."""
-        seen = set()
-        for _ in range(8):
-            async with connect_aio(address) as channel:
-                found = await call_aio(MetadataAdminStub(channel).DescribePlanning, pb.DescribePlanningRequest(), TIMEOUT_S)
-                seen.add((found.path_policy, found.configured_policy))
-        return seen
-
-    async def all_follow(address: str, policy: str) -> None:
+async def test_path_policy_both_servers_follow_and_keep_it(tmp_path: Path) -> None:
+    async def all_follow(policy: str) -> None:
         async def so() -> bool:
-            return await policies(address) == {(policy, "split")}
+            for server in servers:
+                async with connect_aio(server.address) as channel:
+                    found = await call_aio(MetadataAdminStub(channel).DescribePlanning, pb.DescribePlanningRequest(), TIMEOUT_S)
+                    if (found.path_policy, found.configured_policy) != (policy, "split"):
+                        return False
+            return True
 
         await wait_until_async(so)
 
-    with server_process(tmp_path, workers=2) as server:
-        async with connect_aio(server.address) as channel:
+    with two_servers(tmp_path) as servers:
+        async with connect_aio(servers[0].address) as channel:
             stub = MetadataAdminStub(channel)
-            assert (await call_aio(stub.DescribeServer, pb.DescribeServerRequest(), TIMEOUT_S)).workers == 2
             done = await call_aio(stub.SetPathPolicy, pb.SetPathPolicyRequest(policy="round_robin", expected="split"), TIMEOUT_S)
             assert (done.policy, done.before) == ("round_robin", "split")
-        await all_follow(server.address, "round_robin")
-        server.stop()
-        server.start()
-        await all_follow(server.address, "round_robin")
-        async with connect_aio(server.address) as channel:
+        await all_follow("round_robin")
+        servers[1].stop()
+        servers[1].start()
+        await all_follow("round_robin")
+        async with connect_aio(servers[1].address) as channel:
             stub = MetadataAdminStub(channel)
             await call_aio(stub.SetPathPolicy, pb.SetPathPolicyRequest(policy="split"), TIMEOUT_S)
-        await all_follow(server.address, "split")
+        await all_follow("split")

@@ -137,8 +137,8 @@ def test_events_of_long_texts_do_not_replace_each_time(tmp_path: Path, wall: Wal
     assert one.read()[-1].subject == "99"
 
 
-def test_first_events_of_two_workers_are_both_kept(tmp_path: Path, wall: Wall) -> None:
-    """The second worker writes between the first worker's check of the empty file and its truncation."""
+def test_first_events_of_two_servers_are_both_kept(tmp_path: Path, wall: Wall) -> None:
+    """The second server writes between the first one's check of the empty file and its truncation."""
     path = tmp_path / "index.events.jsonl"
     first, second = journal(tmp_path, wall), journal(tmp_path, wall)
     first.record("a", "", "A.")

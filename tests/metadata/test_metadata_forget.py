@@ -149,8 +149,8 @@ def test_forget_wall_clock_steps_have_no_effect(tmp_path: Path, monkeypatch: pyt
     real_s = time.time()
     monkeypatch.setattr(time, "time", lambda: real_s + step_s)
     monkeypatch.setattr(time, "time_ns", lambda: int((real_s + step_s) * 1e9))
-    another_worker = NodeTable(index, MonotonicClock(), 60.0, Counters())
-    for table in (nodes_known, another_worker):
+    another_server = NodeTable(index, MonotonicClock(), 60.0, Counters())
+    for table in (nodes_known, another_server):
         table.tick()
         (status,) = table.statuses()
         assert status.alive

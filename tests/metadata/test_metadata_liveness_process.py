@@ -1,17 +1,16 @@
-"""Tests of membership with real processes: pauses, killed nodes, and orders that every worker sees."""
+"""Tests of membership with real processes: pauses, killed nodes, and orders that both servers of an index see."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-from metadata_harness import TIMEOUT_S, Peer, ServerProcess, run_of, server_process
+from metadata_harness import TIMEOUT_S, Peer, ServerProcess, run_of, two_servers
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NODE_STATE_DRAINING
@@ -26,9 +25,9 @@ PAUSE_S = 5.0
 
 
 @asynccontextmanager
-async def askers(server: ServerProcess) -> AsyncIterator[list[Peer]]:
-    """Clients whose connections the kernel spreads over the workers. The first one is the node."""
-    channels = [connect_aio(server.address, own_connection=True) for _ in range(16)]
+async def askers(servers: Sequence[ServerProcess]) -> AsyncIterator[list[Peer]]:
+    """A client of each server. The first one is the node."""
+    channels = [connect_aio(server.address) for server in servers]
     peers = [Peer(channel) for channel in channels]
     try:
         yield peers
@@ -39,7 +38,7 @@ async def askers(server: ServerProcess) -> AsyncIterator[list[Peer]]:
 
 @asynccontextmanager
 async def beating(peer: Peer) -> AsyncIterator[None]:
-    """The node sends heartbeats over its one connection, so that one worker receives them all."""
+    """The node sends heartbeats to its server."""
 
     async def beats() -> None:
         while True:
@@ -64,15 +63,13 @@ async def counts(peers: list[Peer], name: str) -> set[int]:
 
 
 async def statuses(peers: list[Peer]) -> list[list[pb.NodeStatus]]:
-    """The nodes that each worker lists."""
+    """The nodes that each server lists."""
     return [list((await call_aio(peer.stub.ListNodes, pb.ListNodesRequest(), TIMEOUT_S)).nodes) for peer in peers]
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.thorough), 2])
-async def test_server_paused_hides_no_node_on_waking(tmp_path: Path, workers: int) -> None:
-    with server_process(tmp_path, workers=workers, ttl_ms=TTL_MS) as server:
-        assert server.process is not None
-        async with askers(server) as peers:
+async def test_servers_paused_hide_no_node_on_waking(tmp_path: Path) -> None:
+    with two_servers(tmp_path, ttl_ms=TTL_MS) as servers:
+        async with askers(servers) as peers:
             await peers[0].register()
             await peers[0].publish(peers[0].nvme, run_of(KEYS), sync_end=True)
 
@@ -81,24 +78,23 @@ async def test_server_paused_hides_no_node_on_waking(tmp_path: Path, workers: in
 
             async with beating(peers[0]):
                 await wait_until_async(all_see)
-            processes = [server.process.pid, *server.children()]
-            for pid in processes:
-                os.kill(pid, signal.SIGSTOP)
+            for server in servers:
+                server.send_signal(signal.SIGSTOP)
             await asyncio.sleep(PAUSE_S)
-            for pid in processes:
-                os.kill(pid, signal.SIGCONT)
+            for server in servers:
+                server.send_signal(signal.SIGCONT)
             assert await all_see()
             async with beating(peers[0]):
                 for _ in range(20):
                     assert await all_see()
                     await asyncio.sleep(TTL_MS / 10_000)
             assert await counts(peers, "metadata_nodes_expired_total") == {0}
-        assert "server paused" in server.log()
+        assert all("server paused" in server.log() for server in servers)
 
 
-async def test_server_killed_node_is_hidden_by_all_workers(tmp_path: Path) -> None:
-    with server_process(tmp_path, workers=2, ttl_ms=TTL_MS) as server:
-        async with askers(server) as peers:
+async def test_server_killed_node_is_hidden_by_both_servers(tmp_path: Path) -> None:
+    with two_servers(tmp_path, ttl_ms=TTL_MS) as servers:
+        async with askers(servers) as peers:
             await peers[0].register()
             await peers[0].publish(peers[0].nvme, run_of(KEYS), sync_end=True)
             async with beating(peers[0]):
@@ -116,9 +112,9 @@ async def sees(peers: list[Peer], blocks: int) -> bool:
     return await hits(peers) == {blocks}
 
 
-async def test_workers_share_reports_orders_and_removals(tmp_path: Path) -> None:
-    with server_process(tmp_path, workers=2, ttl_ms=TTL_MS) as server:
-        async with askers(server) as peers:
+async def test_servers_share_reports_orders_and_removals(tmp_path: Path) -> None:
+    with two_servers(tmp_path, ttl_ms=TTL_MS) as servers:
+        async with askers(servers) as peers:
             node = peers[0]
             await node.register()
             await node.publish(node.nvme, run_of(KEYS), sync_end=True)

@@ -21,7 +21,7 @@ from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership import maintenance as upkeep
 from kvstore.metadata.membership.maintenance import Maintenance
 from kvstore.metadata.membership.node_table import NodeTable
-from kvstore.metadata.roles.roles import FixedRoles
+from kvstore.metadata.roles.roles import AllRoles
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from support.wait import wait_until_async
@@ -39,7 +39,7 @@ async def run_maintenance(tmp_path: Path, tick: Callable[[], None], failures: st
     """Run maintenance until a counter of failures has reached five."""
     counters, index, thread = Counters(), LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test")
     nodes = NodeTable(index, MonotonicClock(), 0.08, counters)
-    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, roles=FixedRoles(), on_tick=[tick])
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, roles=AllRoles(), on_tick=[tick])
     tasks.start()
 
     async def failed() -> bool:
@@ -80,7 +80,7 @@ async def test_maintenance_shares_heartbeats_after_failed_writes(tmp_path: Path,
         write(beats)
 
     monkeypatch.setattr(index, "put_beats", fail_at_first)
-    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, roles=FixedRoles(), on_tick=[])
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, roles=AllRoles(), on_tick=[])
     tasks.start()
 
     async def shared() -> bool:
@@ -105,7 +105,7 @@ async def test_maintenance_write_that_waited_hides_no_node(tmp_path: Path, monke
     nodes.record_heartbeat(HeartbeatRequest(node_id="n", boot_id=boot_id), "host")
     alive: list[bool] = []
     note = [lambda: alive.append(nodes.is_alive(NodeId("n")))]
-    tasks = Maintenance(index, nodes, thread, counters, ttl_s=ttl_s, forget_s=60.0, roles=FixedRoles(), on_tick=note)
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=ttl_s, forget_s=60.0, roles=AllRoles(), on_tick=note)
     tasks.start()
 
     async def silent() -> bool:

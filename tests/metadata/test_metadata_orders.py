@@ -274,9 +274,8 @@ async def test_malformed_calls_are_refused(running: Running) -> None:
         await drain(pool)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_server_sigterm_ends_publish_streams_and_exits_0(tmp_path: Path, workers: int) -> None:
-    with server_process(tmp_path, workers, stop_grace_ms=60_000) as server:
+async def test_server_sigterm_ends_publish_streams_and_exits_0(tmp_path: Path) -> None:
+    with server_process(tmp_path, stop_grace_ms=60_000) as server:
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)
             await peer.register()

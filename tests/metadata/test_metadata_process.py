@@ -1,8 +1,7 @@
-"""Tests of the real server process: kills, restarts, damaged indexes, several workers, signals."""
+"""Tests of the real server process: kills, restarts, damaged indexes, signals."""
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -71,9 +70,9 @@ async def test_server_index_deleted_is_rebuilt_by_nodes(tmp_path: Path) -> None:
             assert await again.hit(KEYS) == 50
 
 
-@pytest.mark.parametrize(("workers", "damage"), [(1, "metas"), (1, "pages"), (1, "noise"), (2, "metas")])
-async def test_server_index_damaged_while_running_is_recreated(tmp_path: Path, workers: int, damage: str) -> None:
-    with server_process(tmp_path, workers=workers) as server:
+@pytest.mark.parametrize("damage", ["metas", "pages", "noise"])
+async def test_server_index_damaged_while_running_is_recreated(tmp_path: Path, damage: str) -> None:
+    with server_process(tmp_path) as server:
         assert server.process is not None
         async with connect_aio(server.address) as channel:
             peer = Peer(channel)
@@ -101,13 +100,8 @@ async def test_server_index_damaged_while_running_is_recreated(tmp_path: Path, w
             assert (await peer.beat()).register_again
             assert (await peer.register())[peer.nvme]
             await peer.publish(peer.nvme, run_of(KEYS), sync_end=True)
-
-            async def all_see() -> bool:
-                return await peer.hit(KEYS) == 50
-
-            await wait_until_async(all_see)
-            if workers == 1:
-                assert (await peer.counters())["metadata_index_restarts_total"] == 1
+            assert await peer.hit(KEYS) == 50
+            assert (await peer.counters())["metadata_index_restarts_total"] == 1
         assert server.stop() == 0
         assert "damaged" in server.log()
 
@@ -157,77 +151,10 @@ async def test_server_restart_silent_node_is_hidden_after_grace(tmp_path: Path) 
             assert await again.hit(KEYS) == 50
 
 
-async def test_workers_share_port_index_and_heartbeats(tmp_path: Path) -> None:
-    with server_process(tmp_path, workers=2, ttl_ms=1_000) as server:
-        assert len(server.children()) == 2
-        # connections are spread by the kernel: enough of them reach both workers
-        channels = [connect_aio(server.address, own_connection=True) for _ in range(16)]
-        peers = [Peer(channel) for channel in channels]
-        writer = peers[0]
-        await writer.hit(KEYS)
-        # a lookup is counted by the worker that answered, so there are two
-        assert {(await peer.counters()).get("metadata_lookups_total", 0) for peer in peers} == {0, 1}
-        await writer.register()
-        await writer.publish(writer.nvme, run_of(KEYS), sync_end=True)
-
-        async def all_see() -> bool:
-            await writer.beat()
-            return {await peer.hit(KEYS) for peer in peers} == {50}
-
-        await wait_until_async(all_see)
-        # heartbeats reach only one worker, yet the node stays visible to all for several times to live
-        for _ in range(4):
-            seen = {(await peer.counters()).get("metadata_nodes_expired_total", 0) for peer in peers}
-            assert seen == {0}
-            assert await all_see()
-        # a boot that publishes through another worker continues its numbering
-        other = peers[-1]
-        other.boot_id, other.sequence = writer.boot_id, writer.sequence
-        await other.publish(other.nvme, run_of(chain("b", 5)))
-        for channel in channels:
-            await channel.close()
-        assert server.stop() == 0
-
-
-async def test_workers_dead_worker_is_replaced(tmp_path: Path) -> None:
-    with server_process(tmp_path, workers=2) as server:
-        before = set(server.children())
-        os.kill(min(before), signal.SIGKILL)
-
-        async def replaced() -> bool:
-            return len(server.children()) == 2 and set(server.children()) != before
-
-        await wait_until_async(replaced)
-        async with connect_aio(server.address) as channel:
-            assert await Peer(channel).register()
-        assert server.stop(signal.SIGINT) == 0
-        assert "starting it again" in server.log()
-
-
-async def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
-    with server_process(tmp_path, workers=2) as server:
-        workers = server.children()
-        server.stop(signal.SIGKILL)
-
-        async def gone() -> bool:
-            return not any(is_running(pid) for pid in workers)
-
-        await wait_until_async(gone)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_server_port_in_use_fails_cleanly(tmp_path: Path, workers: int) -> None:
+def test_server_port_in_use_fails_cleanly(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     with server_process(tmp_path / "first") as server:
-        config = MetadataConfig(index_path=tmp_path / "index", listen=server.address, workers=workers)
+        config = MetadataConfig(index_path=tmp_path / "index", listen=server.address)
         with pytest.raises(Unavailable, match=r"is in use; `kvstore status`|cannot listen on"):
             run(config)
 
@@ -246,7 +173,6 @@ def test_server_index_path_is_file_fails(tmp_path: Path) -> None:
         {"listen": "[::]:7400"},
         {"listen": "store.example:7400"},
         {"listen": "nonsense"},
-        {"workers": 2, "listen": "unix:/tmp/x"},
         {"node_ttl_ms": 100, "heartbeat_interval_ms": 100},
         {"engine_ttl_ms": 5_000, "request_ttl_ms": 5_000},
     ],
@@ -257,7 +183,7 @@ def test_config_invalid_or_insecure_is_refused(tmp_path: Path, change: dict[str,
         MetadataConfig(index_path=tmp_path, **change).check()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("change", [{"workers": 0}, {"index_size_bytes": 0}], ids=str)
+@pytest.mark.parametrize("change", [{"max_requests": 0}, {"index_size_bytes": 0}], ids=str)
 def test_metadata_config_value_out_of_range_rejected(tmp_path: Path, change: dict[str, int]) -> None:
     with pytest.raises(ValidationError):
         MetadataConfig(index_path=tmp_path, **change)  # type: ignore[arg-type]

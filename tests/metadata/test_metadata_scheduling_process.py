@@ -32,7 +32,6 @@ from kvstore.core.errors import (
     KVStoreError,
     NotFound,
     Unavailable,
-    Unsupported,
 )
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call, call_aio, connect_aio
@@ -368,10 +367,3 @@ def test_scheduler_calls_have_deadlines_and_typed_errors(tmp_path: Path) -> None
                 twin.report([], finished=[])
             refused.append(type(caught.value))
         assert "calls fail for a moment" in str(caught.value)
-
-
-async def test_scheduling_with_several_workers_is_unsupported(tmp_path: Path) -> None:
-    with server_process(tmp_path, workers=2) as server:
-        async with client_of(server.address) as client:
-            with pytest.raises(Unsupported):
-                await client.assign(EngineRequest("r", 10), 5)

@@ -99,7 +99,6 @@ def test_share_table_older_generation_replaces_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"workers": 2}, "start several servers"),
         ({"listen": "unix:/run/metadata.sock"}, "set metadata.advertise"),
         ({"listen": "0.0.0.0:7400", "advertise": "unix:/run/metadata.sock"}, "host:port"),
     ],

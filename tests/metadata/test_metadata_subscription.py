@@ -15,7 +15,7 @@ from metadata_harness import NAMESPACE, Peer, Running, run_of, serve
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import BlockRun, Tier
 from kvstore.config.metadata import MetadataConfig
-from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unavailable, Unsupported
+from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unavailable
 from kvstore.embedded.valkey import ValkeyServers, find_server
 from kvstore.index.valkey.feed import decode_position, encode_position
 from kvstore.index.valkey.keys import STREAMS
@@ -344,16 +344,5 @@ async def test_watch_subscribers_are_bounded(tmp_path: Path, engine: dict[str, A
             await server.stop(30.0)  # a graceful end does not wait for streams that have none
             with pytest.raises(Unavailable):
                 await watches[1].held([b"never"])
-    finally:
-        await server.stop(0.0)
-
-
-async def test_watch_with_several_workers_is_unsupported(tmp_path: Path) -> None:
-    server = MetadataServer(MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", workers=2))
-    address = await server.start()
-    try:
-        async with connect_aio(address) as channel:
-            with pytest.raises(Unsupported):
-                await Watch(channel).read()
     finally:
         await server.stop(0.0)

@@ -14,7 +14,7 @@ from monitored import ALERTS, DASHBOARD, MATCHER, REPOSITORY, RUNBOOK, SCRAPES, 
 
 from kvclient.engines.vllm.counters import COUNTERS
 from kvstore.observe.metric_definitions import METRICS
-from kvstore.observe.metrics import CONSTANT_LABELS, Kind, Limit, Metric
+from kvstore.observe.metrics import Kind, Limit, Metric
 
 OF_PROMETHEUS = {"instance", "job"}
 SERIES: dict[str, Metric] = {series: metric for metric in METRICS.values() for series in metric.series}
@@ -31,13 +31,13 @@ _ROUND = re.compile(r"\b(rate|irate|increase)\s*\(\s*((?:vllm:)?kvstore_[a-z0-9_
 
 def problems(expression: str) -> Iterator[str]:
     """Errors in a PromQL expression."""
-    known: set[str] = {*OF_PROMETHEUS, *CONSTANT_LABELS}
+    known: set[str] = {*OF_PROMETHEUS}
     for name, matchers, window in SELECTOR.findall(_FORECAST.sub(r"\1(\2)", expression)):
         metric = SERIES.get(name)
         if metric is None:
             yield f"unknown metric {name}"
             continue
-        labels = {*metric.labels, *OF_PROMETHEUS, *CONSTANT_LABELS, *(["le"] if name.endswith("_bucket") else [])}
+        labels = {*metric.labels, *OF_PROMETHEUS, *(["le"] if name.endswith("_bucket") else [])}
         known |= labels
         if (metric.kind is not Kind.GAUGE) != bool(window) and not (metric.kind is Kind.COUNTER and not window):
             yield f"{name} is a {metric.kind} and requires {'no window' if window else 'a window'}"

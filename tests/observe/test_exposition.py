@@ -73,11 +73,11 @@ def test_collector_adds_up_registries(counters: Counters) -> None:
     counters.add("client_hit_local_dram_blocks_total", 3)
     other.add("client_hit_local_dram_blocks_total", 4)
     other.add("transport_cap_wait_us_total", 2_500_000)
-    values = shown(StoreCollector([counters, other], labels={"worker": "1"}))
-    where = (("path", "local"), ("tier", "dram"), ("worker", "1"))
+    values = shown(StoreCollector([counters, other]))
+    where = (("path", "local"), ("tier", "dram"))
     assert values["kvstore_client_hit_blocks_total", where] == 7
-    assert values["kvstore_transport_cap_wait_seconds_total", (("worker", "1"),)] == 2.5
-    assert values["kvstore_undeclared_events_total", (("worker", "1"),)] == 0
+    assert values["kvstore_transport_cap_wait_seconds_total", ()] == 2.5
+    assert values["kvstore_undeclared_events_total", ()] == 0
 
 
 def test_collector_shows_totals_at_zero(counters: Counters) -> None:

@@ -98,14 +98,6 @@ def test_node_remote_metrics_require_permission(tmp_path: Path) -> None:
         assert value(f"127.0.0.1:{port}", "kvstore_node_registered") == 1
 
 
-def test_metadata_workers_have_a_label(tmp_path: Path) -> None:
-    with LocalCluster([], tmp_path, metadata_settings=[("workers", "2")]) as cluster:
-        addresses = cluster.node("metadata").metrics_address.split(",")
-        assert len(set(addresses)) == 2
-        for worker, address in enumerate(addresses):
-            assert value(address, "kvstore_metadata_lookups_total", worker=str(worker)) == 0
-
-
 @pytest.fixture
 def traced(tmp_path: Path) -> Callable[..., Path]:
     """Enable traces of this process, in a separate file."""

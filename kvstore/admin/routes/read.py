@@ -277,7 +277,7 @@ class Reads:
 
     # ---- planning and loads ----
     async def plans(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.LivePlan]:
-        """Plans by id. With several metadata workers, one of them answers; each plans separately."""
+        """Plans by id."""
         behind = after("plans", cursor)
         if behind is not None and not (behind.isascii() and behind.isdecimal() and len(behind) < 20):
             raise InvalidArgument("invalid cursor for this list; start without a cursor", field="cursor")
@@ -289,7 +289,7 @@ class Reads:
         self,
         limit: Annotated[int, Query(ge=1, le=MOST_DECISIONS, description="number of decisions")] = 50,
     ) -> models.Decisions:
-        """Decisions with policy and inputs, newest first. With several metadata workers, one of them answers."""
+        """Decisions with policy and inputs, newest first."""
         return await self._queries.decisions(limit)
 
     async def queues(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.ReadQueue]:

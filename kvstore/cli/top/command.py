@@ -53,7 +53,7 @@ _INVERSE, _BOLD, _PLAIN = "\x1b[7m", "\x1b[1m", "\x1b[m"
 def top(config: Config, *, interval: float, once: bool, sort: str) -> CommandOutput:
     """Show live statistics of a running store: loads, bytes by source, hits, latency, and a line per node.
 
-    Loads are those of engines at their nodes. Hits are lookups at the metadata server (at one worker if there are several). Bytes
+    Loads are those of engines at their nodes. Hits are lookups at the metadata servers. Bytes
     loaded are split by source (DRAM, NVMe volumes, other nodes). The data plane column counts bytes between nodes and engines;
     links are whole NICs, in+out: the loopback interface also carries the traffic of other programs. p50 and p99 are upper bounds
     of histogram buckets. A state with ! means that the node did not answer. If the index is in Valkey, a line shows its shards.

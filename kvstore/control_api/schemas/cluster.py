@@ -27,9 +27,6 @@ class Cluster(ClusterHealth):
     metadata_version: str = Field(description="version of the metadata server", examples=["0.2.0"])
     metadata_address: str = Field(description="address of the metadata server, or of several", examples=["127.0.0.1:7400"])
     metadata_servers: list[MetadataServerEntry] = Field(description="all metadata servers, by address")
-    metadata_workers: Count = Field(
-        description="processes of the metadata server; each plans and counts separately", examples=[1]
-    )
     metadata_uptime_s: Seconds = Field(description="time since it began to serve this index", examples=[86400.0])
     index_epoch: HexId = Field(description="epoch of the index; a new value means that the index was rebuilt")
     index_blocks: Count = Field(description="keys in the index, with those in published caches of engines", examples=[1000000])

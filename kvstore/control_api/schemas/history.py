@@ -67,7 +67,7 @@ class FaultEntry(ResponseModel):
 
 
 class HistoryOfLastHour(ResponseModel):
-    """Time series of the last hour, oldest first. With several metadata workers, the lookups are those of one worker."""
+    """Time series of the last hour, oldest first."""
 
     step_s: Count = Field(description="length of an interval", examples=[10])
     now_s: float = Field(description="present time of this server, Unix time", examples=[1_764_000_004.2])

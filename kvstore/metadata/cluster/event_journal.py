@@ -2,8 +2,8 @@
 
 The file has a line of JSON per event, after a line with its version. Events are only appended. A line that is torn by a crash or
 cannot be read is skipped. A file of another version is neither read nor changed: events then stay in memory. A file that is too
-large is replaced by one with the newest events. If that fails, nothing is appended and events stay in memory. Several workers
-share the file: a lock is held during each write.
+large is replaced by one with the newest events. If that fails, nothing is appended and events stay in memory. Several servers
+of one host share the file: a lock is held during each write.
 
 ``record`` only queues an event; ``flush`` and ``read`` do the I/O, so call them from another thread than the event loop's.
 """

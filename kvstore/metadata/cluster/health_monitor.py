@@ -46,7 +46,6 @@ class HealthMonitor:
         journal: receives events of nodes and findings.
         counters: counters of this process.
         servers: the metadata servers that serve the index.
-        records: whether this process records them; one of several workers does.
     """
 
     def __init__(
@@ -61,8 +60,6 @@ class HealthMonitor:
         journal: EventJournal,
         counters: Counters,
         servers: ServerTable,
-        *,
-        records: bool = True,
     ) -> None:
         self._index = index
         self._index_path = index_path
@@ -75,7 +72,7 @@ class HealthMonitor:
         self._counters = counters
         self._servers = servers
         self._log = LimitedLog(logger, counters=counters)
-        self._events = (FindingEvents(journal), NodeEvents(journal)) if records else None
+        self._events = FindingEvents(journal), NodeEvents(journal)
         self._settled = SettledFindings()
         self._disk: FileSystem | None = None
         self._task: asyncio.Task[None] | None = None
@@ -108,11 +105,10 @@ class HealthMonitor:
         """Measure the disk, probe silent nodes, and record events."""
         self._disk = await asyncio.to_thread(file_system, self._index_path)
         await self._probes.refresh({record.node_id: record.control_address for record in self._nodes.silent()})
-        if self._events is not None:
-            of_findings, of_nodes = self._events
-            statuses = self._nodes.statuses()
-            of_findings.observe(self._findings(statuses))
-            of_nodes.observe(statuses)
+        of_findings, of_nodes = self._events
+        statuses = self._nodes.statuses()
+        of_findings.observe(self._findings(statuses))
+        of_nodes.observe(statuses)
         await asyncio.to_thread(self._journal.flush)
 
     async def _run(self) -> None:

@@ -1,6 +1,6 @@
 """Changes of the index by registration and publishing, as plain functions that one thread runs in order.
 
-They decide on the contents of the index itself, never on a cache, so that other workers and restarts cannot make them act on
+They decide on the contents of the index itself, never on a cache, so that other servers and restarts cannot make them act on
 stale data. Each function may be repeated: after a crash between two writes, the caller's retry completes the change.
 """
 

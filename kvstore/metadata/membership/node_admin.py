@@ -1,7 +1,8 @@
 """Calls about whole nodes: drain, undrain, remove, unregister, and locate blocks.
 
-Drain orders are notes in the index, beside the registrations: they survive restarts, and all workers see them. A node reports its
-progress with its heartbeats. Changes run on the index thread and decide on the contents of the index, never on a cache.
+Drain orders are notes in the index, beside the registrations: they survive restarts, and all servers of the index see them. A
+node reports its progress with its heartbeats. Changes run on the index thread and decide on the contents of the index, never on
+a cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Notes: the server's own small records, kept in the index so that they survive a restart and all workers see them.
+"""Notes: the server's own small records, kept in the index so that they survive a restart and all servers of the index see them.
 
 ======================  =========================================================  ==========
 name                    value                                                      announced

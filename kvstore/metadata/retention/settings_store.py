@@ -1,8 +1,8 @@
 """Operator settings that must outlive everything else: quotas, retention rules and path policy, in a small file beside the index.
 
 The index is a hint and may be dropped at any time, so these settings are not kept in it. The file is JSON. A change writes it
-as a whole (synced, then renamed), so a reader sees it before or after a change. Several workers change it one after the other
-(``flock``) and notice each other's changes by its inode, time and size. Each read costs a ``stat`` of a few microseconds.
+as a whole (synced, then renamed), so a reader sees it before or after a change. Servers of one host change it one after the
+other (``flock``) and notice each other's changes by its inode, time and size. Each read costs a ``stat`` of a few microseconds.
 
 A file that cannot be read is not touched. The server keeps serving, logs the problem, and sends nodes no settings, so they keep
 their last ones. It rejects changes until an operator has repaired or removed the file.

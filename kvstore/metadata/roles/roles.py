@@ -2,7 +2,7 @@
 
 Servers of several hosts that share an index agree by leases in it: each tries to take all roles, renews those that it holds once
 per second, and sees within 0.1 s if a role is free. An index that only processes of one host can open does not support leases:
-there, the first process of a server sweeps, and each process plans and divides quotas for its own callers.
+there, each process sweeps, and plans and divides quotas for its own callers.
 """
 
 from __future__ import annotations
@@ -40,18 +40,11 @@ class Roles(Protocol):
         """Whether this process does the work of a role now."""
 
 
-class FixedRoles:
-    """Roles of a process whose index does not support leases.
+class AllRoles:
+    """Roles of a process whose index does not support leases."""
 
-    Args:
-        worker: number of the process among those that share the port.
-    """
-
-    def __init__(self, worker: int = 0) -> None:
-        self._held = frozenset(ServerRole) if worker == 0 else frozenset(ServerRole) - {ServerRole.SWEEP}
-
-    def holds(self, role: ServerRole) -> bool:
-        return role in self._held
+    def holds(self, role: ServerRole) -> bool:  # noqa: ARG002  # it holds every role
+        return True
 
 
 class LeasedRoles:

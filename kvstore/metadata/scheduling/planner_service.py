@@ -2,8 +2,7 @@
 
 The planner itself is pure (``kvstore.dualpath``). This module checks requests, keeps the planner's nodes up to date, and encodes
 its answers. It runs on the event loop only. Of several servers that share an index, one plans for all
-(``kvstore.metadata.roles``). With several workers, each plans for the clients that are connected to it, and knows only the queues
-of its own plans.
+(``kvstore.metadata.roles``).
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class PlannerService:
         """By operation: a digest of the request without its budget, and the plan."""
 
     def _new_planner(self, queues: ReadQueues | None = None) -> Planner:
-        # clients report to any server at this address: a restarted server or another worker must not accept their plan ids
+        # clients report to any server at this address: a restarted or another server must not accept their plan ids
         return Planner(self._policy(self._configured), queues, draw=lambda: secrets.randbelow(MOST_PLAN_ID) + 1)
 
     def _policy(self, name: str) -> PlanPolicy:

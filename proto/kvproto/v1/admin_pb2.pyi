@@ -61,7 +61,7 @@ class DescribeServerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeServerResponse(_message.Message):
-    __slots__ = ("version", "index_epoch", "blocks", "index_bytes", "namespaces", "nodes_alive", "nodes_silent", "live_plans", "workers", "uptime_ms", "path_policy", "settings", "findings", "nodes_refused")
+    __slots__ = ("version", "index_epoch", "blocks", "index_bytes", "namespaces", "nodes_alive", "nodes_silent", "live_plans", "uptime_ms", "path_policy", "settings", "findings", "nodes_refused")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INDEX_EPOCH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -70,7 +70,6 @@ class DescribeServerResponse(_message.Message):
     NODES_ALIVE_FIELD_NUMBER: _ClassVar[int]
     NODES_SILENT_FIELD_NUMBER: _ClassVar[int]
     LIVE_PLANS_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     PATH_POLICY_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
@@ -84,13 +83,12 @@ class DescribeServerResponse(_message.Message):
     nodes_alive: int
     nodes_silent: int
     live_plans: int
-    workers: int
     uptime_ms: int
     path_policy: str
     settings: _containers.RepeatedCompositeFieldContainer[SettingInForce]
     findings: _containers.RepeatedCompositeFieldContainer[_common_pb2.Finding]
     nodes_refused: int
-    def __init__(self, version: _Optional[str] = ..., index_epoch: _Optional[bytes] = ..., blocks: _Optional[int] = ..., index_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., nodes_alive: _Optional[int] = ..., nodes_silent: _Optional[int] = ..., live_plans: _Optional[int] = ..., workers: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., path_policy: _Optional[str] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., nodes_refused: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., index_epoch: _Optional[bytes] = ..., blocks: _Optional[int] = ..., index_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., nodes_alive: _Optional[int] = ..., nodes_silent: _Optional[int] = ..., live_plans: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., path_policy: _Optional[str] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[_common_pb2.Finding, _Mapping]]] = ..., nodes_refused: _Optional[int] = ...) -> None: ...
 
 class DescribeShardsRequest(_message.Message):
     __slots__ = ()

@@ -177,7 +177,7 @@ class MetadataAdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DescribeHistory(self, request, context):
-        """Returns what this process counted in the last hour. With several workers, each has its own figures.
+        """Returns what this process counted in the last hour.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

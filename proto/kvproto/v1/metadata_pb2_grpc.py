@@ -328,8 +328,7 @@ class MetadataServicer:
     def WatchBlocks(self, request, context):
         """Streams changes of the index until the caller cancels: stored and removed blocks, and volumes that are opened, closed, silent or
         back. A stream resumes after the last change of the caller, or begins with a snapshot: Resync, then BlocksHeld between events, then
-        SnapshotEnd. A caller that is too slow for the server's event log gets another Resync and snapshot in the same stream. UNSUPPORTED with
-        several workers, because each would know a part of the changes.
+        SnapshotEnd. A caller that is too slow for the server's event log gets another Resync and snapshot in the same stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import click
 
 from kvstore.cli.support.build_config import metadata_config, node_config, set_up_process, set_up_traces
@@ -17,7 +15,6 @@ from kvstore.config.sources import Provenance
 @click.command(cls=Command)
 @setting_option("--listen", key="metadata.listen", metavar="HOST:PORT", help="Address of the gRPC service.")
 @setting_option("--index", key="metadata.index_path", metavar="DIR", help="Folder of the index.")
-@setting_option("--workers", key="metadata.workers", metavar="N", help="Server processes that share port and index.")
 @setting_option("--ready-file", key="metadata.ready_file", metavar="FILE", help="File written as JSON once the server answers.")
 @with_provenance
 def metadata(config: Config, provenance: Provenance) -> None:
@@ -32,9 +29,8 @@ def metadata(config: Config, provenance: Provenance) -> None:
     """
     from kvstore.metadata.main import run  # a daemon imports only what it runs
 
-    set_up = partial(set_up_process, config, "kvstore-metadata")
-    set_up()
-    run(metadata_config(config, provenance), set_up)
+    set_up_process(config, "kvstore-metadata")
+    run(metadata_config(config, provenance))
 
 
 @click.command(cls=Command)

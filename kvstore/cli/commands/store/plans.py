@@ -40,8 +40,7 @@ def plans() -> None:
 def list_plans(config: Config, *, decisions: int) -> CommandOutput:
     """List planned loads in progress, and recent load decisions with their inputs.
 
-    JSON: live (at most 500, by plan id) and decisions (newest first), with the fields of the REST's /plans and /decisions. Of
-    several metadata workers, one answers: each plans for itself.
+    JSON: live (at most 500, by plan id) and decisions (newest first), with the fields of the REST's /plans and /decisions.
 
     Examples:
       kvstore plans list
