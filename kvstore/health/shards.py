@@ -19,12 +19,12 @@ MOST_ALIKE: Final = 8
 _NO_EVICTION: Final = "noeviction"
 
 
-def shard_findings(backend: IndexBackend, metadata_servers: int) -> Iterator[HealthFinding]:
+def shard_findings(backend: IndexBackend, metadata_servers: int | None = None) -> Iterator[HealthFinding]:
     """Yield the findings of an index.
 
     Args:
         backend: the servers that hold the index; for a file of one host there are none.
-        metadata_servers: number of metadata servers that serve it.
+        metadata_servers: number of metadata servers that serve it; None: unknown.
     """
     if not backend.is_shared:
         return

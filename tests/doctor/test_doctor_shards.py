@@ -16,12 +16,16 @@ from kvstore.doctor.contract import Level
 from kvstore.doctor.servers.shard_findings import RunningIndex, SeedAnswer, SeedProblem, index_findings
 from kvstore.embedded.ports import free_port
 from kvstore.embedded.valkey import ValkeyServers, find_server
+from kvstore.health import codes
 from nursery import cli
 
 WELL = IndexServer(
     address="h:1", primary=True, shard=0, slots=16_384, replicas=1, version="valkey 9.1.2", compare_and_set=True, keys=1,
     used_bytes=100, limit_bytes=1_000, eviction_policy="noeviction", snapshots=False, append_only=False, node_timeout_ms=1_000,
 )  # fmt: skip
+
+
+REPLICA = replace(WELL, address="h:2", primary=False, slots=0, replicas=0)
 
 
 def judged(*servers: IndexServer, unserved_slots: int = 0) -> list[tuple[Level, str]]:
@@ -34,35 +38,29 @@ def test_index_in_a_file_gives_no_findings() -> None:
 
 
 def test_healthy_cluster_gives_only_ok() -> None:
-    assert judged(WELL) == []
+    assert judged(WELL, REPLICA) == []
 
 
 @pytest.mark.parametrize(
     ("server", "level", "words"),
     [
-        (replace(WELL, replicas=0), Level.WARNING, "primary without a replica"),
-        (replace(WELL, away_s=5.0), Level.WARNING, "no answer"),
         (replace(WELL, node_timeout_ms=15_000), Level.WARNING, "cluster-node-timeout above 2000 ms"),
-        (replace(WELL, eviction_policy="allkeys-lru"), Level.WARNING, "noeviction is required"),
-        (replace(WELL, append_only=True), Level.WARNING, "written to disk"),
-        (replace(WELL, snapshots=True), Level.WARNING, "written to disk"),
-        (replace(WELL, used_bytes=950), Level.WARNING, "950 B of 1000 B"),
-        (replace(WELL, compare_and_set=False), Level.INFO, "no compare-and-set"),
         (replace(WELL, limit_bytes=0), Level.INFO, "no server has a maxmemory"),
         (replace(WELL, snapshots=None), Level.INFO, "may not run CONFIG GET"),
     ],
 )
 def test_cluster_with_one_fault_gives_one_finding(server: IndexServer, level: Level, words: str) -> None:
-    found = judged(server)
+    found = judged(server, replace(server, address="h:2", primary=False, replicas=0))
     assert [one for one, _ in found] == [level]
     assert words in found[0][1]
 
 
-def test_slots_without_server_and_versions_are_found() -> None:
-    found = judged(WELL, replace(WELL, address="h:2", shard=1, version="valkey 8.1.0"), unserved_slots=3)
-    assert [level for level, _ in found] == [Level.WARNING, Level.MISSING]
-    assert "valkey 8.1.0, valkey 9.1.2: versions differ" in found[0][1]
-    assert "3 hash slots" in found[1][1]
+def test_cluster_findings_are_those_of_health_codes() -> None:
+    found = judged(replace(WELL, append_only=True), replace(REPLICA, compare_and_set=False), unserved_slots=3)
+    assert [level for level, _ in found] == [Level.MISSING, Level.WARNING, Level.INFO]
+    assert found[0][1] == f"3 of 16,384 hash slots of the index have no server. {codes.SLOTS_WITHOUT_SERVER.action}"
+    assert found[1][1].endswith(codes.SHARD_PERSISTS.action)
+    assert found[2][1].endswith(codes.SHARD_WITHOUT_COMPARE_AND_SET.action)
 
 
 @pytest.mark.parametrize("problem", SeedProblem)

@@ -9,13 +9,15 @@ from typing import Final
 
 from kvstore.core.index_backend import IndexBackend, IndexServer
 from kvstore.doctor.contract import Finding, Level
-from kvstore.health.quantities import show_size
+from kvstore.health.codes import Severity
+from kvstore.health.findings import by_severity
+from kvstore.health.shards import shard_findings
 
 AREA: Final = "index"
 NODE_TIMEOUT_MS: Final = 2_000
 """A longer ``cluster-node-timeout`` makes lookups miss the records of a lost shard for long."""
-MEMORY_SHARE: Final = 0.9
 _SOME: Final = 3
+_LEVELS: Final = {Severity.INFO: Level.INFO, Severity.WARNING: Level.WARNING, Severity.ERROR: Level.MISSING}
 
 
 class SeedProblem(StrEnum):
@@ -105,66 +107,22 @@ def _of_seed(seed: SeedAnswer, *, others: bool) -> Finding:
 
 
 def _of_cluster(backend: IndexBackend) -> Iterator[Finding]:
-    primaries = [server for server in backend.servers if server.primary]
+    """Report what a metadata server would report, and settings that matter before the first start."""
     answering = [server for server in backend.servers if server.away_s is None]
-    replicated = any(server.replicas for server in primaries)
+    replicas = sum(server.replicas for server in backend.servers)
     versions = sorted({server.version for server in answering if server.version})
-    shape = f"shards: {len(primaries)}, replicas that answer: {sum(server.replicas for server in primaries)}"
-    differ = len(versions) > 1
-    message = f"{shape}, {', '.join(versions) or 'version unknown'}{': versions differ' if differ else ''}"
-    yield Finding(AREA, Level.WARNING if differ else Level.OK, message)
-    if backend.unserved_slots:
-        message = f"{backend.unserved_slots:,} hash slots have no server: blocks whose records belong there are not found"
-        yield Finding(AREA, Level.MISSING, message, f"valkey-cli --cluster fix {backend.servers[0].address}")
-    away = [server for server in backend.servers if server.away_s is not None]
-    yield from _about(away, "no answer", Level.WARNING, "kvstore status --detail")
+    shape = f"shards: {sum(server.primary for server in backend.servers)}, replicas that answer: {replicas}"
+    yield Finding(AREA, Level.OK, f"{shape}, {', '.join(versions) or 'version unknown'}")
+    for one in by_severity(shard_findings(backend)):
+        yield Finding(AREA, _LEVELS[one.severity], f"{one.facts} {one.code.action}")
     yield from _about(
-        [server for server in primaries if server.away_s is None and not server.replicas],
-        "primary without a replica; if it ends, nodes send its records again",
-        Level.WARNING,
-        "valkey-cli --cluster add-node NEW:PORT EXISTING:PORT --cluster-slave",
-    )
-    yield from _of_abilities(answering)
-    yield from _about(
-        [server for server in answering if replicated and (server.node_timeout_ms or 0) > NODE_TIMEOUT_MS],
+        [server for server in answering if replicas and (server.node_timeout_ms or 0) > NODE_TIMEOUT_MS],
         f"cluster-node-timeout above {NODE_TIMEOUT_MS} ms: a lost primary is replaced late",
         Level.WARNING,
         f"valkey-cli CONFIG SET cluster-node-timeout {NODE_TIMEOUT_MS}   # on each server, and in its file",
     )
-    yield from _about(
-        [server for server in answering if server.eviction_policy not in {"", "noeviction"}],
-        "a maxmemory-policy that deletes records; noeviction is required",
-        Level.WARNING,
-        "valkey-cli CONFIG SET maxmemory-policy noeviction   # on each server, and in its file",
-    )
-    yield from _about(
-        [server for server in answering if server.snapshots or server.append_only],
-        "data is written to disk: each fork stops the server for a moment and can double its memory",
-        Level.WARNING,
-        "valkey-cli CONFIG SET save '' appendonly no   # on each server, and in its file",
-    )
-    yield from _of_memory(answering)
-
-
-def _of_abilities(answering: Sequence[IndexServer]) -> Iterator[Finding]:
-    old = [server for server in answering if server.compare_and_set is False]
-    if old:
-        yield from _about(old, "no compare-and-set: a script is used, at a higher cost of CPU", Level.INFO, None)
-    elif answering:
-        yield Finding(AREA, Level.OK, "all servers have compare-and-set")
     unknown = [server for server in answering if server.snapshots is None or server.node_timeout_ms is None]
     yield from _about(unknown, "the user may not run CONFIG GET: persistence and node timeout are not known", Level.INFO, None)
-
-
-def _of_memory(answering: Sequence[IndexServer]) -> Iterator[Finding]:
-    full = [
-        server
-        for server in answering
-        if server.limit_bytes and server.used_bytes is not None and server.used_bytes > MEMORY_SHARE * server.limit_bytes
-    ]
-    for server in full[:_SOME]:
-        message = f"{server.address} uses {show_size(server.used_bytes or 0)} of {show_size(server.limit_bytes or 0)} (maxmemory)"
-        yield Finding(AREA, Level.WARNING, message, "valkey-cli CONFIG SET maxmemory SIZE   # or add a shard")
     if answering and not any(server.limit_bytes for server in answering):
         message = "no server has a maxmemory: the kernel kills a server that outgrows its host"
         yield Finding(AREA, Level.INFO, message, "valkey-cli CONFIG SET maxmemory SIZE   # on each server, and in its file")
