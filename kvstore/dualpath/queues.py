@@ -44,20 +44,16 @@ class BandwidthEstimator:
 
     Args:
         configured: bytes/s assumed at the start.
-        memory_s: time constant, in busy seconds.
-        recovery_s: time constant of the return to ``configured``, in idle seconds.
     """
 
-    __slots__ = ("_busy", "_bytes", "_idle", "_learnt", "_mark", "_since", "_waited", "configured", "memory_s", "recovery_s")
+    __slots__ = ("_busy", "_bytes", "_idle", "_learnt", "_mark", "_since", "_waited", "configured")
 
-    def __init__(self, configured: float, *, memory_s: float = MEMORY_S, recovery_s: float = RECOVERY_S) -> None:
+    def __init__(self, configured: float) -> None:
         if not (configured > 0 and math.isfinite(configured)):
             raise InvalidArgument("bandwidth must be positive", bytes_per_second=configured)
         self.configured = configured
-        self.memory_s = memory_s
-        self.recovery_s = recovery_s
-        self._bytes = configured * memory_s
-        self._busy = memory_s
+        self._bytes = configured * MEMORY_S
+        self._busy = MEMORY_S
         self._mark = configured  # the estimate as of the last bytes
         self._waited = 0.0  # busy time that has counted since
         self._since: float | None = None  # settled until then; None while idle
@@ -100,7 +96,7 @@ class BandwidthEstimator:
             if passed <= 0:
                 return
             self._waited += passed
-        kept = math.exp(-passed / self.memory_s)
+        kept = math.exp(-passed / MEMORY_S)
         self._busy = self._busy * kept + passed
         total, most = self._bytes * kept + nbytes, self.configured * MOST_SHARE * self._busy
         self._bytes = total if total < most else most
@@ -109,8 +105,8 @@ class BandwidthEstimator:
             self._mark, self._waited = self.rate(now), 0.0
 
     def has_learnt(self, now: float) -> bool:
-        """Return whether the estimate is mostly measured. After ``recovery_s`` of idle time it is mostly configured again."""
-        return self._learnt and (self._idle is None or now - self._idle < self.recovery_s)
+        """Return whether the estimate is mostly measured. After ``RECOVERY_S`` of idle time it is mostly configured again."""
+        return self._learnt and (self._idle is None or now - self._idle < RECOVERY_S)
 
     def rate(self, now: float) -> float:
         """Return the estimate in bytes/s, greater than zero."""
@@ -118,7 +114,7 @@ class BandwidthEstimator:
         if rate < least:
             rate = least
         if self._idle is not None and now > self._idle:
-            rate += (self.configured - rate) * -math.expm1(-(now - self._idle) / self.recovery_s)
+            rate += (self.configured - rate) * -math.expm1(-(now - self._idle) / RECOVERY_S)
         return rate
 
 

@@ -32,15 +32,12 @@ class SchedulerLimits:
         alpha_tokens: a node's reading queue above this is long: the tokens that its storage link reads in 3 s.
         beta_tokens: an engine with more tokens than this is overloaded: the tokens that it processes in 5 s.
         z: factor of the decode watermark.
-        count_waiting: count the requests in a decode group's private queue as its tokens when groups are compared. False
-            follows the paper literally: all requests of one drain go to one group.
         max_waiting: maximum number of requests in progress or waiting; more are rejected.
     """
 
     alpha_tokens: int
     beta_tokens: int
     z: float = 1.05
-    count_waiting: bool = True
     max_waiting: int = 1_000_000
 
     def __post_init__(self) -> None:
@@ -467,8 +464,7 @@ class Scheduler:
             job.group = chosen
             self._private[chosen][name] = job
             self._private_tokens[chosen] += job.ask.tokens
-            if self.limits.count_waiting:
-                self._decode_groups.add(chosen, job.ask.tokens)
+            self._decode_groups.add(chosen, job.ask.tokens)
         self._decode_queue = stuck
 
     # ---- within ----
@@ -479,8 +475,7 @@ class Scheduler:
 
     def _refresh(self, group: EngineGroup) -> None:
         if group.role is EngineKind.DECODE:
-            waiting = self._private_tokens[group.name] if self.limits.count_waiting else 0
-            self._decode_groups.refresh(group.name, waiting)
+            self._decode_groups.refresh(group.name, self._private_tokens[group.name])
 
     def _take_off(self, engine: Engine, job: _Job) -> None:
         """Remove a request from an engine, and subtract it from the tracked numbers."""
@@ -504,8 +499,7 @@ class Scheduler:
         if job.group is not None:
             del self._private[job.group][name]
             self._private_tokens[job.group] -= job.ask.tokens
-            if self.limits.count_waiting:
-                self._decode_groups.add(job.group, -job.ask.tokens)
+            self._decode_groups.add(job.group, -job.ask.tokens)
         else:
             self._decode_queue.pop(name, None)
         if job.prefill is not None and not job.prefilled:

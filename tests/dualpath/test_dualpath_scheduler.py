@@ -45,11 +45,9 @@ class EngineModel:
 class SchedulerMachine(RuleBasedStateMachine):
     """Engines come, fetch and die; requests are submitted, paired, finished and cancelled."""
 
-    count_waiting = True
-
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(SchedulerLimits(ALPHA, BETA, Z, count_waiting=self.count_waiting))
+        self.scheduler = Scheduler(SchedulerLimits(ALPHA, BETA, Z))
         self.groups: dict[str, dict[str, EngineModel]] = {}
         self.jobs: dict[str, Job] = {}
         self.prefill_queue: list[Job] = []
@@ -271,7 +269,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.decode_queue = stuck
 
     def tokens_of(self, group: str) -> int:
-        waiting = sum(job.ask.tokens for job in self.private[group]) if self.count_waiting else 0
+        waiting = sum(job.ask.tokens for job in self.private[group])
         return sum(e.tok for e in self.groups[group].values()) + waiting
 
     # ---- invariants ----
@@ -289,16 +287,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert waiting.decode == len(self.decode_queue) + sum(map(len, self.private.values()))
 
 
-class LiteralSchedulerMachine(SchedulerMachine):
-    """Literal reading of the paper: requests in a group's queue do not count."""
-
-    count_waiting = False
-
-
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
-TestLiteralScheduler = LiteralSchedulerMachine.TestCase
-TestLiteralScheduler.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
 # ---- single cases ----
