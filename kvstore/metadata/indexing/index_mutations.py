@@ -15,7 +15,6 @@ from kvstore.core.checksum import key_range
 from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
-from kvstore.metadata.indexing.publish_sequence import BatchVerdict, SequenceMode, SequenceState
 from kvstore.metadata.membership.records import (
     decode_removed,
     drain_note,
@@ -25,7 +24,6 @@ from kvstore.metadata.membership.records import (
     refused_note,
     removed_note,
     report_note,
-    sequence_note,
     synced_note,
 )
 
@@ -54,60 +52,7 @@ class PublishOutcome:
     sequence: int
     blocks_stored: int
     blocks_removed: int
-    duplicates: int
     error: KVStoreError | None
-
-
-# ---- order of batches ----
-class NotedSequence:
-    """How far a node has published, as a note in the index, which is lost together with the changes that it covers.
-
-    Args:
-        index: the index.
-        node_id: the node.
-        boot_id: its boot.
-    """
-
-    def __init__(self, index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
-        self._index = index
-        self._note = sequence_note(node_id)
-        self._boot_id = boot_id
-
-    def read(self, _first: int) -> SequenceState:
-        """The state before the batch with the number ``_first``."""
-        return SequenceState.decode(self._index.note(self._note), self._boot_id)
-
-    def write(self, state: SequenceState) -> None:
-        """Store the state after a batch."""
-        self._index.put_note(self._note, state.encode(), announce=False)
-
-
-class StreamSequence:
-    """Progress of one publish stream, in memory. A stream begins where the node's acknowledgements ended.
-
-    For an index that several servers share: a server that still applies the last batches of a stream that is lost would set a
-    note back, and a shard that loses blocks loses no note. Such blocks are found by their range.
-
-    Args:
-        boot_id: boot of the node.
-    """
-
-    def __init__(self, boot_id: BootId) -> None:
-        self._boot_id = boot_id
-        self._state: SequenceState | None = None
-
-    def read(self, first: int) -> SequenceState:
-        """The state before the batch with the number ``first``."""
-        return self._state or SequenceState(self._boot_id, first - 1, SequenceMode.RUNNING)
-
-    def write(self, state: SequenceState) -> None:
-        """Keep the state after a batch."""
-        self._state = state
-
-
-def publish_sequence(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> NotedSequence | StreamSequence:
-    """The sequence of a new stream."""
-    return StreamSequence(boot_id) if index.leases_roles else NotedSequence(index, node_id, boot_id)
 
 
 # ---- registration ----
@@ -124,9 +69,6 @@ def register_node(index: PrefixIndex, info: NodeInfo) -> list[VolumeNeed]:
     removed = decode_removed(index.note(removed_note(node_id)))
     if removed is not None and removed[0] == boot_id:
         raise Conflict("this node was removed: stop it, or restart it to register it again", node_id=node_id)
-    if not index.leases_roles:
-        noted = NotedSequence(index, node_id, boot_id)
-        noted.write(noted.read(1).registered(boot_id))
     encoded = info.SerializeToString(deterministic=True)
     if index.note(node_note(node_id)) != encoded:
         index.put_note(node_note(node_id), encoded)
@@ -163,31 +105,34 @@ def forget_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
             index.close_volume_epoch(info.volume_epoch)
             index.put_note(synced_note(info.volume_id), None)
     index.put_beats({node_id: None})
-    index.put_notes(dict.fromkeys((report_note(node_id), refused_note(node_id), sequence_note(node_id))), announce=False)
+    index.put_notes(dict.fromkeys((report_note(node_id), refused_note(node_id))), announce=False)
     index.put_notes(dict.fromkeys((drain_note(node_id), left_note(node_id))))
     index.put_note(node_note(node_id), None)  # last: after a crash before it, the next tick repeats the whole change
 
 
 # ---- publishing ----
-def apply_batches(
-    index: PrefixIndex, node_id: NodeId, sequence: NotedSequence | StreamSequence, batches: Sequence[PublishBatch]
-) -> PublishOutcome:
-    """Apply batches of one node in order, in as few index transactions as their contents allow."""
-    state = sequence.read(batches[0].sequence)
-    duplicates, error = 0, None
+def apply_batches(index: PrefixIndex, node_id: NodeId, last: int | None, batches: Sequence[PublishBatch]) -> PublishOutcome:
+    """Apply batches of one node in order, in as few index transactions as their contents allow.
+
+    A stream begins where the node's acknowledgements ended. So batches may be applied again, in the same order as before, which
+    changes nothing. A number that is skipped within a stream means that a batch was lost: the node must register again.
+
+    Args:
+        index: the index.
+        node_id: the node.
+        last: number of the stream's last batch; None: the stream begins.
+        batches: at least one.
+    """
+    expected = batches[0].sequence if last is None else last + 1
+    error = None
     admitted: list[PublishBatch] = []
     for batch in batches:
-        verdict, following = state.judge(batch.sequence)
-        if verdict is BatchVerdict.REFUSE:
-            error = Conflict("a publish batch is missing: register again", got=batch.sequence, expected=state.last + 1)
+        if batch.sequence != expected:
+            error = Conflict("a publish batch is missing: register again", got=batch.sequence, expected=expected)
             _request_inventories(index, node_id)
-            state = following
             break
-        if verdict is BatchVerdict.APPLY:
-            admitted.append(batch)
-        else:
-            duplicates += 1
-        state = following
+        admitted.append(batch)
+        expected += 1
     stored = removed = 0
     for group in _groups(admitted):
         runs = [run for batch in group for run in batch.stored]
@@ -198,9 +143,7 @@ def apply_batches(
         removed += len(keys)
         if group[-1].sync_end:
             _end_sync(index, group[-1])
-    # last: after a crash before it, the node sends the batches again, and applying them again changes nothing
-    sequence.write(state)
-    return PublishOutcome(state.last, stored, removed, duplicates, error)
+    return PublishOutcome(expected - 1, stored, removed, error)
 
 
 def _groups(batches: Sequence[PublishBatch]) -> list[list[PublishBatch]]:

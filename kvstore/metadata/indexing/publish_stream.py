@@ -20,12 +20,9 @@ from kvstore.core.errors import Internal, InvalidArgument, KVStoreError
 from kvstore.core.types import KEY_BYTES, BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.indexing.index_mutations import (
-    NotedSequence,
     PublishBatch,
     PublishOutcome,
-    StreamSequence,
     apply_batches,
-    publish_sequence,
 )
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
@@ -50,7 +47,7 @@ class PublishStream:
         self._nodes = nodes
         self._counters = counters
         self._identity: tuple[NodeId, BootId] | None = None
-        self._sequence: NotedSequence | StreamSequence | None = None
+        self._last: int | None = None
         self._reader: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
         # None is the end of the stream; an error follows the batches that arrived before it
@@ -103,15 +100,12 @@ class PublishStream:
 
     async def _apply(self, group: list[PublishBatch]) -> PublishOutcome:
         assert self._identity is not None
-        if self._sequence is None:
-            self._sequence = publish_sequence(self._index, *self._identity)
-        applied = await self._thread.run(apply_batches, self._index, self._identity[0], self._sequence, group)
+        applied = await self._thread.run(apply_batches, self._index, self._identity[0], self._last, group)
+        self._last = applied.sequence
         self._counters.add(metadata_metrics.PUBLISH_BATCHES, len(group))
         self._counters.add(metadata_metrics.PUBLISH_GROUPS)
         self._counters.add(metadata_metrics.BLOCKS_PUBLISHED, applied.blocks_stored)
         self._counters.add(metadata_metrics.BLOCKS_UNPUBLISHED, applied.blocks_removed)
-        if applied.duplicates:
-            self._counters.add(metadata_metrics.PUBLISH_DUPLICATES, applied.duplicates)
         if applied.error is not None:
             self._counters.add(metadata_metrics.PUBLISH_GAPS)
         return applied

@@ -10,8 +10,6 @@ name                    value                                                   
 ``synced/<volume id>``  the volume epoch whose inventory is complete               yes
 ``report/<node id>``    host and contents of the last heartbeat                    no
 ``refused/<node id>``   number and reason of the last refusal                      no
-``sequence/<node id>``  last batch that the boot published (``publish_sequence``);  no
-                        only in an index of one host
 ``shares``              shares of all quotas (``retention.share_table``)           no
 ======================  =========================================================  ==========
 
@@ -38,7 +36,6 @@ DRAIN_PREFIX: Final = "drain/"
 LEFT_PREFIX: Final = "left/"
 REFUSED_PREFIX: Final = "refused/"
 REMOVED_PREFIX: Final = "removed/"
-SEQUENCE_PREFIX: Final = "sequence/"
 
 _VOLUME_EPOCH: Final = struct.Struct("<Q")
 _REPORT: Final = struct.Struct("<QB")
@@ -93,11 +90,6 @@ def report_note(node_id: NodeId) -> str:
 def refused_note(node_id: NodeId) -> str:
     """Name of the note with the last rejected call in a node's name."""
     return REFUSED_PREFIX + node_id
-
-
-def sequence_note(node_id: NodeId) -> str:
-    """Name of the note with a node's publish sequence."""
-    return SEQUENCE_PREFIX + node_id
 
 
 def encode_volume_epoch(volume_epoch: VolumeEpoch) -> bytes:

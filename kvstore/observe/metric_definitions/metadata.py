@@ -90,7 +90,6 @@ BLOCKS_PUBLISHED: Final = group.counter("metadata_blocks_published_total", "repl
 BLOCKS_UNPUBLISHED: Final = group.counter("metadata_blocks_unpublished_total", "replicas removed from the index")
 PUBLISH_BATCHES: Final = group.counter("metadata_publish_batches_total", "batches published by nodes")
 PUBLISH_GROUPS: Final = group.counter("metadata_publish_groups_total", "transactions that applied published batches")
-PUBLISH_DUPLICATES: Final = group.counter("metadata_publish_duplicates_total", "batches that a node published twice")
 PUBLISH_GAPS: Final = group.counter("metadata_publish_gaps_total", "publish streams rejected because a batch was missing")
 REGISTRATIONS: Final = group.counter("metadata_registrations_total", "registrations of nodes, restarts included")
 HEARTBEATS: Final = group.counter("metadata_heartbeats_total", "heartbeats received from all nodes")

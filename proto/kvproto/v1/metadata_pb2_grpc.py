@@ -187,7 +187,7 @@ class MetadataServicer:
 
     def Publish(self, request_iterator, context):
         """Publishes stored and removed blocks, in order. One stream per node. Each batch is acknowledged by its sequence number after it is in
-        the index. A batch that is sent again after a lost acknowledgement changes nothing.
+        the index. After a lost acknowledgement, a new stream sends the batches again in the same order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
