@@ -11,9 +11,8 @@ import pytest
 from admin_client import AdminHttp
 
 from kvclient import CacheSpec, KVClient
-from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.rpc.client import call, connect
+from support.node_stats import node_counter
 from support.wait import wait_until
 
 SPEC = CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=4096, tenant="acme")
@@ -21,11 +20,6 @@ OTHER = CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=4096, 
 BLOCKS = 8
 WAIT_S = 5.0
 PATH = f"/v1/namespaces/{SPEC.namespace.hex()}/hints"
-
-
-def stats_of(cluster: LocalCluster, node: str) -> node_pb2.GetNodeStatsResponse:
-    with connect(cluster.node(node).address) as channel:
-        return call(node_pb2_grpc.NodeStub(channel).GetNodeStats, node_pb2.GetNodeStatsRequest(), WAIT_S)
 
 
 @dataclass
@@ -38,13 +32,10 @@ class Store:
 
     def keep(self, session: str) -> None:
         """Give a hint as an engine does, and wait until the node has applied it."""
-        before = self.counter("a", "node_hinted_protected_blocks_total")
+        before = node_counter(self.cluster, "a", "node_hinted_protected_blocks_total")
         keys = list(self.client.keys(np.arange(BLOCKS * SPEC.block_tokens, dtype=np.uint32)))
         assert self.client.hints.keep(session, keys, keep_for_s=600.0)
-        wait_until(lambda: self.counter("a", "node_hinted_protected_blocks_total") == before + BLOCKS)
-
-    def counter(self, node: str, name: str) -> int:
-        return int(stats_of(self.cluster, node).counters.get(name, 0))
+        wait_until(lambda: node_counter(self.cluster, "a", "node_hinted_protected_blocks_total") == before + BLOCKS)
 
 
 @pytest.fixture(scope="module")

@@ -32,14 +32,13 @@ from kvclient.device.int8 import ScaleGroups
 from kvclient.device.layouts import PagedCache
 from kvclient.gds.landing_ring import LandingRing
 from kvclient.gds.ring_slots import RingSlots
-from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.buffers import DenseBlocks
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.rpc.client import call, connect
 from kvstore.tiers.io_engines.tensor_memory import TensorMemory
 from kvstore.tiers.nvme.mounted import MountedSlab
 from samples import sample
 from support.client_parts import session_of
+from support.node_stats import evict
 from support.stub_cases import run_stub_cases
 from support.wait import wait_until
 
@@ -384,9 +383,7 @@ def test_landing_serves_vllm_worker_beside_the_arena(tmp_path: Path) -> None:
             keys = engine.keys(blocks)
 
             def only_on_disk() -> bool:
-                with connect(cluster.node("n").local_socket) as channel:
-                    request = node_pb2.EvictRequest(operation_id=bytes(16), tier=int(Tier.DRAM))  # type: ignore[arg-type]
-                    call(node_pb2_grpc.NodeStub(channel).Evict, request, 10.0)
+                evict(cluster, "n")
                 found = client.lookup(keys)
                 return found.hit_blocks == len(keys) and {run.tier for run in found.runs} == {Tier.NVME}
 

@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
 from kvclient import CacheSpec, ClientOptions, KVClient, LoadResult, Paths, StoreResult
-from kvproto.v1 import node_pb2, node_pb2_grpc
-from kvstore.core.types import BlockKey
+from kvproto.v1 import node_pb2
+from kvstore.core.types import BlockKey, Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.accounting_check import check_accounts
 from kvstore.workload.payload import Payloads
-from support.node_stats import node_stats
-from support.wait import wait_until
+from support.node_stats import empty_dram, evict, flush, node_stats
 
 WAIT_S = 30.0
 HANG_S = 60.0
@@ -92,18 +90,14 @@ class Store:
     def node_stats(self, node: str) -> node_pb2.GetNodeStatsResponse:
         return node_stats(self.cluster, node)
 
-    def evict(self, node: str, tier: int = 2) -> int:
-        with grpc.insecure_channel(self.cluster.node(node).address) as channel:
-            request = node_pb2.EvictRequest(operation_id=bytes(16), tier=tier)  # type: ignore[arg-type]
-            return node_pb2_grpc.NodeStub(channel).Evict(request, timeout=10).evicted_blocks
+    def evict(self, node: str, tier: int = Tier.DRAM) -> int:
+        return evict(self.cluster, node, tier)
 
     def empty_dram(self, node: str) -> None:
-        """Evict until the node holds no block in DRAM. One round may miss some: leases are returned late."""
-        wait_until(lambda: (self.evict(node), self.node_stats(node).tiers[0].blocks == 0)[1], f"{node} holds nothing in DRAM")
+        empty_dram(self.cluster, node)
 
     def flush(self, node: str) -> bool:
-        with grpc.insecure_channel(self.cluster.node(node).address) as channel:
-            return node_pb2_grpc.NodeStub(channel).Flush(node_pb2.FlushRequest(timeout_ms=10_000), timeout=12).complete
+        return flush(self.cluster, node)
 
     def close(self) -> None:
         for engine in self._engines:

@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 from adapters_bed import merge_adapter
 from transformers import AutoModelForCausalLM
 
-from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer, token_ids_of
 from kvstore.testing.tiny_models import PAD
+from support.node_stats import evict, flush
 
 STORAGE, PREFILL, DECODE = "storage-0", "prefill-0", "decode-0"
 BLOCK = 32
@@ -98,20 +97,14 @@ class PdBed:
             if name.startswith("vllm:kvstore_") and name.endswith("_total")
         }
 
-    def node(self, name: str) -> node_pb2_grpc.NodeStub:
-        return node_pb2_grpc.NodeStub(grpc.insecure_channel(self.cluster.node(name).address))
-
     def only_in_storage(self) -> None:
         """Make all blocks durable, and remove them from the memory of hosts and engines."""
         for engine in self.engines:
             engine.reset_prefix_cache()
         for name in (PREFILL, DECODE, STORAGE):
-            assert self.node(name).Flush(node_pb2.FlushRequest(timeout_ms=20_000), timeout=25).complete
+            assert flush(self.cluster, name, 20.0)
         for name in (PREFILL, DECODE, STORAGE):
-            self.node(name).Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=node_pb2_tier_dram), timeout=20)
-
-
-node_pb2_tier_dram: Any = 2
+            evict(self.cluster, name)
 
 
 @contextmanager

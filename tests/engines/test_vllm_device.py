@@ -27,7 +27,7 @@ from kvstore.testing.connector.driver import StoreAddress
 from kvstore.testing.connector.suite import ConnectorSuite
 from kvstore.testing.tiny_models import make_model
 from support.client_parts import session_of
-from support.node_stats import empty_dram
+from support.node_stats import empty_dram, flush
 from support.wait import wait_until
 
 LATE = {"connector": "LateConnector", "module": "late_connector"}
@@ -108,6 +108,7 @@ def test_blocks_land_from_nvme_with_device_checksums(folder: Path, tmp_path: Pat
             engine.forget()
             assert "of_pages" in hashed
             (client,) = engine.worker_side.clients
+            assert flush(cluster, "n")
             empty_dram(cluster, "n")
             wait_until(lambda: all(tiers_of(client, prompt) == {Tier.NVME} for prompt in PROMPTS[:3]), "the index shows that")
             reader = client.context.disks

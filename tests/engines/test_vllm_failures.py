@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
+from support.node_stats import evict
 from support.wait import wait_until
 
 pytest.importorskip("vllm")
@@ -21,7 +21,6 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm_bed import BLOCK, SingleEngine, VllmDriver, VllmEngine, text, tiny
 
-from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.testing.connector.driver import StoreAddress
 
@@ -187,8 +186,7 @@ def test_corrupt_blocks_are_computed(make_bed: Callable[..., Bed]) -> None:
         file.write(b"\x55\xaa")
         file.flush()
         os.fsync(file.fileno())
-    with grpc.insecure_channel(bed.cluster.node("n").address) as channel:
-        node_pb2_grpc.NodeStub(channel).Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=2), timeout=10)  # type: ignore[arg-type]
+    evict(bed.cluster, "n")
     assert engine.tokens(PROMPTS) == right
     counts = engine.counters()
     assert counts["loads_failed"] == 1

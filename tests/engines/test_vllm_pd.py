@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
+from support.node_stats import node_stats
 from support.wait import wait_until
 
 pytest.importorskip("vllm")
 
 from pd_bed import BLOCK, DECODE, PREFILL, PROMPT_DEADLINE_S, Oracle, PdBed, for_decode, for_prefill, pd_bed, text, transfer_id
 
-from kvproto.v1 import node_pb2
 from kvstore.core.errors import KVStoreError
 from kvstore.lab.engine_bed import ServedEngine, token_ids_of
 from kvstore.testing.tiny_models import make_model
@@ -144,7 +144,7 @@ def test_a_hand_over_that_fails_for_good_is_waited_for_by_nobody(bed: PdBed, ora
 
 def fates(bed: PdBed, *names: str) -> int:
     """Prompts that the decode node awaited, and that ended so."""
-    counters = bed.node(DECODE).GetNodeStats(node_pb2.GetNodeStatsRequest(), timeout=5).counters
+    counters = node_stats(bed.cluster, DECODE).counters
     return sum(counters[f"prompts_{name}_total"] for name in names)
 
 

@@ -14,7 +14,7 @@ from vllm_bed import BLOCK, MOST_TOKENS, SingleEngine, VllmDriver, VllmEngine, t
 
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.testing.connector.driver import StoreAddress
-from support.node_stats import empty_dram, node_counter, node_stats
+from support.node_stats import empty_dram, flush, node_counter, node_stats
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -51,6 +51,7 @@ def full_engine(engine: VllmEngine, cluster: LocalCluster, other: int) -> Any:
     from vllm import SamplingParams
 
     engine.forget()
+    assert flush(cluster, "n")
     empty_dram(cluster, "n")
     engine.one_by_one([text(9, 8)])  # the first step after a reset checks the weights
     core = engine.llm.llm_engine

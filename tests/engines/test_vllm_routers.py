@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import msgspec
 import numpy as np
 import pytest
@@ -29,12 +28,12 @@ from kvclient.engines.vllm.tier.counters import TierCounters
 from kvclient.engines.vllm.tier.facts import TierGroup
 from kvclient.engines.vllm.tier.options import TierOptions
 from kvclient.events.block_groups import GroupBlockId
-from kvproto.v1 import node_pb2, node_pb2_grpc
-from kvproto.v1.common_pb2 import Tier
+from kvstore.core.types import Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.testing.connector.driver import StoreAddress
 from support.events_command import publishing
 from support.llmd_rules import LlmdIndex, LlmdSubscriber
+from support.node_stats import evict
 from support.wait import wait_until
 
 MIB = 1 << 20
@@ -49,12 +48,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     spec = NodeSpec("n", dram_bytes=64 * MIB, nvme_bytes=64 * MIB)
     with LocalCluster([spec], tmp_path_factory.mktemp("store")) as made:
         yield made
-
-
-def evict(cluster: LocalCluster, tier: Tier) -> None:
-    with grpc.insecure_channel(cluster.node("n").address) as channel:
-        request = node_pb2.EvictRequest(operation_id=bytes(15) + bytes([tier]), tier=tier)
-        node_pb2_grpc.NodeStub(channel).Evict(request, timeout=10)
 
 
 def events_on() -> Any:
@@ -106,9 +99,9 @@ def test_engine_announces_tiers_and_evictions(cluster: LocalCluster, folder: Pat
         assert own.keys() <= theirs.keys()
         for one, event in own.items():
             assert (event.kv_cache_spec_kind, event.group_idx) == (theirs[one].kv_cache_spec_kind, theirs[one].group_idx)
-        evict(cluster, Tier.TIER_DRAM)
+        evict(cluster, "n", Tier.DRAM)
         wait_until(lambda: listener.prefix(PROMPT, "m") == {"storage": WHOLE}, lambda: str(listener.seen[-2:]))
-        evict(cluster, Tier.TIER_NVME)
+        evict(cluster, "n", Tier.NVME)
         wait_until(lambda: listener.prefix(PROMPT, "m") == {}, lambda: str(listener.seen[-2:]))
         assert not +listener.index.dropped
         assert engine.counters().get("bugs", 0) == 0
@@ -176,9 +169,9 @@ def test_store_publishes_blocks_of_two_engines_with_tokens(
             wait_until(lambda: found(other).get("cpu") == 192, lambda: publisher.metrics())
             assert found(PROMPT)["cpu"] == WHOLE
             assert engine.counters()["labels_stored"] >= 2
-            evict(cluster, Tier.TIER_DRAM)
+            evict(cluster, "n", Tier.DRAM)
             wait_until(lambda: found(other) == {"storage": 192}, lambda: publisher.metrics())
-            evict(cluster, Tier.TIER_NVME)
+            evict(cluster, "n", Tier.NVME)
             wait_until(lambda: found(other) == {} == found(PROMPT), lambda: publisher.metrics())
             assert not +index.dropped
         finally:
@@ -247,9 +240,9 @@ def test_tier_announces_and_labels_chunks(cluster: LocalCluster, folder: Path, t
             assert served.llm.reset_prefix_cache()
             listener.index.clear(POD)  # as vLLM's own event says
             announced(PROMPT, cpu=whole, storage=whole)
-            evict(cluster, Tier.TIER_DRAM)
+            evict(cluster, "n", Tier.DRAM)
             announced(PROMPT, storage=whole)
-            evict(cluster, Tier.TIER_NVME)
+            evict(cluster, "n", Tier.NVME)
             announced(PROMPT)
             wait_until(lambda: found(PROMPT) == {}, lambda: publisher.metrics())
             served.answers([other])
@@ -335,7 +328,7 @@ def test_tier_observer_follows_only_chunks_that_are_held(cluster: LocalCluster) 
         observer.found(request, chunks)
         wait_until(lambda: counters.totals()["labels_stored"] == 4, lambda: str(counters.totals()))
         wait_until(lambda: held("STORAGE") == set(arrived), lambda: str(told))
-        evict(cluster, Tier.TIER_DRAM)
+        evict(cluster, "n", Tier.DRAM)
         wait_until(lambda: not held("CPU"), lambda: str(told))
         assert held("STORAGE") == set(arrived)
         observer.connect(specs, groups, "sha256")

@@ -14,15 +14,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import grpc
 import numpy as np
 
 from kvclient import CacheSpec, KVClient
 from kvclient.events.block_groups import GroupBlockId, xor
 from kvclient.events.label_writer import LabelWriter
 from kvclient.events.labels import BlockLabel, LabelNamespace
-from kvproto.v1 import node_pb2, node_pb2_grpc
-from kvproto.v1.common_pb2 import Tier
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from nursery import cli
@@ -30,6 +27,7 @@ from support.dynamo_indexer import dynamo_indexer
 from support.events_command import Publisher, publishing
 from support.kv_event_subscriber import ZmqSubscriber
 from support.llmd_rules import LlmdIndex, LlmdSubscriber
+from support.node_stats import evict
 from support.wait import wait_until
 
 BLOCKS = 20
@@ -59,9 +57,7 @@ class Engine:
         wait_until(lambda: self.client.load(keys, out).hit_blocks == BLOCKS, lambda: "the blocks are back")
 
     def evict(self) -> None:
-        with grpc.insecure_channel(self.cluster.node("a").address) as channel:
-            request = node_pb2.EvictRequest(operation_id=bytes(16), tier=Tier.TIER_DRAM)
-            node_pb2_grpc.NodeStub(channel).Evict(request, timeout=10)
+        evict(self.cluster, "a")
 
 
 @contextmanager

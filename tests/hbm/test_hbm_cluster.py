@@ -17,6 +17,7 @@ from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey
 from kvstore.embedded import children
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from support.node_stats import evict
 from support.wait import wait_until
 
 SPEC = CacheSpec(model="hbm-cluster", block_tokens=16, layers=4, layer_block_bytes=4096)
@@ -136,7 +137,7 @@ def test_peer_reads_block_held_only_by_a_pool(cluster: LocalCluster, connect: Co
     keys = client.keys(tokens(BLOCKS, seed))
     client.store(keys, data, wait_visible=True)
     assert pool.wait_published()
-    drop_dram(cluster)
+    evict(cluster, "prefill")
     reader = connect(node)
     wait_until(lambda: tiers_of(reader.lookup(keys)) == {Tier.HBM})
     out = np.zeros_like(data)
@@ -167,7 +168,7 @@ def test_evicted_block_is_unpublished_and_demoted(cluster: LocalCluster, connect
         data = content(BLOCKS, 7)
         client.store(first, data, wait_visible=True)
         assert pool.wait_published()
-        drop_dram(cluster)
+        evict(cluster, "prefill")
         wait_until(lambda: tiers_of(reader.lookup(first)) == {Tier.HBM})
         for seed in (8, 9):
             client.store(client.keys(tokens(BLOCKS, seed)), content(BLOCKS, seed))
@@ -222,7 +223,7 @@ def test_pool_of_dead_engine_is_hidden(cluster: LocalCluster, connect: Connect) 
             node_id = engine.stdout.readline().decode().strip()
             reader = connect(None)
             keys = reader.keys(tokens(BLOCKS, 11))
-            drop_dram(cluster)
+            evict(cluster, "prefill")
             wait_until(lambda: {run.node_id for run in reader.lookup(keys).runs} == {node_id})
             lookup = reader.lookup(keys)
             out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
@@ -280,7 +281,7 @@ def test_two_pools_read_from_each_other(cluster: LocalCluster, connect: Connect,
         keys = one.keys(tokens(BLOCKS, 17))
         one.store(keys, data)
         assert pool.wait_published()
-        drop_dram(cluster)
+        evict(cluster, "prefill")
         wait_until(lambda: tiers_of(two.lookup(keys)) == {Tier.HBM})
         for source in (pool.node_id, other.node_id):
             out = np.zeros_like(data)
@@ -313,14 +314,3 @@ def test_restarted_metadata_server_relearns_pool() -> None:
         cluster.start_metadata()
         wait_until(lambda: client.lookup(keys).hit_blocks == BLOCKS, timeout_s=30.0)
         assert {run.node_id for run in client.lookup(keys).runs} == {pool.node_id}
-
-
-def drop_dram(cluster: LocalCluster) -> None:
-    """The node evicts its DRAM blocks, as if other blocks had displaced them."""
-    from kvproto.v1 import node_pb2, node_pb2_grpc
-    from kvstore.rpc.client import call, connect
-
-    with connect(cluster.node("prefill").local_socket) as channel:
-        stub = node_pb2_grpc.NodeStub(channel)
-        request = node_pb2.EvictRequest(operation_id=bytes(16), tier=int(Tier.DRAM))  # type: ignore[arg-type]
-        call(stub.Evict, request, 10.0)

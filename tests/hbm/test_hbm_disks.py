@@ -24,7 +24,7 @@ from kvclient.gds.volume_reader import GdsReader
 from kvclient.hbm import HbmPool
 from kvclient.memory.engine_pool import DiskLocations, StoredVolume
 from kvclient.results import PATH_HBM, PATH_LOCAL
-from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvproto.v1 import node_pb2
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unavailable, Unsupported
@@ -32,11 +32,12 @@ from kvstore.core.types import BlockKey, Outcome, VolumeId
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.rpc.client import call, connect
+from kvstore.rpc.client import call
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 from kvstore.tiers.nvme.mounted import MountedSlab
 from kvstore.tiers.nvme.superblock import DATA_START
 from support.client_parts import context_of, session_of
+from support.node_stats import evict, node_counter, node_stats
 from support.stub_cases import run_stub_cases
 from support.wait import wait_until
 
@@ -363,19 +364,14 @@ class Bed:
         options = ClientOptions(default_deadline_s=20.0)
         return KVClient.connect(self.cluster.metadata_address, SPEC, node=address, options=options, hbm=pool)
 
-    def call(self, name: str, request: Any) -> Any:
-        with connect(self.cluster.node("n").local_socket) as channel:
-            return call(getattr(node_pb2_grpc.NodeStub(channel), name), request, 10.0)
-
     def evict(self, tier: Tier) -> int:
-        return int(self.call("Evict", node_pb2.EvictRequest(operation_id=bytes(16), tier=int(tier))).evicted_blocks)  # type: ignore[arg-type]
+        return evict(self.cluster, "n", tier)
 
     def counter(self, name: str) -> int:
-        return int(self.call("GetNodeStats", node_pb2.GetNodeStatsRequest()).counters.get(name, 0))
+        return node_counter(self.cluster, "n", name)
 
     def in_dram(self) -> int:
-        tiers = self.call("GetNodeStats", node_pb2.GetNodeStatsRequest()).tiers
-        return sum(int(tier.blocks) for tier in tiers if tier.tier == Tier.DRAM)
+        return sum(int(tier.blocks) for tier in node_stats(self.cluster, "n").tiers if tier.tier == Tier.DRAM)
 
     def on_disk(self, seed: int) -> tuple[list[BlockKey], np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
         """A chain only on the node's disk, according to the index."""

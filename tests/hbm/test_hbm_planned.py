@@ -11,11 +11,10 @@ import pytest
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Paths, Tier
 from kvclient.hbm import HbmPool
 from kvclient.results import PATH_HBM
-from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
-from kvstore.rpc.client import call, connect
+from support.node_stats import evict
 
 SPEC = CacheSpec(model="hbm-planned", block_tokens=16, layers=4, layer_block_bytes=4096)
 BLOCKS = 40
@@ -45,9 +44,7 @@ def stored(cluster: LocalCluster, client: KVClient, pool: HbmPool, seed: int) ->
     end = time.monotonic() + 20
     while True:
         for node in ("s", "p", "d"):
-            with connect(cluster.node(node).local_socket) as channel:
-                request = node_pb2.EvictRequest(operation_id=bytes(16), tier=int(Tier.DRAM))  # type: ignore[arg-type]
-                call(node_pb2_grpc.NodeStub(channel).Evict, request, 10.0)
+            evict(cluster, node)
         lookup = client.lookup(keys)
         if lookup.hit_blocks == BLOCKS and {run.tier for run in lookup.runs} == {Tier.NVME}:
             return keys, data, lookup
