@@ -169,7 +169,7 @@ class RetentionEnforcer:
             self._rules = rules
             self._wake.set()
         if settings.from_sequence > self._reported or 0 < settings.from_sequence < self._applied_report:
-            return  # shares are stale: computed from an older report, by a worker that lags behind, or for another boot
+            return  # shares are stale: computed from an older report, by a server that lags behind, or for another boot
         self._applied_report = settings.from_sequence
         known = [namespace for namespace, report in self._joining.items() if report <= settings.from_sequence]
         if shares == self._shares and not known:
