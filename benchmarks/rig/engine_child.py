@@ -128,6 +128,8 @@ class _Engine:
         self._numbers = iter(range(1 << 62))
         self._connectors: dict[str, tuple[Any, Any]] = {"none": (None, None)}
         """The scheduler's and the worker's connector."""
+        self._verdicts: Any = None
+        """Those of our connector, which may be switched off."""
         self._in_connector_s = 0.0
         self._inside = False
         if transfer is not None:
@@ -208,6 +210,13 @@ class _Engine:
         if worker is not None:
             with mock.patch.object(KVConnectorFactory, "create_connector", return_value=worker):
                 ensure_kv_transfer_initialized(core.vllm_config, core.scheduler.kv_cache_config)
+        return {}
+
+    def verdicts(self, *, on: bool) -> dict[str, Any]:
+        """Switch our connector between its verdicts and loading all found blocks."""
+        side = self._connectors["own"][0].scheduler_side
+        self._verdicts = side.verdicts or self._verdicts
+        side.use_verdicts(self._verdicts if on else None)
         return {}
 
     def _open_connectors(self) -> None:

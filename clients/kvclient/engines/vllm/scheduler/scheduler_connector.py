@@ -135,8 +135,13 @@ class SchedulerConnector:
         """The prefix lookup; None: not connected yet."""
         return self._prefix_lookup
 
-    def use_verdicts(self, verdicts: Verdicts) -> None:
-        """Decide for each request whether its blocks are loaded; without it, all are."""
+    @property
+    def verdicts(self) -> Verdicts | None:
+        """The verdicts in use; None: all found blocks are loaded."""
+        return self._verdicts
+
+    def use_verdicts(self, verdicts: Verdicts | None) -> None:
+        """Decide for each request whether its blocks are loaded; None: all are."""
         self._verdicts = verdicts
 
     def bind_pool(self, pool: BlockPool) -> None:
