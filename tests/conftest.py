@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from file_times import TimeRecorder, read_times, start_order
-from kvstore.embedded.children import Children
+from kvstore.embedded.children import DaemonLaunchers
 from kvstore.observe import counters
 from kvstore.process.gc_tuning import freeze_startup_objects
 from nursery import Nurseries
@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--plain-daemons"):
         folder, owner = getattr(config, "workerinput", {}).get("nurseries", (None, None))
         nurseries = Nurseries(folder and Path(folder), owner)
-        Children.launcher, Children.engines = nurseries, nurseries.serve
+        DaemonLaunchers.launcher, DaemonLaunchers.engines = nurseries, nurseries.serve
         Nurseries.current = nurseries
         config.add_cleanup(nurseries.close)
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvstore.embedded.children import Children, die_with_parent
+from kvstore.embedded.children import DaemonLaunchers, die_with_parent
 from nursery import COMMAND, IMPORTED, MESSAGE_BYTES, READY, REFUSED, SCRIPT, SERVER, Launchers
 
 SERVES = (
@@ -220,7 +220,7 @@ def main() -> NoReturn:
         int(ready),
         seen_by_imports(kind, os.environ) if seen is None else seen,
     )
-    Children.launcher = Launchers(Path(folder))
+    DaemonLaunchers.launcher = Launchers(Path(folder))
     if kind == SCRIPT or (kind == SERVER and sys.argv[1].endswith(".py")):
         sys.argv = sys.argv[1:]
         sys.path[0] = str(Path(sys.argv[0]).parent)  # like a plain start

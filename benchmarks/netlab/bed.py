@@ -27,7 +27,7 @@ from kvstore.embedded.valkey import ServerHost, ValkeyServers
 from kvstore.netlab import netns
 from kvstore.netlab.bed import METADATA_HOST, LabBed
 from kvstore.netlab.lab import LabHost, NetLab
-from kvstore.netlab.traffic import Recording
+from kvstore.netlab.traffic import LinkRecorder
 from netlab.workload import Workload
 
 MIB = 1 << 20
@@ -288,7 +288,7 @@ class LoadBed:
             self.begin(number, loads[number::hosts], in_flight, paths, deadline_s)
         return self.end(used, before)
 
-    def record(self) -> Recording:
+    def record(self) -> LinkRecorder:
         """Of every NIC; to be entered."""
         return self.lab.record()
 

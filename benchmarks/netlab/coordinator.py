@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.netlab.traffic import Recording
+from kvstore.netlab.traffic import LinkRecorder
 from netlab.agents import Trajectory
 from netlab.assigning import Assigned, Assigner, ByRules, ByServer, InTurns, Wanted
 from netlab.bed import machine_times
@@ -109,7 +109,7 @@ class RunResult:
     variant: Variant
     requests: tuple[Request, ...]
     began_s: float
-    recording: Recording
+    recording: LinkRecorder
     machine_cpu: float
     """Share of all cores that was busy, with any process."""
     engines: tuple[dict[str, Any], ...]

@@ -17,7 +17,7 @@ from harness import REPOSITORY, Figure, Options, Reference, Target
 from kvstore.core.spec import CacheSpec
 from kvstore.netlab.bed import LabBed
 from kvstore.netlab.lab import available
-from kvstore.netlab.traffic import LabNic, Network, Recording
+from kvstore.netlab.traffic import LabNic, LinkRecorder, Network
 from netlab import plots
 from netlab.bed import MIB, Batch, BedOptions, LoadBed, machine_times
 from netlab.workload import Workload, from_trace, made_up
@@ -48,7 +48,7 @@ class Run:
     """One measured batch, and the traffic of the links during it."""
 
     batch: Batch
-    recording: Recording
+    recording: LinkRecorder
 
 
 @dataclass(slots=True)

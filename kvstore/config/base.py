@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from kvstore.config.values import Rendered
+from kvstore.config.values import ValueFormat
 from kvstore.process.tls import TlsConfig
 
 _UNIT: Final = re.compile(r"_(ms|bytes)$")
@@ -34,7 +34,7 @@ def _none_text(value: str | None) -> str:
     return value or "none"
 
 
-AddressOrNone = Annotated[str | None, BeforeValidator(_none), PlainSerializer(_none_text), Rendered(_none_text)]
+AddressOrNone = Annotated[str | None, BeforeValidator(_none), PlainSerializer(_none_text), ValueFormat(_none_text)]
 """An address, or ``none``."""
 
 

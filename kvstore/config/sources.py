@@ -15,7 +15,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from kvstore.config.client import ClusterSection
 from kvstore.config.model import Config
-from kvstore.config.values import FROM_SOURCES, Rendered
+from kvstore.config.values import FROM_SOURCES, ValueFormat
 from kvstore.core.errors import InvalidArgument
 
 ENVIRONMENT_PREFIX = "KVSTORE_"
@@ -171,7 +171,7 @@ def _leaves(model: BaseModel, provenance: Provenance, prefix: str) -> Iterator[L
             for inner, section in value.items():
                 yield from _leaves(section, provenance, f"{key}.{inner}.")
             continue
-        shown = next((note for note in field.metadata if isinstance(note, Rendered)), None)
+        shown = next((note for note in field.metadata if isinstance(note, ValueFormat)), None)
         if isinstance(value, SecretStr):
             text = "********" if value.get_secret_value() else ""
         elif shown is not None:

@@ -159,7 +159,7 @@ def parse_mount(value: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class ValueFormat:
     """How a field's values are written for people: part of its annotation."""
 
     write: Callable[[Any], str]
@@ -188,8 +188,8 @@ def _shown_if_set(write: Callable[[int], str]) -> Callable[[int | None], str]:
     return lambda value: "" if value is None else write(value)
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Rendered(format_size)]
-Memory = Annotated[int, BeforeValidator(parse_memory), Rendered(format_size)]
-SizeIfSet = Annotated[int | None, BeforeValidator(_unset(parse_size)), Rendered(_shown_if_set(format_size))]
-DurationMsIfSet = Annotated[int | None, BeforeValidator(_duration_if_set), Rendered(_shown_if_set(format_duration_ms))]
-DurationMs = Annotated[int, BeforeValidator(_duration), Rendered(format_duration_ms)]
+Size = Annotated[int, BeforeValidator(parse_size), ValueFormat(format_size)]
+Memory = Annotated[int, BeforeValidator(parse_memory), ValueFormat(format_size)]
+SizeIfSet = Annotated[int | None, BeforeValidator(_unset(parse_size)), ValueFormat(_shown_if_set(format_size))]
+DurationMsIfSet = Annotated[int | None, BeforeValidator(_duration_if_set), ValueFormat(_shown_if_set(format_duration_ms))]
+DurationMs = Annotated[int, BeforeValidator(_duration), ValueFormat(format_duration_ms)]

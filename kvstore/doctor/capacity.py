@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from kvstore.doctor.contract import Finding, Level, setting_size
-from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
+from kvstore.doctor.facts import ProbeResults, Requirements, Section, WantedVolume
 from kvstore.health.quantities import show_size
 from kvstore.process.memory.memory_sizing import NODE_BASE_BYTES, NODE_BYTES_PER_BLOCK, block_table_memory, most_blocks
 
@@ -17,7 +17,7 @@ SMALL_SHARE = 20
 """An arena below this fraction (1/n) of the memory of a large host is reported."""
 
 
-def capacity_findings(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def capacity_findings(facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     """Report combinations that do not fit on the host, even if each part does."""
     yield from _shared_disks(facts, wanted)
     yield from _disks(facts, wanted)
@@ -25,7 +25,7 @@ def capacity_findings(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     yield from _arena(facts["memory"], wanted)
 
 
-def _shared_disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def _shared_disks(facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     by_filesystem: dict[int, list[tuple[WantedVolume, Section]]] = defaultdict(list)
     by_disk: dict[str, list[str]] = defaultdict(list)
     for volume, folder in zip(wanted.volumes, facts.all("volume"), strict=False):
@@ -55,7 +55,7 @@ def _shared_disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
             yield Finding("storage", Level.WARNING, message)
 
 
-def _disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def _disks(facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     """List the NVMe disks of the host if no volume is configured."""
     if wanted.volumes or facts["disks"].error:
         return
@@ -68,7 +68,7 @@ def _disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("storage", Level.INFO, message)
 
 
-def _full_node(memory: Section, wanted: Wanted) -> Iterator[Finding]:
+def _full_node(memory: Section, wanted: Requirements) -> Iterator[Finding]:
     total = memory.number("total_bytes")
     if memory.error or total is None:
         return
@@ -89,7 +89,7 @@ def _full_node(memory: Section, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("memory", Level.OK, f"a full node takes {show_size(table)} beside its arena ({reckoned})")
 
 
-def _arena(memory: Section, wanted: Wanted) -> Iterator[Finding]:
+def _arena(memory: Section, wanted: Requirements) -> Iterator[Finding]:
     total, nodes = memory.number("total_bytes"), memory.number("numa_nodes")
     if memory.error or total is None:
         return

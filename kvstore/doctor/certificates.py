@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator
 
 from kvstore.doctor.contract import Finding, Level
-from kvstore.doctor.facts import Facts, Wanted
+from kvstore.doctor.facts import ProbeResults, Requirements
 
 SOON_S = 30 * 86_400.0
 """A certificate that expires within this time gets a warning."""
 _DAY_S = 86_400
 
 
-def certificate_findings(facts: Facts, wanted: Wanted, now_s: float) -> Iterator[Finding]:
+def certificate_findings(facts: ProbeResults, wanted: Requirements, now_s: float) -> Iterator[Finding]:
     """Report the clock and each configured TLS section.
 
     Args:
@@ -38,7 +38,7 @@ def certificate_findings(facts: Facts, wanted: Wanted, now_s: float) -> Iterator
             yield _judge(asked.section, one.text("file") or "?", one.number("ends"), one.text("names"), now_s)
 
 
-def _clock(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def _clock(facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     """Report a clock that follows no time server: certificates, log lines and event times depend on it."""
     synchronized = facts["system"].flag("clock_synchronized")
     if facts["system"].error or synchronized is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from kvstore.doctor.facts import Facts, Section, Wanted
+from kvstore.doctor.facts import ProbeResults, Requirements, Section
 from kvstore.process.run_with_timeout import run_with_timeout
 
 PROBE_S = 10.0
@@ -18,7 +18,7 @@ GDS = "kvstore.doctor.gds_probe"
 NIXL = "kvstore.doctor.nixl_probe"
 
 
-def collect(wanted: Wanted, *, timeout_s: float = PROBE_S, gds_timeout_s: float = GDS_S) -> Facts:
+def collect(wanted: Requirements, *, timeout_s: float = PROBE_S, gds_timeout_s: float = GDS_S) -> ProbeResults:
     """Collect the facts of this host. Takes as long as the slowest probe. A failing probe raises nothing.
 
     Args:
@@ -43,7 +43,7 @@ def collect(wanted: Wanted, *, timeout_s: float = PROBE_S, gds_timeout_s: float 
         asked[f"tls:{number}"] = partial(run_probe, HOST, ["certificates", *files], timeout_s)
     with ThreadPoolExecutor(len(asked), thread_name_prefix="doctor") as threads:
         answers = {name: threads.submit(ask) for name, ask in asked.items()}
-        return Facts({name: answer.result() for name, answer in answers.items()})
+        return ProbeResults({name: answer.result() for name, answer in answers.items()})
 
 
 def run_probe(module: str, arguments: Sequence[str], timeout_s: float) -> Section:

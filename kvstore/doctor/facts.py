@@ -46,7 +46,7 @@ class WantedTls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Requirements:
     """Requirements of the configuration."""
 
     dram_bytes: int
@@ -103,7 +103,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ProbeResults:
     """Results of all probes by name. Probes of folders have a number, such as ``volume:0``."""
 
     sections: Mapping[str, Section] = field(default_factory=dict)

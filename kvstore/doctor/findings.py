@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from kvstore.doctor.capacity import LARGE_ARENA, capacity_findings
 from kvstore.doctor.certificates import certificate_findings
 from kvstore.doctor.contract import Finding, Level, setting_size
-from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
+from kvstore.doctor.facts import ProbeResults, Requirements, Section, WantedVolume
 from kvstore.health.quantities import show_size
 from kvstore.tiers.io_engines.probe import SLAB_FILE
 from kvstore.transport.nixl.agent import LOOPBACK
@@ -24,7 +24,7 @@ SHM_LEAST = 256 << 20
 SOME_VOLUME = "--set node.nvme=/mnt/nvme0/kvstore:1TiB   # a folder on a local NVMe disk, and how much of it"
 
 
-def findings(facts: Facts, wanted: Wanted) -> list[Finding]:
+def findings(facts: ProbeResults, wanted: Requirements) -> list[Finding]:
     """List the findings on a host. Never raises, even on malformed facts."""
     looks = (
         _software, _gpu, _gds, _storage, _mounts, _memory, capacity_findings, _defaults, _limits, _network, _tls, _rdma,
@@ -42,7 +42,7 @@ def _unknown(area: str, section: Section, of: str = "") -> Finding:
     return Finding(area, Level.WARNING, f"{of}{': ' if of else ''}not known: the probe {section.error}")
 
 
-def _software(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
+def _software(facts: ProbeResults, _wanted: Requirements) -> Iterator[Finding]:
     system = facts["system"]
     if system.error:
         yield _unknown("software", system)
@@ -64,7 +64,7 @@ def _software(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
         yield Finding("software", Level.OK, f"copies and checksums by the native kernel {kernel}")
 
 
-def _gpu(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
+def _gpu(facts: ProbeResults, _wanted: Requirements) -> Iterator[Finding]:
     gpu = facts["gpu"]
     if gpu.error:
         yield _unknown("GPU", gpu)
@@ -93,7 +93,7 @@ def _gpu(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
         )
 
 
-def _gds(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def _gds(facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     area, required = "GPUDirect Storage", wanted.gds == "required"
     if wanted.gds == "off":
         yield Finding(area, Level.INFO, "switched off (node.gds)")
@@ -119,7 +119,7 @@ def _gds(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding(area, Level.MISSING if required else Level.WARNING, "not known: nothing was measured")
 
 
-def _storage(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def _storage(facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     if not wanted.volumes:
         alone = "" if facts["running"].texts("volumes") else ": blocks live in DRAM alone"
         yield Finding("storage", Level.INFO, _no_volume(facts) + alone, SOME_VOLUME)
@@ -127,7 +127,7 @@ def _storage(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         yield from _volume(volume, folder)
 
 
-def _no_volume(facts: Facts) -> str:
+def _no_volume(facts: ProbeResults) -> str:
     """Report that no volume is configured, and name the volumes of nodes that run with another configuration."""
     running = facts["running"].texts("volumes")
     if not running:
@@ -199,7 +199,7 @@ def _cannot_be_opened(path: str, folder: Section) -> Finding | None:
     return Finding("storage", Level.MISSING, message, fix)
 
 
-def _mounts(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def _mounts(facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     for path, folder in zip(wanted.mounts, facts.all("mount"), strict=False):
         if folder.error:
             yield _unknown("storage", folder, str(path))
@@ -217,7 +217,7 @@ def _mounts(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
             yield Finding("storage", Level.WARNING, f"mount {path}: {message}: its blocks come from the owner", fix)
 
 
-def _memory(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def _memory(facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     memory = facts["memory"]
     if memory.error:
         yield _unknown("memory", memory)
@@ -243,7 +243,7 @@ def _memory(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("memory", Level.OK, f"{SHM}: {show_size(shm)} left")
 
 
-def _huge_pages(memory: Section, wanted: Wanted) -> Iterator[Finding]:
+def _huge_pages(memory: Section, wanted: Requirements) -> Iterator[Finding]:
     size, free, reserved = (memory.number(f"huge_page{name}") or 0 for name in ("_bytes", "s_free", "s_total"))
     transparent = memory.text("transparent")
     message = f"{reserved} reserved, {free} free" + (f", of {show_size(size)}" if size else "") + f"; transparent: {transparent}"
@@ -267,7 +267,7 @@ def _huge_pages(memory: Section, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("memory", Level.WARNING, "huge pages: this kernel has none")
 
 
-def _reserve(message: str, memory: Section, wanted: Wanted, pages: int) -> tuple[str, str]:
+def _reserve(message: str, memory: Section, wanted: Requirements, pages: int) -> tuple[str, str]:
     """Message and fix if ``pages`` huge pages in total would hold the arena.
 
     The kernel reserves huge pages at once, and no other program can use them. The fix therefore leaves enough memory to the host.
@@ -290,7 +290,7 @@ def _reserve(message: str, memory: Section, wanted: Wanted, pages: int) -> tuple
     return message, f"--set node.dram={setting_size(fits)}   # huge pages for that can be reserved"
 
 
-def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def _limits(facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     memory = facts["memory"]
     if memory.error:
         return  # said above
@@ -313,12 +313,12 @@ def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("limits", Level.OK, f"nofile: {'unlimited' if files < 0 else files}")
 
 
-def _defaults(_facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def _defaults(_facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     for default in wanted.defaults:
         yield Finding("defaults", Level.OK, default)
 
 
-def _tls(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def _tls(facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     yield from certificate_findings(facts, wanted, time.time())
 
 
@@ -332,7 +332,7 @@ def _raise_limit(memory: Section, name: str, most: str, elsewhere: str) -> str:
     return f"sudo prlimit --pid $$ --{name}={most}:{most}   # systemd: {elsewhere}"
 
 
-def _network(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
+def _network(facts: ProbeResults, _wanted: Requirements) -> Iterator[Finding]:
     network = facts["network"]
     if network.error:
         yield _unknown("network", network)
@@ -346,7 +346,7 @@ def _network(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
             yield Finding("network", Level.OK, f"{name}: {show_size(most)} at most")
 
 
-def _rdma(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
+def _rdma(facts: ProbeResults, _wanted: Requirements) -> Iterator[Finding]:
     network, system = facts["network"], facts["system"]
     if network.error:
         return  # said above
@@ -375,12 +375,12 @@ def _rdma(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
         yield Finding("RDMA", Level.OK, tools)
 
 
-def _install_nixl(facts: Facts) -> str:
+def _install_nixl(facts: ProbeResults) -> str:
     cuda = facts["gpu"].text("cuda") or ""
     return f"pip install nixl-cu{13 if cuda.startswith('13') else 12}"
 
 
-def _nixl(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+def _nixl(facts: ProbeResults, wanted: Requirements) -> Iterator[Finding]:
     area, asked, probe = "NIXL", wanted.nixl, facts["nixl"]
     if asked is None:
         yield Finding(area, Level.INFO, "switched off (node.nixl)")
@@ -410,7 +410,7 @@ def _nixl(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding(area, level, f"blocks move over TCP: {probe.text('why') or 'nothing was tried'}", fix)
 
 
-def _lab(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
+def _lab(facts: ProbeResults, _wanted: Requirements) -> Iterator[Finding]:
     network, system = facts["network"], facts["system"]
     if network.error or system.error:
         return

@@ -140,7 +140,7 @@ class EngineLauncher(Protocol):
     ) -> subprocess.Popen[bytes]: ...
 
 
-class Children:
+class DaemonLaunchers:
     """Default launchers of daemons and served engines in this process.
 
     Attributes:

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound, Unsupported, install_command
-from kvstore.embedded.children import Children, Launcher
+from kvstore.embedded.children import DaemonLaunchers, Launcher
 from kvstore.embedded.ports import LOOPBACK, port_after
 from kvstore.embedded.temp_dirs import TempDir
 from kvstore.process.atomic_file import open_private
@@ -54,7 +54,7 @@ class DaemonHost:
 
     Attributes:
         host: address that it listens on, at any port; without TLS unless settings enable it.
-        launcher: starts the daemon; None: ``Children.launcher``.
+        launcher: starts the daemon; None: ``DaemonLaunchers.launcher``.
     """
 
     host: str = LOOPBACK
@@ -373,7 +373,7 @@ class LocalCluster:
             arguments += ["--set", setting]
         with open(log_path, "ab", opener=open_private) as log:  # logs name tenants and requests
             log_start = log.seek(0, os.SEEK_END)
-            process = (place.launcher or Children.launcher)(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            process = (place.launcher or DaemonLaunchers.launcher)(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         daemon = Daemon(name, process, {}, log_path, log_start)
         self._daemons[name] = daemon
         deadline_s = time.monotonic() + START_TIMEOUT_S

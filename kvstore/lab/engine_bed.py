@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
-from kvstore.embedded.children import Children, Launcher
+from kvstore.embedded.children import DaemonLaunchers, Launcher
 from kvstore.embedded.ports import LOOPBACK, free_port
 
 START_TIMEOUT_S = 180.0
@@ -323,7 +323,9 @@ class EngineBed:
                 command = ["setsid", "env", *variables, *spec.command(port)]
                 process = spec.launcher(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             else:
-                process = Children.engines(spec.command(port), stdout=log, stderr=log, env=spec.variables(), new_session=True)
+                process = DaemonLaunchers.engines(
+                    spec.command(port), stdout=log, stderr=log, env=spec.variables(), new_session=True
+                )
         engine = ServedEngine(spec, port, process, log_path, log_start)
         self._engines[spec.name] = engine
         return engine

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal
-from kvstore.embedded.children import Children
+from kvstore.embedded.children import DaemonLaunchers
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -43,7 +43,7 @@ class RouterProcess:
         command = [sys.executable, "-m", "kvstore.cli", "router", "--listen", "127.0.0.1:0"]
         command += ["--ready-file", str(self._ready_file), *self._arguments]
         with self.log_path.open("ab") as log:
-            process = Children.launcher(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            process = DaemonLaunchers.launcher(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self._process = process
         end_s = time.monotonic() + START_TIMEOUT_S
         while not self._ready_file.exists():

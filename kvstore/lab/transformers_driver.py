@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.testing.connector.driver import Generated, StoreAddress
+from kvstore.testing.connector.driver import EngineAnswer, StoreAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,21 @@ class TransformersEngine:
             given: dict[str, Any] = {"metadata": store.metadata, "node": store.node, **options}
             self._store = PrefixStore.connect(self._model, block_tokens=driver.block_tokens, **given)
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[EngineAnswer]:
         """One after the other: a batch takes as many columns from the store as its worst row allows."""
         return [self._answer(prompt, max_tokens) for prompt in prompts]
 
-    def _answer(self, prompt: Sequence[int], max_tokens: int) -> Generated:
+    def _answer(self, prompt: Sequence[int], max_tokens: int) -> EngineAnswer:
         import torch
 
         ids = torch.tensor([list(prompt)])
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
         given |= {"min_new_tokens": max_tokens, "max_new_tokens": max_tokens}
         if self._store is None:
-            return Generated(tuple(self._model.generate(**given)[0, len(prompt) :].tolist()))
+            return EngineAnswer(tuple(self._model.generate(**given)[0, len(prompt) :].tolist()))
         with self._store.cache(ids) as cache:
             tokens = self._model.generate(**given, past_key_values=cache)[0, len(prompt) :].tolist()
-        return Generated(tuple(tokens), cache.loaded_tokens)
+        return EngineAnswer(tuple(tokens), cache.loaded_tokens)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all offered blocks are stored or given up."""

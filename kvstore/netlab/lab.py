@@ -31,10 +31,10 @@ from typing import IO, Self, get_args
 
 from kvstore.core.errors import Conflict, Internal, InvalidArgument, KVStoreError, NotFound
 from kvstore.embedded import children
-from kvstore.embedded.children import Children
+from kvstore.embedded.children import DaemonLaunchers
 from kvstore.netlab import netns
 from kvstore.netlab.links import MTU, LinkSettings, LinkTrafficClass, change_lines, check_rate
-from kvstore.netlab.traffic import DEFAULT_INTERVAL_S, CounterFile, Counts, LabNic, Network, Recording
+from kvstore.netlab.traffic import DEFAULT_INTERVAL_S, CounterFile, Counts, LabNic, LinkRecorder, Network
 
 NETWORKS: tuple[Network, ...] = get_args(Network)
 MAX_HOSTS = 200
@@ -127,7 +127,7 @@ class LabHost:
         """
         log = stdout if stdout is stderr and not isinstance(stdout, int) else None
         if log is not None and stdin == subprocess.DEVNULL and env is None and cwd is None:  # as daemons are started
-            return Children.launcher(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, netns=self._fd)
+            return DaemonLaunchers.launcher(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, netns=self._fd)
         return children.start(argv, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd=cwd, netns=self._fd)
 
     def run(self, argv: Sequence[str], *, timeout_s: float = 60.0, stdin: bytes = b"") -> bytes:
@@ -265,7 +265,7 @@ class NetLab:
             raise InvalidArgument(f"a lab must have 1 to {MAX_HOSTS} hosts of different names", hosts=names)
         self.name = netns.new_lab_name()
         self._hosts = {spec.name: LabHost(spec, index, self.name) for index, spec in enumerate(hosts)}
-        self._guard: netns.Guard | None = None
+        self._guard: netns.LabReaper | None = None
         self._switch_fd = -1
         self._counters: CounterFile | None = None
 
@@ -279,7 +279,7 @@ class NetLab:
         if self._guard is not None:
             raise Conflict("this lab runs already", lab=self.name)
         netns.remove_stale()
-        self._guard = netns.Guard(self.name)
+        self._guard = netns.LabReaper(self.name)
         try:
             self._build()
         except BaseException:
@@ -332,9 +332,9 @@ class NetLab:
             raise NotFound("this lab does not run", lab=self.name)
         return dict(zip(self._counters.nics, self._counters.read(), strict=True))
 
-    def record(self, interval_s: float = DEFAULT_INTERVAL_S) -> Recording:
+    def record(self, interval_s: float = DEFAULT_INTERVAL_S) -> LinkRecorder:
         """A recording of every NIC, to be entered as a context: ``with lab.record() as recording: ...``."""
-        return Recording(self._open_counters(), interval_s)
+        return LinkRecorder(self._open_counters(), interval_s)
 
     # ---------------------------------------------------------------- set-up
     def _build(self) -> None:

@@ -236,7 +236,7 @@ def _start_ticks(pid: int) -> int | None:
 
 
 # ---------------------------------------------------------------- the guard
-class Guard:
+class LabReaper:
     """A process that removes a lab when this one ends, even by SIGKILL: it waits for the end of a pipe that only we hold open."""
 
     def __init__(self, lab: str) -> None:

@@ -115,7 +115,7 @@ class Series:
         return self.rx_bytes if direction == "rx" else self.tx_bytes
 
 
-class Recording:
+class LinkRecorder:
     """Samples every NIC in the background. A context manager; its samples stay readable afterwards.
 
     Args:

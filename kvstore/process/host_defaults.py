@@ -63,7 +63,7 @@ class HostFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Derived(Generic[_T]):
+class DerivedDefault(Generic[_T]):
     """A derived value with its reason."""
 
     value: _T
@@ -74,13 +74,13 @@ class Derived(Generic[_T]):
 class NodeDefaults:
     """Values for unset settings of a node. Fields have the names of the settings."""
 
-    load_threads: Derived[int]
-    load_window: Derived[int]
-    move_bandwidth: Derived[int]
-    move_window: Derived[int]
-    stop_grace: Derived[int]
+    load_threads: DerivedDefault[int]
+    load_window: DerivedDefault[int]
+    move_bandwidth: DerivedDefault[int]
+    move_window: DerivedDefault[int]
+    stop_grace: DerivedDefault[int]
     """Milliseconds."""
-    huge_pages: Derived[bool]
+    huge_pages: DerivedDefault[bool]
 
 
 def derive(facts: HostFacts) -> NodeDefaults:
@@ -96,50 +96,52 @@ def derive(facts: HostFacts) -> NodeDefaults:
         load_threads=_load_threads(facts),
         load_window=_load_window(facts),
         move_bandwidth=move,
-        move_window=Derived(window, f"1/{MOVE_WINDOWS_PER_S} s of move_bandwidth, at least {LEAST_MOVE_WINDOW >> 20} MiB"),
+        move_window=DerivedDefault(window, f"1/{MOVE_WINDOWS_PER_S} s of move_bandwidth, at least {LEAST_MOVE_WINDOW >> 20} MiB"),
         stop_grace=_stop_grace(facts),
         huge_pages=_huge_pages(facts),
     )
 
 
-def _load_threads(facts: HostFacts) -> Derived[int]:
+def _load_threads(facts: HostFacts) -> DerivedDefault[int]:
     wanted = THREADS_PER_VOLUME * facts.volumes
     most = min(MOST_THREADS, max(LEAST_THREADS, 2 * facts.cores))
     value = max(LEAST_THREADS, min(most, wanted))
     bounds = f"at least {LEAST_THREADS}, at most {most} on {facts.cores} cores"
-    return Derived(value, f"{THREADS_PER_VOLUME} for each of {facts.volumes} volumes, {bounds}")
+    return DerivedDefault(value, f"{THREADS_PER_VOLUME} for each of {facts.volumes} volumes, {bounds}")
 
 
-def _load_window(facts: HostFacts) -> Derived[int]:
+def _load_window(facts: HostFacts) -> DerivedDefault[int]:
     wanted = min(WINDOW_PER_VOLUME * facts.volumes, facts.arena_bytes // WINDOW_SHARE // _MIB * _MIB, MOST_WINDOW)
     why = f"{WINDOW_PER_VOLUME >> 20} MiB for each of {facts.volumes} volumes, at least {LEAST_WINDOW >> 20} MiB"
-    return Derived(max(LEAST_WINDOW, wanted), why)
+    return DerivedDefault(max(LEAST_WINDOW, wanted), why)
 
 
-def _move_bandwidth(facts: HostFacts) -> Derived[int]:
+def _move_bandwidth(facts: HostFacts) -> DerivedDefault[int]:
     if facts.link_bytes_per_s is None:
-        return Derived(USUAL_MOVE_BYTES_PER_S, "the speed of the link is unknown")
+        return DerivedDefault(USUAL_MOVE_BYTES_PER_S, "the speed of the link is unknown")
     share = int(facts.link_bytes_per_s) // MOVE_SHARE
-    return Derived(max(LEAST_MOVE_BYTES_PER_S, share), f"a quarter of the link of {facts.link_bytes_per_s / 125e6:g} Gbit/s")
+    return DerivedDefault(
+        max(LEAST_MOVE_BYTES_PER_S, share), f"a quarter of the link of {facts.link_bytes_per_s / 125e6:g} Gbit/s"
+    )
 
 
-def _stop_grace(facts: HostFacts) -> Derived[int]:
+def _stop_grace(facts: HostFacts) -> DerivedDefault[int]:
     if not facts.volumes and not facts.writes_elsewhere:
-        return Derived(LEAST_GRACE_MS, "no volume to write to")
+        return DerivedDefault(LEAST_GRACE_MS, "no volume to write to")
     waiting = facts.arena_bytes * 3 // 4
     rate = VOLUME_WRITE_BYTES_PER_S * max(1, facts.volumes)
     seconds = -(-waiting // rate)
     value = min(MOST_GRACE_MS, max(LEAST_GRACE_MS, seconds * 1_000))
     why = f"three quarters of the arena may wait for write-back, at {rate / 1e9:g} GB/s assumed"
-    return Derived(value, why)
+    return DerivedDefault(value, why)
 
 
-def _huge_pages(facts: HostFacts) -> Derived[bool]:
+def _huge_pages(facts: HostFacts) -> DerivedDefault[bool]:
     if facts.arena_bytes < HUGE_PAGES_FROM:
-        return Derived(value=False, why=f"the arena is smaller than {HUGE_PAGES_FROM >> 30} GiB")
+        return DerivedDefault(value=False, why=f"the arena is smaller than {HUGE_PAGES_FROM >> 30} GiB")
     if facts.huge_pages_free_bytes < facts.arena_bytes:
-        return Derived(value=False, why=f"{facts.huge_pages_free_bytes >> 30} GiB of huge pages are reserved and free")
-    return Derived(value=True, why="the host has reserved huge pages for the whole arena")
+        return DerivedDefault(value=False, why=f"{facts.huge_pages_free_bytes >> 30} GiB of huge pages are reserved and free")
+    return DerivedDefault(value=True, why="the host has reserved huge pages for the whole arena")
 
 
 def check_bandwidth(measured_bytes_per_s: float | None) -> int:

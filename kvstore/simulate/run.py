@@ -23,7 +23,7 @@ from kvstore.roofline.calibration import ALPHA_S, BETA_S
 from kvstore.roofline.engine_model import EngineModel, PrefillChunk
 from kvstore.simulate.cluster import DispatchPolicy, SimConfig
 from kvstore.simulate.engines.decode import DecodeUnit
-from kvstore.simulate.engines.dispatch import ByScheduler, Dispatch, TakeTurns, check_fits
+from kvstore.simulate.engines.dispatch import Dispatch, RoundRobinDispatch, SchedulerDispatch, check_fits
 from kvstore.simulate.engines.job import Job, SpaceQueue
 from kvstore.simulate.engines.prefill import PrefillEngine, PrefillUnit
 from kvstore.simulate.network.event_loop import EventLoop
@@ -162,9 +162,9 @@ class _Run:
         decode = self.places[EngineKind.DECODE]
         if self.config.variant.scheduling is DispatchPolicy.ROUND_ROBIN:
             space = [place.engine.hbm_units for place in decode]
-            return TakeTurns(len(self.places[EngineKind.PREFILL]), space, self._paired)
+            return RoundRobinDispatch(len(self.places[EngineKind.PREFILL]), space, self._paired)
         engines = [place.engine for role in EngineKind for place in self.places[role]]
-        return ByScheduler(self.loop, engines, self._limits(), self.config.fetch_s, self._read_tokens, self._paired)
+        return SchedulerDispatch(self.loop, engines, self._limits(), self.config.fetch_s, self._read_tokens, self._paired)
 
     def _limits(self) -> SchedulerLimits:
         """Return alpha and beta in tokens, derived from the links and the mean request."""

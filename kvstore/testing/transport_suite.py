@@ -43,7 +43,7 @@ PATIENCE_S = 30.0
 SENTINEL = 0xA5
 
 
-class Served(Protocol):
+class TransportServer(Protocol):
     """A running server of a provider."""
 
     def stop(self) -> None:
@@ -147,7 +147,7 @@ class TransportSuite(ABC):
     """Behaviour that every transport must have."""
 
     @abstractmethod
-    def serve(self, provider: BlockProvider, authority: TicketAuthority | None = None) -> Served:
+    def serve(self, provider: BlockProvider, authority: TicketAuthority | None = None) -> TransportServer:
         """Start serving a provider. If ``authority`` is None, any ticket is valid."""
 
     @abstractmethod
@@ -162,14 +162,14 @@ class TransportSuite(ABC):
         provider.settle()
 
     @pytest.fixture
-    def served(self, provider: MemoryProvider) -> Iterator[Served]:
+    def served(self, provider: MemoryProvider) -> Iterator[TransportServer]:
         """A server of the provider."""
         served = self.serve(provider)
         yield served
         served.stop()
 
     @pytest.fixture
-    def peer(self, served: Served) -> Iterator[BlockPeer]:
+    def peer(self, served: TransportServer) -> Iterator[BlockPeer]:
         """A peer of the server."""
         peer = self.connect(served)
         yield peer
@@ -501,7 +501,9 @@ class TransportSuite(ABC):
         provider.before_part = None
         assert peer.read(read_of(range(6), 1), dense(6, shape)).outcomes == [Outcome.HIT] * 6
 
-    def test_read_server_killed_midway_is_unavailable(self, provider: MemoryProvider, served: Served, peer: BlockPeer) -> None:
+    def test_read_server_killed_midway_is_unavailable(
+        self, provider: MemoryProvider, served: TransportServer, peer: BlockPeer
+    ) -> None:
         shape = BlockShape(1, 2_000)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(6))
@@ -520,7 +522,7 @@ class TransportSuite(ABC):
         with pytest.raises(Unavailable):
             peer.read(read_of(range(6), 1), buffer)
 
-    def test_read_peer_closed_midway_is_unavailable(self, provider: MemoryProvider, served: Served) -> None:
+    def test_read_peer_closed_midway_is_unavailable(self, provider: MemoryProvider, served: TransportServer) -> None:
         shape = BlockShape(1, 2_000)
         provider.declare(NAMESPACE, shape)
         provider.put(NAMESPACE, range(6))
@@ -538,7 +540,7 @@ class TransportSuite(ABC):
         with pytest.raises(Unavailable):
             peer.read(read_of(range(6), 1), dense(6, shape))
 
-    def test_write_peer_closed_midway_is_lost(self, provider: MemoryProvider, served: Served) -> None:
+    def test_write_peer_closed_midway_is_lost(self, provider: MemoryProvider, served: TransportServer) -> None:
         shape = BlockShape(1, 2_000)
         provider.declare(NAMESPACE, shape)
         provider.on_grant = gate = ProviderGate()

@@ -34,7 +34,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from certificates import CertificateFiles, make_certificates
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.cli.app import root
-from kvstore.embedded.children import Children
+from kvstore.embedded.children import DaemonLaunchers
 from kvstore.embedded.temp_dirs import TempDir
 from support.ports import free_ports
 from support.wait import wait_until
@@ -182,7 +182,7 @@ class ThreeHosts:
         arguments += ["--set", f"{section}.ready_file={ready}"]
         log = host.logs / f"{name}.log"
         with log.open("ab") as out, mock.patch.dict(os.environ, environment):
-            process = Children.launcher(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            process = DaemonLaunchers.launcher(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         self.daemons[name] = Daemon(process, log)
         if not wait:
             return

@@ -27,7 +27,7 @@ from kvclient.device.calibration.choice import (
     ON_COPY_ENGINES,
     SMALL_PIECE_BYTES,
     Direction,
-    Measured,
+    TrialResults,
     by_rule,
     candidates,
     choose,
@@ -64,7 +64,7 @@ def test_choice_of_measured_strategies_is_the_fastest(
 ) -> None:
     wanted = candidates(direction, available)
     rates = {name: rates.get(name, 1e9) for name in wanted}
-    choice = choose(direction, available, piece_bytes, Measured(rates))
+    choice = choose(direction, available, piece_bytes, TrialResults(rates))
     assert (choice.source, choice.gap, choice.rates) == ("measured", "", rates)
     engines = [rates[name] for name in wanted if name in ON_COPY_ENGINES]
     kernels = [rates[name] for name in wanted if name not in ON_COPY_ENGINES]
@@ -75,7 +75,7 @@ def test_choice_of_measured_strategies_is_the_fastest(
         assert rates[choice.strategy] == max(kernels)
         assert not engines or direction == "load", "kernels for stores must be requested"
         assert not engines or max(kernels) > (1 + MARGIN) * max(engines), "it takes multiprocessors for little"
-    assert choose(direction, available, piece_bytes, Measured(dict(reversed(rates.items())))).strategy == choice.strategy
+    assert choose(direction, available, piece_bytes, TrialResults(dict(reversed(rates.items())))).strategy == choice.strategy
 
 
 @given(
@@ -89,7 +89,7 @@ def test_choice_of_measured_strategies_is_the_fastest(
 def test_choice_with_missing_measurements_follows_the_rule(
     direction: Direction, available: set[str], piece_bytes: int, rates: dict[str, float], failed: set[str], gap: str
 ) -> None:
-    choice = choose(direction, available, piece_bytes, Measured(rates, dict.fromkeys(failed, "error"), gap))
+    choice = choose(direction, available, piece_bytes, TrialResults(rates, dict.fromkeys(failed, "error"), gap))
     wanted = CANDIDATES[direction]
     assert choice.strategy in available
     assert choice.strategy in wanted, "stores never use a kernel that reads pages, or sources that are not final"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvstore.config.sources import load_config
 from kvstore.doctor.contract import Finding, Level
-from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedVolume
+from kvstore.doctor.facts import ProbeResults, Requirements, Section, WantedNixl, WantedVolume
 from kvstore.doctor.findings import findings, healthy
 from kvstore.doctor.servers.daemon_findings import (
     Answer,
@@ -64,17 +64,17 @@ SERVER: dict[str, dict[str, Any]] = LAPTOP | {
     "gds:0": {"path": "gds", "real": True, "why": "6.5 GB/s measured", "measured": True, "fix": None, "facts": {"devices": 1}},
 }  # fmt: skip
 VOLUME = WantedVolume(Path("/mnt/a"), 100 * GIB)
-SMALL = Wanted(dram_bytes=GIB)
-LARGE = Wanted(dram_bytes=64 * GIB, volumes=(VOLUME,), gds="required", huge_pages=True, nixl=WantedNixl(required=True))
+SMALL = Requirements(dram_bytes=GIB)
+LARGE = Requirements(dram_bytes=64 * GIB, volumes=(VOLUME,), gds="required", huge_pages=True, nixl=WantedNixl(required=True))
 
 
-def facts(base: dict[str, dict[str, Any]], **changes: dict[str, Any] | str) -> Facts:
+def facts(base: dict[str, dict[str, Any]], **changes: dict[str, Any] | str) -> ProbeResults:
     """Change the facts of a host: fields of a probe, or its error. ``volume_0`` means ``volume:0``."""
     sections = {name: Section(said) for name, said in base.items()}
     for probe, change in changes.items():
         name = probe.replace("_", ":")
         sections[name] = Section({}, change) if isinstance(change, str) else Section(base.get(name, {}) | change)
-    return Facts(sections)
+    return ProbeResults(sections)
 
 
 def of(found: list[Finding], area: str, words: str = "") -> Finding:
@@ -199,12 +199,12 @@ def test_findings_one_problem_has_fix(changes: dict[str, Any], area: str, words:
 def test_huge_pages_fix_leaves_memory_to_host(gib: int) -> None:
     """For any arena size, a fix leaves 2 GiB to the host, and the proposed arena size can be reserved."""
     host = facts(LAPTOP, memory={"total_bytes": 23 * GIB, "available_bytes": 22 * GIB})
-    finding = of(findings(host, Wanted(dram_bytes=gib * GIB, huge_pages=True)), "memory", "too few")
+    finding = of(findings(host, Requirements(dram_bytes=gib * GIB, huge_pages=True)), "memory", "too few")
     assert_mends_can_be_pasted([finding])
     if finding.fix is not None and finding.fix.startswith("--set node.dram="):
         assert gib > 19
         smaller = int(finding.fix.partition("=")[2].partition("GiB")[0])
-        finding = of(findings(host, Wanted(dram_bytes=smaller * GIB, huge_pages=True)), "memory", "too few")
+        finding = of(findings(host, Requirements(dram_bytes=smaller * GIB, huge_pages=True)), "memory", "too few")
     assert finding.fix is not None
     pages = int(finding.fix.removeprefix("sudo sysctl -w vm.nr_hugepages="))
     assert pages * (2 << 20) <= 22 * GIB - 2.3 * GIB
@@ -212,7 +212,7 @@ def test_huge_pages_fix_leaves_memory_to_host(gib: int) -> None:
 
 def test_huge_pages_without_memory_are_not_proposed() -> None:
     for memory in ({"available_bytes": GIB}, {"available_bytes": None}, {"available_bytes": None, "total_bytes": None}):
-        finding = of(findings(facts(LAPTOP, memory=memory), Wanted(dram_bytes=GIB, huge_pages=True)), "memory", "too few")
+        finding = of(findings(facts(LAPTOP, memory=memory), Requirements(dram_bytes=GIB, huge_pages=True)), "memory", "too few")
         assert (finding.fix or "").startswith("--set node.huge_pages=false")
 
 
@@ -234,7 +234,7 @@ def test_nixl_without_sysfs_proposes_mount() -> None:
     ],
 )
 def test_gds_level_follows_setting(gds: str, said: dict[str, Any], level: Level) -> None:
-    wanted = Wanted(dram_bytes=GIB, volumes=(VOLUME,), gds=gds)
+    wanted = Requirements(dram_bytes=GIB, volumes=(VOLUME,), gds=gds)
     assert of(findings(facts(SERVER | {"gds:0": said}), wanted), "GPUDirect Storage").level is level
 
 
@@ -263,14 +263,14 @@ def test_nixl_level_follows_setting(
     base: dict[str, dict[str, Any]], asked: WantedNixl | None, said: dict[str, Any] | str, words: str, level: Level
 ) -> None:
     host = {name: section for name, section in base.items() if name != "nixl"}
-    found = findings(facts(host, nixl=said), Wanted(dram_bytes=GIB, nixl=asked))
+    found = findings(facts(host, nixl=said), Requirements(dram_bytes=GIB, nixl=asked))
     assert_mends_can_be_pasted(found)
     assert of(found, "NIXL", words).level is level
     assert healthy(found) is (level is not Level.MISSING)
 
 
 def test_gds_required_without_volume_or_probe_is_missing() -> None:
-    for wanted in (Wanted(dram_bytes=GIB, gds="required"), Wanted(dram_bytes=GIB, gds="required", volumes=(VOLUME,))):
+    for wanted in (Requirements(dram_bytes=GIB, gds="required"), Requirements(dram_bytes=GIB, gds="required", volumes=(VOLUME,))):
         found = findings(facts(LAPTOP), wanted)
         assert not healthy(found)
         assert_mends_can_be_pasted(found)
@@ -285,7 +285,7 @@ def test_volumes_and_mounts_are_separate() -> None:
         "mount:2": {"exists": False, "closed": True, "nearest": "/m"},
     }  # fmt: skip
     mounts = (Path("/m/a"), Path("/m/b"), Path("/m/c"))
-    found = findings(facts(base), Wanted(dram_bytes=GIB, volumes=(VOLUME, other), mounts=mounts))
+    found = findings(facts(base), Requirements(dram_bytes=GIB, volumes=(VOLUME, other), mounts=mounts))
     assert of(found, "storage", "/mnt/a: O_DIRECT").level is Level.OK
     assert of(found, "storage", "/mnt/b: O_DIRECT is refused").level is Level.INFO  # direct I/O is switched off
     assert of(found, "GPUDirect Storage", "/mnt/b").level is Level.WARNING
@@ -297,7 +297,7 @@ def test_volumes_and_mounts_are_separate() -> None:
 
 
 def test_folders_with_blanks_are_quoted() -> None:
-    spaced = Wanted(dram_bytes=GIB, volumes=(WantedVolume(Path("/mnt/my disk"), GIB),), mounts=(Path("/m/b c"),))
+    spaced = Requirements(dram_bytes=GIB, volumes=(WantedVolume(Path("/mnt/my disk"), GIB),), mounts=(Path("/m/b c"),))
     found = findings(facts(SERVER | {"mount:0": {"exists": False}}, volume_0={"writable": False}), spaced)
     assert of(found, "storage", "cannot be written to").fix == "sudo chown \"$USER\" '/mnt/my disk'"
     assert of(found, "storage", "mount /m/b c").fix == "sudo mount '/m/b c'   # as /etc/fstab names it"
@@ -355,7 +355,7 @@ def test_running_node_errors_and_silence_are_reported() -> None:
 TWO = [WantedVolume(Path("/mnt/a"), 100 * GIB), WantedVolume(Path("/mnt/b"), 100 * GIB)]
 
 
-def two_volumes(free: int, devices: tuple[int, int], disks: tuple[str, str], slab: int | None = None) -> Facts:
+def two_volumes(free: int, devices: tuple[int, int], disks: tuple[str, str], slab: int | None = None) -> ProbeResults:
     sections = {}
     for number in range(2):
         said = {"free_bytes": free, "device": devices[number], "disk": disks[number], "mount": "/mnt", "slab_bytes": slab}
@@ -364,7 +364,7 @@ def two_volumes(free: int, devices: tuple[int, int], disks: tuple[str, str], sla
 
 
 def test_volumes_on_one_file_system_are_added_up() -> None:
-    found = findings(two_volumes(150 * GIB, (7, 7), ("nvme0n1", "nvme0n1")), Wanted(dram_bytes=GIB, volumes=TWO, gds="off"))
+    found = findings(two_volumes(150 * GIB, (7, 7), ("nvme0n1", "nvme0n1")), Requirements(dram_bytes=GIB, volumes=TWO, gds="off"))
     together = of(found, "storage", "together they need 200.0 GiB more, and 150.0 GiB is free")
     assert together.level is Level.MISSING
     assert of(found, "storage", "share one disk (nvme0n1)").level is Level.WARNING
@@ -373,13 +373,13 @@ def test_volumes_on_one_file_system_are_added_up() -> None:
 
 def test_existing_volumes_need_no_free_space() -> None:
     found = findings(
-        two_volumes(GIB, (7, 7), ("nvme0n1", "nvme0n1"), slab=100 * GIB), Wanted(dram_bytes=GIB, volumes=TWO, gds="off")
+        two_volumes(GIB, (7, 7), ("nvme0n1", "nvme0n1"), slab=100 * GIB), Requirements(dram_bytes=GIB, volumes=TWO, gds="off")
     )
     assert healthy(found)
 
 
 def test_volumes_on_partitions_of_one_disk_share_it() -> None:
-    wanted = Wanted(dram_bytes=GIB, volumes=TWO, gds="off")
+    wanted = Requirements(dram_bytes=GIB, volumes=TWO, gds="off")
     found = findings(two_volumes(150 * GIB, (7, 8), ("nvme0n1", "nvme0n1")), wanted)
     assert healthy(found)
     of(found, "storage", "2 volumes share one disk (nvme0n1)")
@@ -389,13 +389,13 @@ def test_volumes_on_partitions_of_one_disk_share_it() -> None:
 
 def test_block_table_beyond_the_host_is_a_warning() -> None:
     """2 volumes of 3 TiB and blocks of 1 MiB: 6.3 million blocks, about 7 GiB of index beside the arena."""
-    wanted = Wanted(dram_bytes=60 * GIB, volumes=[WantedVolume(Path("/mnt/a"), 6 << 40)], gds="off")
+    wanted = Requirements(dram_bytes=60 * GIB, volumes=[WantedVolume(Path("/mnt/a"), 6 << 40)], gds="off")
     host = facts(SERVER, memory={"total_bytes": 64 * GIB, "available_bytes": 64 * GIB})
     finding = of(findings(host, wanted), "memory", "arena and block table of a full node")
     assert finding.level is Level.WARNING
     assert "1.0 GiB plus 1,000 bytes for each of 6,352,896 blocks of 1.0 MiB" in finding.message
     assert finding.fix == "--set node.dram=57GiB"
-    large_blocks = Wanted(dram_bytes=60 * GIB, volumes=wanted.volumes, gds="off", block_bytes=16 << 20)
+    large_blocks = Requirements(dram_bytes=60 * GIB, volumes=wanted.volumes, gds="off", block_bytes=16 << 20)
     enough = of(findings(host, large_blocks), "memory", "a full node takes")
     assert enough.level is Level.OK
     assert "(1.0 GiB plus " in enough.message
@@ -406,7 +406,7 @@ def test_block_table_beyond_the_host_is_a_warning() -> None:
 )
 def test_large_arena_without_huge_pages_is_a_warning(refused: bool, gib: int, level: Level) -> None:
     host = facts(SERVER, memory={"huge_pages_total": 0, "huge_pages_free": 0})
-    found = findings(host, Wanted(dram_bytes=gib * GIB, huge_pages_refused=refused))
+    found = findings(host, Requirements(dram_bytes=gib * GIB, huge_pages_refused=refused))
     assert of(found, "memory", "huge pages: 0 reserved").level is level
     assert_mends_can_be_pasted(found)
 
@@ -431,7 +431,7 @@ def test_no_volume_configured_names_running_volumes() -> None:
 
 
 def test_defaults_are_reported_with_reason() -> None:
-    found = findings(facts(LAPTOP), Wanted(dram_bytes=GIB, defaults=("node.load_threads = 8 (why)",)))
+    found = findings(facts(LAPTOP), Requirements(dram_bytes=GIB, defaults=("node.load_threads = 8 (why)",)))
     assert of(found, "defaults").message == "node.load_threads = 8 (why)"
 
 
@@ -515,6 +515,6 @@ def test_findings_malformed_facts_never_raise(data: st.DataObject) -> None:
         error = data.draw(st.none() | st.just("gave no answer"))
         sections[name] = Section({key: value for key, value in (said | changed).items() if key not in gone}, error)
     for wanted in (SMALL, LARGE):
-        for finding in findings(Facts(sections), wanted):
+        for finding in findings(ProbeResults(sections), wanted):
             assert finding.area
             assert finding.message

@@ -21,13 +21,13 @@ from kvstore.doctor import host_probes
 from kvstore.doctor.certificates import certificate_findings
 from kvstore.doctor.collect import collect, run_probe
 from kvstore.doctor.contract import Level
-from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, WantedVolume
+from kvstore.doctor.facts import ProbeResults, Requirements, Section, WantedNixl, WantedTls, WantedVolume
 from kvstore.doctor.findings import findings
 from kvstore.doctor.servers.local_nodes import sockets_in
 from kvstore.tiers.nvme.ownership import claim
 from kvstore.tiers.nvme.slab import NvmeSlab
 
-SMALL = Wanted(dram_bytes=1 << 20)
+SMALL = Requirements(dram_bytes=1 << 20)
 
 
 def test_probes_answer_on_this_host() -> None:
@@ -45,7 +45,7 @@ def test_probes_answer_on_this_host() -> None:
 
 
 def test_nixl_probe_unavailable_transport_fails() -> None:
-    wanted = Wanted(dram_bytes=1 << 20, nixl=WantedNixl(required=True, devices="no-such-device", transports="tcp"))
+    wanted = Requirements(dram_bytes=1 << 20, nixl=WantedNixl(required=True, devices="no-such-device", transports="tcp"))
     probe = collect(wanted, timeout_s=60.0)["nixl"]
     assert probe.error is None
     assert probe.flag("works") is False
@@ -67,7 +67,7 @@ def test_folder_probe_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     before = tree(tmp_path)
     names = ("volume", "empty", "not/there", "file")
-    wanted = Wanted(
+    wanted = Requirements(
         dram_bytes=1 << 20, volumes=[WantedVolume(tmp_path / name, 1 << 20) for name in names], mounts=[tmp_path / "volume"]
     )
     facts = collect(wanted)
@@ -110,10 +110,10 @@ def test_certificates_valid_have_expiry(tmp_path: Path) -> None:
     assert (ca.text("file"), cert.text("file")) == (str(made.ca), str(made.cert))
     assert (cert.number("ends") or 0) > time.time()
     assert cert.text("names") == "kvstore"
-    wanted = Wanted(dram_bytes=1, tls=[WantedTls("node", made.ca, made.cert, made.key)])
+    wanted = Requirements(dram_bytes=1, tls=[WantedTls("node", made.ca, made.cert, made.key)])
     now_s = time.time()
     ends = cert.number("ends") or 0
-    facts = Facts({"tls:0": found})
+    facts = ProbeResults({"tls:0": found})
     for moment, level in ((ends - 40 * 86_400, Level.OK), (ends - 86_400, Level.WARNING), (ends + 1, Level.MISSING)):
         (finding,) = [one for one in certificate_findings(facts, wanted, moment) if str(made.cert) in one.message]
         assert finding.level is level
@@ -124,7 +124,7 @@ def test_certificates_valid_have_expiry(tmp_path: Path) -> None:
 def test_certificates_mismatched_are_reported(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     made, other = make_certificates(tmp_path), make_certificates(tmp_path / "other")
-    wanted = Wanted(dram_bytes=1, tls=[WantedTls("node", made.ca, made.cert, other.key)])
+    wanted = Requirements(dram_bytes=1, tls=[WantedTls("node", made.ca, made.cert, other.key)])
     for files, words in (
         ((made.ca, made.cert, other.key), "KEY_VALUES_MISMATCH"),
         ((tmp_path / "none.pem", "", ""), "No such file"),
@@ -132,7 +132,7 @@ def test_certificates_mismatched_are_reported(tmp_path: Path) -> None:
     ):
         found = certificates_found(*files)
         assert words in (found.text("broken") or ""), found
-        (finding,) = certificate_findings(Facts({"tls:0": found}), wanted, time.time())
+        (finding,) = certificate_findings(ProbeResults({"tls:0": found}), wanted, time.time())
         assert finding.level is Level.MISSING
 
 
@@ -173,7 +173,7 @@ def test_folder_probe_file_in_path_is_reported(tmp_path: Path) -> None:
 def test_slab_invalid_is_reported(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "slab.kv").write_bytes(content)
     assert volume_found(tmp_path).text("slab_damage")
-    wanted = Wanted(dram_bytes=1 << 20, volumes=[WantedVolume(tmp_path, 1 << 20)], gds="off")
+    wanted = Requirements(dram_bytes=1 << 20, volumes=[WantedVolume(tmp_path, 1 << 20)], gds="off")
     levels = {finding.level for finding in findings(collect(wanted), wanted) if finding.area == "storage"}
     assert levels == {Level.MISSING}
 
@@ -229,7 +229,7 @@ def test_file_system_read_only_is_reported(tmp_path: Path) -> None:
 
 def test_volume_read_only_is_reported(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
-    facts = collect(Wanted(dram_bytes=1, volumes=[WantedVolume(tmp_path / "closed", 1)], gds="off"))
+    facts = collect(Requirements(dram_bytes=1, volumes=[WantedVolume(tmp_path / "closed", 1)], gds="off"))
     assert facts.all("volume")[0].flag("writable") is (os.geteuid() == 0)  # root may write regardless of the mode
     assert facts.all("gds") == []
 
@@ -264,7 +264,7 @@ def test_all_probes_failed_still_has_findings(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(collecting, "HOST", "no.such.module")
     monkeypatch.setattr(collecting, "GDS", "no.such.module")
     monkeypatch.setattr(collecting, "NIXL", "no.such.module")
-    wanted = Wanted(dram_bytes=1, volumes=[WantedVolume(tmp_path, 1)], mounts=[tmp_path], nixl=WantedNixl())
+    wanted = Requirements(dram_bytes=1, volumes=[WantedVolume(tmp_path, 1)], mounts=[tmp_path], nixl=WantedNixl())
     facts = collect(wanted)
     assert all(section.error for section in facts.sections.values())
     found = findings(facts, wanted)

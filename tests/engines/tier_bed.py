@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_bed import BLOCK, MIB, MOST_TOKENS, abort_after, tiny
 
-from kvstore.testing.connector.driver import Generated, StoreAddress
+from kvstore.testing.connector.driver import EngineAnswer, StoreAddress
 
 SETTLED_S = 30.0
 SHOWN_S = 5.0
@@ -198,7 +198,7 @@ class TierHookEngine:
 
         connector.on_new_request, connector.update_state_after_alloc = on_new_request, update_state_after_alloc
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[EngineAnswer]:
         """Greedy answers, all at once."""
         from vllm import SamplingParams
 
@@ -206,7 +206,7 @@ class TierHookEngine:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         answers = self._engine.llm.generate(inputs, params, use_tqdm=False)
-        return [Generated(tuple(one.outputs[0].token_ids), self._loaded.get(one.request_id, 0)) for one in answers]
+        return [EngineAnswer(tuple(one.outputs[0].token_ids), self._loaded.get(one.request_id, 0)) for one in answers]
 
     def abort(self, prompts: Sequence[Sequence[int]], max_tokens: int, steps: int) -> None:
         """Begins to answer prompts, and aborts them after some steps."""

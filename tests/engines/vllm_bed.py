@@ -21,7 +21,7 @@ from kvclient.engines.vllm.plan import StepPlan, WorkerOutput
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
-from kvstore.testing.connector.driver import Generated, StoreAddress
+from kvstore.testing.connector.driver import EngineAnswer, StoreAddress
 from kvstore.testing.tiny_models import Family, TinyModel, make_model
 
 BLOCK = 32
@@ -232,12 +232,12 @@ class VllmEngine:
         answers: list[Any] = self.llm.generate(_inputs(prompts), params, use_tqdm=False, lora_request=adapter)
         return answers
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, adapter: Any = None) -> list[Generated]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, adapter: Any = None) -> list[EngineAnswer]:
         """Greedy answers, all at once."""
         self._loaded.clear()
         answers = self.run(prompts, max_tokens, adapter)
         loaded = {request_id.rsplit("-", 1)[0]: tokens for request_id, tokens in self._loaded.items()}
-        return [Generated(tuple(one.outputs[0].token_ids), loaded.get(one.request_id, 0)) for one in answers]
+        return [EngineAnswer(tuple(one.outputs[0].token_ids), loaded.get(one.request_id, 0)) for one in answers]
 
     def abort(self, prompts: Sequence[Sequence[int]], max_tokens: int, steps: int) -> None:
         """Begins to answer prompts, and aborts them after some steps."""
@@ -248,7 +248,7 @@ class VllmEngine:
         """Only the tokens."""
         return [one.tokens for one in self.generate(prompts, max_tokens)]
 
-    def one_by_one(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12) -> list[Generated]:
+    def one_by_one(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12) -> list[EngineAnswer]:
         """The same, each prompt alone in its batch: in bfloat16 a batch changes results."""
         return [self.generate([prompt], max_tokens)[0] for prompt in prompts]
 

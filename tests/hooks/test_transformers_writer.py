@@ -13,7 +13,7 @@ import torch
 
 from kvclient import BlockKey, StoreResult
 from kvclient.engines.torch_blocks import KVLayout, LayerShape
-from kvclient.engines.transformers.writer import Offer, StoredChain, Writer
+from kvclient.engines.transformers.writer import OfferedRun, StoredChain, Writer
 from kvstore.observe.limited_log import LimitedLog
 
 LAYOUT = KVLayout(2, torch.float32, (LayerShape(1, 4, 1, 4),))
@@ -49,10 +49,10 @@ def writer_of(store: HungStore) -> Writer:
     return Writer(store, LAYOUT, incidents, DEADLINE_S, 1 << 20, lambda: store.now_s)  # type: ignore[arg-type]
 
 
-def offers() -> list[Offer]:
+def offers() -> list[OfferedRun]:
     """One block of each of several sequences."""
     kv = torch.zeros(1, 1, 2, 4)
-    return [Offer(StoredChain(), 0, np.full(2, row, np.uint32), {}, [(kv, kv)]) for row in range(CHAINS)]
+    return [OfferedRun(StoredChain(), 0, np.full(2, row, np.uint32), {}, [(kv, kv)]) for row in range(CHAINS)]
 
 
 def test_writer_close_has_one_deadline_for_all_chains(store: HungStore) -> None:

@@ -28,7 +28,7 @@ from kvstore.metadata.retention.settings_store import (
     RuleSetting,
     SettingsStore,
 )
-from kvstore.metadata.retention.shared_settings import Reconciled, SharedSettings, reconcile
+from kvstore.metadata.retention.shared_settings import Reconciliation, SharedSettings, reconcile
 from kvstore.observe.counters import Counters
 from kvstore.process import atomic_file
 
@@ -164,7 +164,7 @@ def test_reconcile_in_any_order_gives_all_servers_the_same(made: list[OperatorSe
     if newest:
         assert copies[0] == newest[0], "if one is the newest of all, it is in force"
     for copy in copies:
-        assert reconcile(copy, shared) == Reconciled(copy, write_shared=False)
+        assert reconcile(copy, shared) == Reconciliation(copy, write_shared=False)
 
 
 def test_settings_of_version_1_are_refused_with_the_rename() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.types import BlockKey, NamespaceId, NodeId
-from kvstore.node.control.migration_plan import Moves, free_space, plan_moves, slot_space
+from kvstore.node.control.migration_plan import MigrationBatches, free_space, plan_moves, slot_space
 
 NAMESPACES = [NamespaceId(bytes([number]) * 16) for number in (1, 2)]
 
@@ -63,7 +63,7 @@ def test_plan_moves_each_block_once_within_free_space(
     order = sorted(blocks_by_key)
     held = [blocks_by_key[key] for at, key in enumerate(order) if at not in absent]  # parents may be on other nodes
     safe = {key for at, key in enumerate(order) if at in picked}
-    moves: Moves[Held] = plan_moves(held, safe, free, window, most)
+    moves: MigrationBatches[Held] = plan_moves(held, safe, free, window, most)
     planned = [block for batch in moves.batches for block in batch.blocks]
     must = {block.key for block in held if block.key not in safe}
     # each block that must move is in one batch or unplaced, and no other block is
@@ -88,7 +88,7 @@ def test_plan_moves_each_block_once_within_free_space(
         assert block.parent in unplaced or most_free < slot_space(block.nbytes)
 
 
-def _planned(moves: Moves[Held], node_id: NodeId) -> int:
+def _planned(moves: MigrationBatches[Held], node_id: NodeId) -> int:
     return sum(slot_space(block.nbytes) for batch in moves.batches if batch.node_id == node_id for block in batch.blocks)
 
 

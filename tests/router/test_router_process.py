@@ -14,7 +14,7 @@ from tempfile import TemporaryFile
 
 from monitored import scraped, selectors, targets
 
-from kvstore.embedded.children import Children
+from kvstore.embedded.children import DaemonLaunchers
 from kvstore.lab.fake_engine import FakeEngine
 from kvstore.lab.router_process import RouterProcess
 
@@ -64,7 +64,7 @@ async def test_router_panels_have_series_in_a_scrape(tmp_path: Path) -> None:
 def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvstore.cli", "router", *arguments]
     with TemporaryFile() as out, TemporaryFile() as errors:
-        code = Children.launcher(command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors).wait(60)
+        code = DaemonLaunchers.launcher(command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors).wait(60)
         said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, errors)]
     return subprocess.CompletedProcess(command, code, *said)
 

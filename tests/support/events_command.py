@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvstore.embedded.children import Children
+from kvstore.embedded.children import DaemonLaunchers
 from support.wait import wait_until
 
 
@@ -41,7 +41,7 @@ class Publisher:
             *(part for key, value in settings.items() for part in ("--set", f"events.{key}={value}")),
         ]
         with (self.folder / "events.log").open("ab") as log:
-            self.process = Children.launcher(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = DaemonLaunchers.launcher(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         wait_until(ready.exists, lambda: (self.folder / "events.log").read_text())
         said = json.loads(ready.read_text())
         assert said["pid"] == self.process.pid

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.tiers.nvme.ownership import NOT_OPEN, OPEN, Owner, Seen, Step, next_step
+from kvstore.tiers.nvme.ownership import NOT_OPEN, OPEN, Owner, Step, VolumeObservation, next_step
 
 NODES = ("home", "a", "b")
 
@@ -59,14 +59,14 @@ class Node:
             except Fenced:
                 self.held = None
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> VolumeObservation:
         folder = self.folder
         if self.held is not None:  # a holder looks for the next claim only
             claimed = self.held + (self.held + 1 in folder.claims)
-            return Seen(Owner.SELF, claimed, folder.published, self.held, self.held)
+            return VolumeObservation(Owner.SELF, claimed, folder.published, self.held, self.held)
         holder = folder.claims[folder.claimed]
         owner = Owner.SELF if holder == self.name else Owner.ABSENT if self.believes_absent else Owner.PRESENT
-        return Seen(owner, folder.claimed, folder.published, max(folder.catalogs))
+        return VolumeObservation(owner, folder.claimed, folder.published, max(folder.catalogs))
 
     def _step(self) -> Iterator[None]:
         folder = self.folder
@@ -233,9 +233,9 @@ def test_tables_cover_every_case() -> None:
 
 @pytest.mark.parametrize(("owner", "step"), [(Owner.PRESENT, Step.WAIT), (Owner.ABSENT, Step.CLAIM), (Owner.SELF, Step.OPEN)])
 def test_next_step_depends_on_owner(owner: Owner, step: Step) -> None:
-    assert next_step(Seen(owner, 0, 0, 0)) is step
+    assert next_step(VolumeObservation(owner, 0, 0, 0)) is step
 
 
 def test_next_step_lost_catalog_is_not_copied() -> None:
     """Opening reports it, and a repair rebuilds it."""
-    assert next_step(Seen(Owner.SELF, 2, 2, -1)) is Step.OPEN
+    assert next_step(VolumeObservation(Owner.SELF, 2, 2, -1)) is Step.OPEN

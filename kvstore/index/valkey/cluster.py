@@ -63,15 +63,15 @@ _TRANSIENT: Final = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN
 _ASKING: Final = pack("ASKING")
 
 
-class Unanswered(Enum):
+class NoAnswer(Enum):
     """Type of ``UNANSWERED``."""
 
     UNANSWERED = 0
 
 
-UNANSWERED: Final = Unanswered.UNANSWERED
+UNANSWERED: Final = NoAnswer.UNANSWERED
 """In place of a reply: the command's shard did not answer in time. It may or may not have run."""
-Answer: TypeAlias = "Reply | Unanswered"
+Answer: TypeAlias = "Reply | NoAnswer"
 Command: TypeAlias = "tuple[int, bytes]"
 """A hash slot and an encoded command."""
 

@@ -32,7 +32,7 @@ from kvstore.core.errors import CapacityExceeded, KVStoreError, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, NamespaceId
 from kvstore.index.contract import RemovedKeys, VolumeEpoch
 from kvstore.index.counts import Count
-from kvstore.index.valkey.cluster import Lane, Unanswered, ValkeyClient
+from kvstore.index.valkey.cluster import Lane, NoAnswer, ValkeyClient
 from kvstore.index.valkey.connection import Reply, ValkeyConnection, pack
 from kvstore.index.valkey.keys import FEED, SMALL_SLOT, STREAM_SLOTS, STREAMS
 from kvstore.observe.limited_log import LimitedLog
@@ -284,7 +284,7 @@ class BlockFeed:
         ]
         found = []
         for number, answer in enumerate(await self._cluster.run(commands, budget_s=READ_S, lane=Lane.EVENTS)):
-            if isinstance(answer, Unanswered | hiredis.ReplyError):
+            if isinstance(answer, NoAnswer | hiredis.ReplyError):
                 continue
             last, added, length, entries = _checked(answer)
             found.append(judge(number, position[number], StreamPosition.of(last, added), length, entries))

@@ -58,7 +58,7 @@ class SettingsValue(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reconciled:
+class Reconciliation:
     """What a server does after it has read its copy and the shared value.
 
     Args:
@@ -72,7 +72,7 @@ class Reconciled:
     lost: OperatorSettings | None = None
 
 
-def reconcile(copy: OperatorSettings, shared: OperatorSettings | None) -> Reconciled:
+def reconcile(copy: OperatorSettings, shared: OperatorSettings | None) -> Reconciliation:
     """Decide which settings are in force. Pure.
 
     Args:
@@ -80,12 +80,12 @@ def reconcile(copy: OperatorSettings, shared: OperatorSettings | None) -> Reconc
         shared: the shared value; None: it is missing.
     """
     if shared is None:
-        return Reconciled(copy, write_shared=copy != OperatorSettings())
+        return Reconciliation(copy, write_shared=copy != OperatorSettings())
     if shared.descends_from(copy):
-        return Reconciled(shared, write_shared=False)
+        return Reconciliation(shared, write_shared=False)
     if copy.descends_from(shared):
-        return Reconciled(copy, write_shared=True)
-    return Reconciled(shared, write_shared=False, lost=None if copy == shared else copy)
+        return Reconciliation(copy, write_shared=True)
+    return Reconciliation(shared, write_shared=False, lost=None if copy == shared else copy)
 
 
 class SharedSettings(SettingsStore):

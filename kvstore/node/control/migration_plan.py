@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from kvstore.core.types import BlockKey, NamespaceId, NodeId
-from kvstore.node.state.change_log import Described, in_chains
+from kvstore.node.state.change_log import ChainedBlock, in_chains
 
 SLOT_PAGE = 4096
 """Volumes allocate in units of this size, and the slot header needs one."""
@@ -20,7 +20,7 @@ RESERVE = 16
 """1/n of a volume's capacity is not planned with: rounding and slots of other sizes need space too."""
 
 
-class Sized(Described, Protocol):
+class SizedBlock(ChainedBlock, Protocol):
     """A block with its size."""
 
     @property
@@ -28,7 +28,7 @@ class Sized(Described, Protocol):
         """Bytes of the full block."""
 
 
-Held = TypeVar("Held", bound=Sized)
+Held = TypeVar("Held", bound=SizedBlock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Batch(Generic[Held]):
 
 
 @dataclass(slots=True)
-class Moves(Generic[Held]):
+class MigrationBatches(Generic[Held]):
     """Batches in order, and blocks without a target: no node has space for them or for their parent."""
 
     batches: list[Batch[Held]] = field(default_factory=list)
@@ -60,7 +60,7 @@ def free_space(capacity_bytes: int, used_bytes: int) -> int:
 
 def plan_moves(
     held: Iterable[Held], safe: Container[BlockKey], free_bytes: Mapping[NodeId, int], window_bytes: int, window_blocks: int
-) -> Moves[Held]:
+) -> MigrationBatches[Held]:
     """Plan the migration.
 
     Args:
@@ -70,7 +70,7 @@ def plan_moves(
         window_bytes: maximum size of a batch; a larger block is a batch on its own.
         window_blocks: maximum number of blocks in a batch.
     """
-    moves: Moves[Held] = Moves()
+    moves: MigrationBatches[Held] = MigrationBatches()
     free = dict(free_bytes)
     unplaced: set[BlockKey] = set()
     target: NodeId | None = None

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Final, Generic, TypeVar
 
 from kvstore.core.types import BlockKey, NamespaceId, NodeId
-from kvstore.node.control.migration_plan import Sized
+from kvstore.node.control.migration_plan import SizedBlock
 from kvstore.node.state.change_log import in_chains
 
 MAX_WAITING: Final = 65_536
@@ -27,7 +27,7 @@ MAX_TRIES: Final = 10
 FIRST_REST_S: Final = 10.0
 MAX_REST_S: Final = 300.0
 
-Held = TypeVar("Held", bound=Sized)
+Held = TypeVar("Held", bound=SizedBlock)
 
 
 @dataclass(frozen=True, slots=True)

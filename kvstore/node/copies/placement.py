@@ -131,7 +131,7 @@ def _rank(unit: bytes, node_id: NodeId) -> tuple[int, NodeId]:
     return xxhash.xxh3_64_intdigest(unit + node_id.encode()), node_id
 
 
-class Linked(Protocol):
+class LinkedBlock(Protocol):
     """A block with its place in its chain."""
 
     key: BlockKey
@@ -143,7 +143,7 @@ class Linked(Protocol):
 
 
 def unit_of(
-    block: Linked, held: Mapping[BlockKey, Linked], children: Callable[[BlockKey], int], known: dict[BlockKey, BlockKey]
+    block: LinkedBlock, held: Mapping[BlockKey, LinkedBlock], children: Callable[[BlockKey], int], known: dict[BlockKey, BlockKey]
 ) -> BlockKey:
     """The unit of a block: the key of its first block. A unit begins at a branch, and at each ``UNIT_BLOCKS`` blocks of depth.
 

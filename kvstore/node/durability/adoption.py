@@ -44,9 +44,9 @@ from kvstore.tiers.nvme.fsck import check_volume
 from kvstore.tiers.nvme.ownership import (
     ClaimsMissing,
     Owner,
-    Seen,
     Step,
     VolumeAdopted,
+    VolumeObservation,
     claim,
     claim_in_force,
     home_of,
@@ -288,7 +288,7 @@ class VolumeAdopter:
                 f"the folder has volume {superblock.volume_id}; correct the path of {volume_id} in node.mounts or node.nvme",
                 path=path,
             )
-        step = next_step(Seen(owner, found.token, superblock.token, newest_catalog(path, found.token)))
+        step = next_step(VolumeObservation(owner, found.token, superblock.token, newest_catalog(path, found.token)))
         if step is Step.CLAIM:
             _limited.warning(
                 "adopting volume: %s (owner=%s, absent=%.0f s or more, token=%d)",

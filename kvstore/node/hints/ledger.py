@@ -50,7 +50,7 @@ class SessionHint(NamedTuple):
     read_ahead: bool = True
 
 
-class Kept(NamedTuple):
+class KeepResult(NamedTuple):
     """Result of ``HintLedger.keep``."""
 
     blocks: int
@@ -159,7 +159,7 @@ class HintLedger:
         limits: Limits,
         now_s: float,
         part: int = 0,
-    ) -> Kept:
+    ) -> KeepResult:
         """Protect a session, or a part of one, instead of the blocks that it protected before.
 
         A later part requires that the part before it is protected when this is called.
@@ -184,7 +184,7 @@ class HintLedger:
         released: Released = {}
         self._release(self._sessions.get((namespace, hint.name, part)), released)
         if part and (namespace, hint.name, part - 1) not in self._sessions:
-            return Kept(0, released, may_grow=False)
+            return KeepResult(0, released, may_grow=False)
         self._set_block_bytes(tenant, namespace, block_bytes)
         until_s = now_s + hint.keep_s
         due_s = _NOT_DUE if hint.next_turn_s is None else now_s + hint.next_turn_s
@@ -218,7 +218,7 @@ class HintLedger:
             self._of_tenant[tenant] += not part
             self._keys[tenant] += len(kept)
             self._block_bytes[namespace] = block_bytes
-        return Kept(len(kept), _still_unprotected(released), may_grow=may_grow)
+        return KeepResult(len(kept), _still_unprotected(released), may_grow=may_grow)
 
     def end(self, namespace: HintedNamespace, name: str, part: int = 0) -> tuple[Sequence[BlockKey], Released]:
         """End a session, or a part of one.

@@ -23,7 +23,7 @@ from kvstore.core.checksum import key_range
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BootId, VolumeId
 from kvstore.node.publish.contract import PublishedBlocks
-from kvstore.node.state.change_log import Described, ReplicaChangeLog, runs_of
+from kvstore.node.state.change_log import ChainedBlock, ReplicaChangeLog, runs_of
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.rpc.client import call
@@ -148,7 +148,7 @@ class AntiEntropy:
                 break
             part = [remaining.popleft() for _ in range(min(REPAIRS_PER_SCAN, len(remaining)))]
             changes = self._log.changes(volume)
-            held: dict[int, list[Described]] = {number: [] for number in part}
+            held: dict[int, list[ChainedBlock]] = {number: [] for number in part}
             for block in self._table.held_by(volume):
                 if (of := held.get(key_range(block.key))) is not None:
                     of.append(block)
@@ -163,7 +163,7 @@ class AntiEntropy:
         self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, len(remaining))
         return repaired
 
-    def _repair_ranges(self, boot_id: BootId, volume: VolumeId, ranges: Sequence[int], blocks: Sequence[Described]) -> None:
+    def _repair_ranges(self, boot_id: BootId, volume: VolumeId, ranges: Sequence[int], blocks: Sequence[ChainedBlock]) -> None:
         request = metadata_pb2.RepairRangesRequest(
             operation_id=secrets.token_bytes(16),
             node_id=self._node_id,

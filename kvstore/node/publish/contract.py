@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvstore.core.types import VolumeId
-from kvstore.node.state.change_log import Described
+from kvstore.node.state.change_log import ChainedBlock
 from kvstore.node.state.model import NodeVolume
 from kvstore.tiers.contract import VolumeUsage
 
@@ -33,5 +33,5 @@ class PublishedBlocks(Protocol):
     def node_volumes(self) -> Sequence[NodeVolume]:
         """The durable volumes."""
 
-    def held_by(self, volume: VolumeId) -> Sequence[Described]:
+    def held_by(self, volume: VolumeId) -> Sequence[ChainedBlock]:
         """Return all blocks that one volume holds."""

@@ -32,7 +32,7 @@ from kvstore.node.publish.health import HealthReporter
 from kvstore.node.publish.heartbeat import HeartbeatListener
 from kvstore.node.publish.range_checks import RequestedCheck, RequestedChecks
 from kvstore.node.publish.server_indexes import ServerIndexes
-from kvstore.node.state.change_log import Described, ReplicaChangeLog, Taken, in_chains, runs_of
+from kvstore.node.state.change_log import ChainedBlock, LogBatch, ReplicaChangeLog, in_chains, runs_of
 from kvstore.node.state.model import NodeVolume
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import FailureTracker
@@ -135,7 +135,7 @@ class IndexPublisher:
         """Volumes that the next registration adds, or (None) no longer has."""
         # work that a broken stream leaves to the next one
         self._inventories_due: dict[VolumeId, None] = {}
-        self._round: deque[Taken] = deque()
+        self._round: deque[LogBatch] = deque()
         self._threads = [
             threading.Thread(target=self._publish_loop, name="kvstore-publish", daemon=True),
             threading.Thread(target=self._heartbeat_loop, name="kvstore-heartbeat", daemon=True),
@@ -358,7 +358,7 @@ class IndexPublisher:
             self._counters.add(node_metrics.LOST_RANGE_BLOCKS_SENT, len(held))
             yield from self._stores(volume, held)
 
-    def _stores(self, volume: VolumeId, blocks: Sequence[Described]) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
+    def _stores(self, volume: VolumeId, blocks: Sequence[ChainedBlock]) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
         held = in_chains(sorted(blocks, key=lambda block: block.depth))  # parents before children
         for at in range(0, len(held), BATCH_EVENTS):
             yield self._message(volume, runs_of(held[at : at + BATCH_EVENTS])), 0

@@ -33,7 +33,7 @@ CPU; a store of 16 blocks over TCP costs 5 ms. Callers that wait for publication
 """
 
 
-class Described(Protocol):
+class ChainedBlock(Protocol):
     """A block as the log needs it: with its position in its chain."""
 
     @property
@@ -53,14 +53,14 @@ class Described(Protocol):
         """Id of its namespace."""
 
 
-Found = TypeVar("Found", bound=Described)
+Found = TypeVar("Found", bound=ChainedBlock)
 
 
-def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
+def runs_of(blocks: Iterable[ChainedBlock]) -> list[BlockRun]:
     """Join blocks, in their order, to runs of consecutive blocks of one chain."""
     runs: list[BlockRun] = []
     keys: list[BlockKey] = []
-    first: Described | None = None
+    first: ChainedBlock | None = None
     for block in blocks:
         if (
             first is not None
@@ -104,7 +104,7 @@ def in_chains(blocks: Sequence[Found]) -> list[Found]:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class LogBatch:
     """The changes of one round in one volume. Removals are applied first: a key in both lists was removed and added again."""
 
     volume: VolumeId
@@ -120,18 +120,22 @@ class _Net:
     __slots__ = ("events", "last", "removed")
 
     def __init__(self) -> None:
-        self.last: dict[BlockKey, Described | None] = {}  # in the order of the first events: a parent was added before its child
+        self.last: dict[
+            BlockKey, ChainedBlock | None
+        ] = {}  # in the order of the first events: a parent was added before its child
         self.removed: dict[BlockKey, None] = {}
         self.events = 0
 
-    def add(self, key: BlockKey, block: Described | None) -> None:
+    def add(self, key: BlockKey, block: ChainedBlock | None) -> None:
         self.last[key] = block
         self.events += 1
         if block is None:
             self.removed[key] = None
 
-    def taken(self, volume: VolumeId) -> Taken:
-        return Taken(volume, runs_of(block for block in self.last.values() if block is not None), list(self.removed), self.events)
+    def taken(self, volume: VolumeId) -> LogBatch:
+        return LogBatch(
+            volume, runs_of(block for block in self.last.values() if block is not None), list(self.removed), self.events
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +155,14 @@ class RangeDigests:
     settled: Sequence[bool]
 
 
-def _never_hidden(takes: Sequence[Taken]) -> Iterator[Taken]:
+def _never_hidden(takes: Sequence[LogBatch]) -> Iterator[LogBatch]:
     """Order a round's batches so that a block that moves between volumes is always listed in at least one.
 
     A block moves by being stored in one volume before it is removed from another. If the removal were sent first, a lookup in
     between would miss the block. So a removal that must follow another batch becomes a batch at the end of the round.
     """
     left = list(takes)
-    at_the_end: list[Taken] = []
+    at_the_end: list[LogBatch] = []
     while left:
         taken = left.pop(0)
         to_come = {key for other in left for run in other.stored for key in run.keys} if taken.removed else set()
@@ -215,7 +219,7 @@ class ReplicaChangeLog:
         self._gathered_s = 0.0  # when ``wait`` last reported events to take
         self._acknowledged = threading.Condition(self._lock)
         self._volumes = {volume: _VolumeLog() for volume in volumes}
-        self._events: deque[tuple[VolumeId, BlockKey, Described | None]] = deque()  # of all volumes, in the order of truth
+        self._events: deque[tuple[VolumeId, BlockKey, ChainedBlock | None]] = deque()  # of all volumes, in the order of truth
 
     @property
     def volumes(self) -> list[VolumeId]:
@@ -239,7 +243,7 @@ class ReplicaChangeLog:
         """The log of a volume; an empty one if it was forgotten. The caller holds the lock."""
         return self._volumes.get(volume) or _VolumeLog()
 
-    def stored(self, volume: VolumeId, block: Described) -> None:
+    def stored(self, volume: VolumeId, block: ChainedBlock) -> None:
         """Record that a volume holds a block from now on. Volumes that are not kept are ignored."""
         self._append(volume, block.key, block, 1)
 
@@ -247,7 +251,7 @@ class ReplicaChangeLog:
         """Record that a volume no longer holds a block."""
         self._append(volume, key, None, -1)
 
-    def _append(self, volume: VolumeId, key: BlockKey, block: Described | None, step: int) -> None:
+    def _append(self, volume: VolumeId, key: BlockKey, block: ChainedBlock | None, step: int) -> None:
         where = key_range(key)
         digest = xxhash.xxh3_64_intdigest(key)
         with self._lock:
@@ -294,7 +298,7 @@ class ReplicaChangeLog:
         self._urgent.notify_all()
         self._wake.notify_all()
 
-    def take(self, limit: int) -> list[Taken]:
+    def take(self, limit: int) -> list[LogBatch]:
         """Take the next round: the oldest events of all volumes, at most ``limit``, as batches to be sent in this order.
 
         A round is one interval of the history, the same for all volumes. So a removal is in the same round as the store in

@@ -30,7 +30,7 @@ class Dispatch(Protocol):
         """The job has ended."""
 
 
-class TakeTurns:
+class RoundRobinDispatch:
     """Round robin, independent of the load; a decode engine without space is skipped."""
 
     def __init__(self, prefill_engines: int, decode_space: Sequence[float], paired: Paired) -> None:
@@ -74,7 +74,7 @@ class _RunningRequest:
     generation: int
 
 
-class ByScheduler:
+class SchedulerDispatch:
     """``kvstore.dualpath.scheduler``; its groups fetch at a limited rate."""
 
     def __init__(

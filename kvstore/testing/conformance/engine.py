@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.testing.connector.driver import Generated, StoreAddress
+from kvstore.testing.connector.driver import EngineAnswer, StoreAddress
 
 TRANSFER: Final = "kv_transfer_config"
 """Option of ``open``: vLLM's configuration of the connector."""
@@ -71,13 +71,13 @@ class ConnectorEngine:
     def __init__(self, llm: Any) -> None:  # noqa: ANN401  # vLLM's
         self._llm = llm
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[EngineAnswer]:
         """Return greedy answers, all computed at once."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         answers = self._llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
-        return [Generated(tuple(one.outputs[0].token_ids), int(one.num_cached_tokens or 0)) for one in answers]
+        return [EngineAnswer(tuple(one.outputs[0].token_ids), int(one.num_cached_tokens or 0)) for one in answers]
 
     def flush(self, timeout_s: float) -> bool:
         """Step until the connector has handed over what was generated, as far as vLLM knows."""

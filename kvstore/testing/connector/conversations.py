@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from kvstore.testing.connector.driver import AbortingEngine, Generated, HookDriver, HookEngine
+from kvstore.testing.connector.driver import AbortingEngine, EngineAnswer, HookDriver, HookEngine
 from kvstore.testing.connector.faulty_store import FaultyStore, StoreFault
 
 PRINTABLE = range(32, 127)
@@ -63,7 +63,7 @@ class Conversations:
         """Some of the prompts, in some order."""
         return random.Random(seed).sample(self.prompts, count)  # noqa: S311
 
-    def ask(self, engine: HookEngine, prompts: Sequence[tuple[int, ...]]) -> list[Generated]:
+    def ask(self, engine: HookEngine, prompts: Sequence[tuple[int, ...]]) -> list[EngineAnswer]:
         """Ask all conversations at once.
 
         Raises:
@@ -73,7 +73,7 @@ class Conversations:
         self.check(prompts, answers)
         return answers
 
-    def check(self, prompts: Sequence[tuple[int, ...]], answers: Sequence[Generated]) -> None:
+    def check(self, prompts: Sequence[tuple[int, ...]], answers: Sequence[EngineAnswer]) -> None:
         """Whether the answers are right.
 
         Raises:

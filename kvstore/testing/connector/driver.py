@@ -40,7 +40,7 @@ class StoreAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class EngineAnswer:
     """An answer.
 
     Attributes:
@@ -56,7 +56,7 @@ class Generated:
 class HookEngine(Protocol):
     """An engine with a hook in it. Used by one thread at a time."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[EngineAnswer]:
         """Return greedy answers to prompts, in order; computed in one batch if the engine can.
 
         Args:

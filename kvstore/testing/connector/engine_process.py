@@ -10,7 +10,7 @@ from typing import Any
 
 from kvstore.core.errors import DeadlineExceeded, Internal, Unavailable
 from kvstore.embedded.children import die_with_parent
-from kvstore.testing.connector.driver import Generated, HookDriver, HookEngine, StoreAddress
+from kvstore.testing.connector.driver import EngineAnswer, HookDriver, HookEngine, StoreAddress
 from kvstore.testing.connector.offload_files import OffloadFiles
 
 START_S = 120.0
@@ -89,10 +89,10 @@ class EngineProcess:
         """
         return self._answer(CALL_S)
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[EngineAnswer]:
         """See ``HookEngine``."""
         self.begin("generate", [list(prompt) for prompt in prompts], max_tokens)
-        answers: list[Generated] = self.end()
+        answers: list[EngineAnswer] = self.end()
         return answers
 
     def flush(self, timeout_s: float) -> bool:

@@ -38,7 +38,7 @@ from kvstore.testing.index.process import IndexProcess
 from kvstore.testing.index.small_records_suite import BOOT, CHAIN, NAMESPACE, SmallRecordsSuite, ask, begin
 
 
-class Told:
+class RecordingListener:
     """A listener that keeps what it hears."""
 
     def __init__(self) -> None:
@@ -350,7 +350,7 @@ class IndexSuite(SmallRecordsSuite, LeasesSuite):
 
     # ---- who listens, and the whole ----
     def test_listener_gets_effective_changes(self, index: PrefixIndex) -> None:
-        told = Told()
+        told = RecordingListener()
         index.listen(told)
         volume_epoch, other = begin(index), begin(index, "w")
         infos = {info.volume_epoch: info for info in index.volume_epochs()}

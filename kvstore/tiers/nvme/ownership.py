@@ -129,7 +129,7 @@ class Step(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class VolumeObservation:
     """A volume as a node finds it.
 
     Attributes:
@@ -173,7 +173,7 @@ OPEN: Final[Mapping[tuple[int, int], Step]] = {
 """(claim in force, published token), each compared with the token of the node that has the volume open -> step."""
 
 
-def next_step(seen: Seen) -> Step:
+def next_step(seen: VolumeObservation) -> Step:
     """Decide the next step of a node from the state of the volume."""
     if seen.held is not None:
         return OPEN[_compared(seen.token, seen.held), _compared(seen.published, seen.held)]

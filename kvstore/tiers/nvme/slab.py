@@ -52,9 +52,9 @@ from kvstore.tiers.nvme.ownership import (
     SLAB_FILE,
     Claim,
     Owner,
-    Seen,
     Step,
     VolumeAdopted,
+    VolumeObservation,
     claim_in_force,
     home_of,
     is_claimed,
@@ -244,7 +244,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
                 self._counters.add(volumes_metrics.FENCING_CHECKS_FAILED)
                 raise Unavailable("claims of this volume cannot be read", volume_id=self.volume_id, reason=error) from error
             newest = self._published()
-            step = next_step(Seen(Owner.SELF, claimed, newest.token, held, held))
+            step = next_step(VolumeObservation(Owner.SELF, claimed, newest.token, held, held))
             if step is Step.RESTORE:
                 step = self._restore_token(newest)
             if step is Step.DROP:

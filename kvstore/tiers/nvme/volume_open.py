@@ -32,9 +32,9 @@ from kvstore.tiers.nvme.ownership import (
     Claim,
     ClaimsMissing,
     Owner,
-    Seen,
     Step,
     VolumeAdopted,
+    VolumeObservation,
     claim_in_force,
     copy_catalog,
     home_of,
@@ -199,7 +199,7 @@ def _take_over(path: Path, file: SlabFile, current: Superblock, owned: Claim, *,
         if claim.token != owned.token:
             raise VolumeAdopted(path, current.volume_id, claim.node_id, claim.token)
         catalog = newest_catalog(path, owned.token)
-        step = next_step(Seen(Owner.SELF, owned.token, current.token, catalog))
+        step = next_step(VolumeObservation(Owner.SELF, owned.token, current.token, catalog))
         if step is Step.OPEN:
             return current
         if step is Step.REFUSE:

@@ -16,7 +16,7 @@ import torch
 from sglang_cases import PAGE
 
 from kvstore.lab import sglang_kernels as sglang_kernels
-from kvstore.testing.connector.driver import Generated, StoreAddress
+from kvstore.testing.connector.driver import EngineAnswer, StoreAddress
 
 LAYERS, HEADS, HEAD_DIM = 4, 2, 64
 TOKENS = 4096
@@ -48,12 +48,12 @@ def answer(kv: torch.Tensor, prompt: Sequence[int], count: int) -> tuple[int, ..
 class Alone:
     """The engine without a store."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[EngineAnswer]:
         made = []
         for prompt in prompts:
             pages = [page_kv(one) for one in page_hashes(prompt)]
             kv = torch.cat(pages, 1) if pages else torch.empty((2 * LAYERS, 0, HEADS, HEAD_DIM))
-            made.append(Generated(answer(kv, prompt, max_tokens)))
+            made.append(EngineAnswer(answer(kv, prompt, max_tokens)))
         return made
 
     def flush(self, timeout_s: float) -> bool:
@@ -86,10 +86,10 @@ class TreeEngine:
         )
         return Tree(self._extra, config=config)
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[EngineAnswer]:
         return [self._one(list(prompt), max_tokens) for prompt in prompts]
 
-    def _one(self, prompt: list[int], max_tokens: int) -> Generated:
+    def _one(self, prompt: list[int], max_tokens: int) -> EngineAnswer:
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -117,7 +117,7 @@ class TreeEngine:
         tree.cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=indices, prev_prefix_len=len(old)))
         tree.back_up(tree.match(tokens).last_device_node)
         self._stored.append(hashes)
-        return Generated(answer(kv, prompt, max_tokens), max(0, loaded))
+        return EngineAnswer(answer(kv, prompt, max_tokens), max(0, loaded))
 
     def _matched(self, tokens: list[int]) -> int:
         found = self._tree.match(tokens)

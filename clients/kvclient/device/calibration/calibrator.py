@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from kvclient.device.calibration.choice import Direction, DirectionChoice, Measured
+from kvclient.device.calibration.choice import Direction, DirectionChoice, TrialResults
 from kvclient.device.calibration.trial import CopyTrial, TrialLate, plan_trial
 from kvclient.device.layouts import PagedCache
 from kvclient.device.page_scatter import PageScatter
@@ -20,7 +20,7 @@ CALIBRATE_S = 2.0
 """Bound of a calibration, its allocations and pins included. A driver call under way may exceed it: a copy by one second, a
 pin or unpin by up to 30 s."""
 
-Results = Mapping[Direction, Measured]
+Results = Mapping[Direction, TrialResults]
 
 
 def shape_key(cache: PagedCache) -> tuple[object, ...]:
@@ -36,7 +36,7 @@ def without_trial(wanted: Mapping[Direction, Sequence[str]], gap: str) -> Result
         wanted: strategies to measure.
         gap: why they were not measured.
     """
-    return {direction: Measured(gap=gap) for direction in wanted}
+    return {direction: TrialResults(gap=gap) for direction in wanted}
 
 
 def measure(

@@ -36,7 +36,7 @@ LEAST_SAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TrialResults:
     """Results of the trial copies of one direction.
 
     Attributes:
@@ -118,7 +118,7 @@ def by_rates(rates: Mapping[str, float]) -> str | None:
     return kernel if rates[kernel] > (1 + MARGIN) * rates[engine] else engine
 
 
-def choose(direction: Direction, available: Collection[str], piece_bytes: int, measured: Measured) -> DirectionChoice:
+def choose(direction: Direction, available: Collection[str], piece_bytes: int, measured: TrialResults) -> DirectionChoice:
     """Choose the strategy of a direction; see the module.
 
     Args:

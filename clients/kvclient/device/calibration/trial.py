@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvclient.device.calibration.choice import Direction, Measured, combined_rate
+from kvclient.device.calibration.choice import Direction, TrialResults, combined_rate
 from kvclient.device.copy_strategies import (
     BatchedCopy,
     CopyRequest,
@@ -211,7 +211,7 @@ class CopyTrial:
         return HostMemory(self._base, pinned)
 
     # ---- measurements ----
-    def measure(self, direction: Direction, names: Sequence[str]) -> Measured:
+    def measure(self, direction: Direction, names: Sequence[str]) -> TrialResults:
         """Measure strategies in turns, so that a disturbance meets all of them.
 
         Args:
@@ -237,7 +237,7 @@ class CopyTrial:
             rate = combined_rate({blocks * self._size: durations for blocks, durations in samples[name].items()})
             if rate is not None and name not in failed:
                 rates[name] = rate
-        return Measured(rates, failed, "" if len(rates) + len(failed) == len(names) else "too little time")
+        return TrialResults(rates, failed, "" if len(rates) + len(failed) == len(names) else "too little time")
 
     def _attempt(self, name: str, failed: dict[str, str], work: Callable[[], float]) -> float | None:
         """Do something with a strategy. Any error except ``TrialLate`` is a failure of that strategy."""

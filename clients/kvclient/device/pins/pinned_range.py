@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.device.driver import HostPinning, PinRefused
-from kvclient.device.pins.host_turns import HostTurns
+from kvclient.device.pins.host_turns import HostLock
 from kvclient.memory.shared_mapping import is_charged_to_first_user, is_resident, populate
 from kvstore.core.errors import Internal
 from kvstore.observe.counters import Counters
@@ -119,7 +119,7 @@ class PinnedRange:
         self._chunks = -(-nbytes // self._chunk_bytes)
         self._cpus = cpus
         self._waits_for_node = descriptor is not None and is_charged_to_first_user(descriptor)
-        self._turns = HostTurns(descriptor, counters)
+        self._turns = HostLock(descriptor, counters)
         self._pinned = np.zeros(self._chunks, bool)
         self._changed = threading.Condition()
         self._left = [0] * self._chunks

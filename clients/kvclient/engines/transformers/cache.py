@@ -23,7 +23,7 @@ from kvclient.engines.transformers.input_tracker import InputTracker
 from kvclient.engines.transformers.model_facts import ModelFacts
 from kvclient.engines.transformers.prompts import Ids, Prompts
 from kvclient.engines.transformers.sliding_window import SlidingWindowHistory
-from kvclient.engines.transformers.writer import Offer, StoredChain, Writer
+from kvclient.engines.transformers.writer import OfferedRun, StoredChain, Writer
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import hooks as hooks_metrics
 
@@ -157,7 +157,7 @@ class StoredCache(DynamicCache):
 
     # ---- storing ----
     def offer(self) -> None:
-        """Offer to the writer all full blocks that were not offered yet. Store failures are not raised."""
+        """OfferedRun to the writer all full blocks that were not offered yet. Store failures are not raised."""
         columns = self._fed.columns
         tokens = self._store.facts.layout.block_tokens
         self._next_offer = columns + int(((self._fed.pads - columns - 1) % tokens).min()) + 1
@@ -202,12 +202,12 @@ class StoredCache(DynamicCache):
         """Return the column of a row's first block that was not offered yet."""
         return int(self._fed.pads[row]) + self._offered[row] * self._store.facts.layout.block_tokens
 
-    def _row_offer(self, row: int, blocks: int) -> Offer:
+    def _row_offer(self, row: int, blocks: int) -> OfferedRun:
         start = self._first_column(row)
         stop = start + blocks * self._store.facts.layout.block_tokens
         layers = [self._columns(number, row, start, stop) for number in range(len(self.layers))]
         tokens = self._fed.ids[row, start:stop].astype(np.uint32)
-        return Offer(self._chains[row], self._offered[row], tokens, self._extras, layers)
+        return OfferedRun(self._chains[row], self._offered[row], tokens, self._extras, layers)
 
     def _columns(self, number: int, row: int, start: int, stop: int) -> KV:
         """Return the KV of some columns of a row in one layer as tensors that no one modifies any more."""
@@ -282,7 +282,7 @@ class StoredCache(DynamicCache):
         super().reorder_cache(beam_idx)
 
     def _leave_rows(self, why: str) -> None:
-        """Offer the current blocks and stop storing, because the rows are about to change."""
+        """OfferedRun the current blocks and stop storing, because the rows are about to change."""
         if self._off is None:
             self.offer()
             self.leave(why)

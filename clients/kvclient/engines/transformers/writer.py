@@ -41,7 +41,7 @@ class StoredChain:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedRun:
     """Consecutive full blocks of one sequence.
 
     Attributes:
@@ -93,7 +93,7 @@ class Writer:
         self._closed = False
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="kvclient-transformers")
 
-    def offer(self, offers: Sequence[Offer]) -> Future[None] | None:
+    def offer(self, offers: Sequence[OfferedRun]) -> Future[None] | None:
         """Queue blocks for storing, or reject and count all of them if the queue is full.
 
         Returns:
@@ -144,7 +144,7 @@ class Writer:
             self._bytes -= size
             self._pending.discard(future)
 
-    def _store_all(self, offers: Sequence[Offer]) -> None:
+    def _store_all(self, offers: Sequence[OfferedRun]) -> None:
         held: set[BlockKey] = set()  # rows of a batch often share their first blocks: pack them once
         for offer in offers:
             try:
@@ -153,7 +153,7 @@ class Writer:
                 offer.chain.broken = True
                 self._incidents.report(hooks_metrics.HOOK_STORE_FAILED, "blocks could not be stored", error)
 
-    def _store(self, offer: Offer, held: set[BlockKey]) -> None:
+    def _store(self, offer: OfferedRun, held: set[BlockKey]) -> None:
         chain, layout = offer.chain, self._layout
         blocks = len(offer.tokens) // layout.block_tokens
         if chain.broken or chain.stored < offer.first:
@@ -180,7 +180,7 @@ class Writer:
         chain.stored = offer.first + start
 
     def _store_piece(
-        self, offer: Offer, keys: Sequence[BlockKey], start: int, stop: int, parent: BlockKey | None, deadline_s: float
+        self, offer: OfferedRun, keys: Sequence[BlockKey], start: int, stop: int, parent: BlockKey | None, deadline_s: float
     ) -> int:
         """Pack and store blocks ``[start, stop)`` of an offer. Return how many leading blocks the store now holds."""
         tokens = self._layout.block_tokens

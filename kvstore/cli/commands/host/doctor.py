@@ -28,7 +28,7 @@ from kvstore.config.node import NodeSection
 from kvstore.config.sources import Provenance, leaves
 from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.doctor.contract import Finding, Level
-from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, WantedVolume
+from kvstore.doctor.facts import ProbeResults, Requirements, Section, WantedNixl, WantedTls, WantedVolume
 from kvstore.doctor.findings import findings, healthy
 from kvstore.doctor.servers.daemon_findings import Answer, RunningMetadata, RunningNode, metadata_findings, nodes_findings
 from kvstore.doctor.servers.local_nodes import sockets_in
@@ -88,7 +88,7 @@ def doctor(config: Config, *, block_size: int | None) -> CommandOutput:
     index = running_index(config, provenance)
     sections = dict(collect(wanted).sections)
     sections["running"] = Section({"volumes": sorted({volume for node in nodes for volume in node.volumes})})
-    facts = Facts(sections)
+    facts = ProbeResults(sections)
     found = [
         configuration_finding(provenance),
         *findings(facts, wanted),
@@ -131,11 +131,11 @@ def configuration_finding(provenance: Provenance) -> Finding:
     )
 
 
-def wanted_of(config: Config, provenance: Provenance, block_bytes: int | None = None) -> Wanted:
+def wanted_of(config: Config, provenance: Provenance, block_bytes: int | None = None) -> Requirements:
     """Requirements of the configuration."""
     settled, origins = settle(config, provenance)
     node = settled.node
-    return Wanted(
+    return Requirements(
         dram_bytes=node.dram_bytes,
         huge_pages=bool(node.huge_pages),
         huge_pages_refused=config.node.huge_pages is False,

@@ -50,7 +50,7 @@ class TransferState(Enum):
 
 
 @dataclass(slots=True)
-class Sending:
+class SentRequest:
     """A request that is prefilled here and decoded elsewhere."""
 
     request: VllmRequest
@@ -68,7 +68,7 @@ class Sending:
 
 
 @dataclass(slots=True)
-class Receiving:
+class ReceivedRequest:
     """A request that is prefilled elsewhere and decoded here."""
 
     request: VllmRequest
@@ -131,8 +131,8 @@ class PdScheduler:
         self._adapters = adapters or Adapters(counters)
         self._null_block = null_block
         self._pool: BlockPool | None = None
-        self._sending: dict[str, Sending] = {}
-        self._receiving: dict[str, Receiving] = {}
+        self._sending: dict[str, SentRequest] = {}
+        self._receiving: dict[str, ReceivedRequest] = {}
         self._plan = PdPlan()
         self._deferred: list[SendJob] = []
         """Pinned, and not planned before the step's loads are known to be whole."""
@@ -155,7 +155,7 @@ class PdScheduler:
         """
         keys = RequestKeys(chain, request_extras(request, adapter, self._block_tokens))
         if transfer.role is Role.PREFILL:
-            self._sending[request.request_id] = Sending(request, transfer, keys, chain.spec.namespace, adapter)
+            self._sending[request.request_id] = SentRequest(request, transfer, keys, chain.spec.namespace, adapter)
             return
         tokens = request.num_tokens
         packed = list(keys.upto(request.all_token_ids, tokens // self._block_tokens))
@@ -163,7 +163,7 @@ class PdScheduler:
             packed.append(_tail_key(request, transfer, keys, self._block_tokens))
         needed = [first(tokens - 1) // self._block_tokens for first in self._first_needed]  # of the last token, computed here
         job = AwaitJob(request.request_id, packed, needed, transfer.transfer_id)
-        receiving = self._receiving[request.request_id] = Receiving(request, keys, job, adapter)
+        receiving = self._receiving[request.request_id] = ReceivedRequest(request, keys, job, adapter)
         fits = transfer.can_come_to(chain.spec.namespace)
         if not fits:
             self._counters.add("prompts_of_other_namespaces")
@@ -283,7 +283,7 @@ class PdScheduler:
             if (job := self._plan_send(sending, min(computed, request.num_prompt_tokens), resolve)) is not None:
                 yield job
 
-    def _plan_send(self, sending: Sending, computed: int, resolve: Callable[[str], Any]) -> SendJob | None:
+    def _plan_send(self, sending: SentRequest, computed: int, resolve: Callable[[str], Any]) -> SendJob | None:
         """Pin the pages of a prompt that a step completes, and plan their handoff."""
         request, first = sending.request, sending.sent_blocks
         full = computed // self._block_tokens
@@ -355,7 +355,7 @@ class PdScheduler:
             if receiving.answers >= self._workers:
                 self._on_prompt_known(receiving)
 
-    def _on_prompt_known(self, receiving: Receiving) -> None:
+    def _on_prompt_known(self, receiving: ReceivedRequest) -> None:
         """Set the state of a prompt after all workers reported its outcome."""
         if receiving.whole:
             receiving.state = TransferState.ARRIVED
@@ -378,7 +378,7 @@ class PdScheduler:
         if sending.failures >= _SEND_FAILURES:
             self._abandon(sending)
 
-    def _abandon(self, sending: Sending) -> None:
+    def _abandon(self, sending: SentRequest) -> None:
         """Some of a prompt will not get to its decode host."""
         if not sending.abandoned:
             sending.abandoned = True

@@ -24,7 +24,7 @@ _BACKEND = "cumem"
 """The only backend of sleep mode whose unmapping can be guarded: others stop the process."""
 
 
-class Sleeper(Protocol):
+class SleepListener(Protocol):
     """What must stop before the KV cache is unmapped: ``WorkerConnector``."""
 
     def suspend(self, timeout_s: float) -> None:
@@ -54,7 +54,7 @@ def may_sleep(model_config: Any) -> bool:  # noqa: ANN401
     return True
 
 
-def guard_sleep(allocator: Any, sleeper: Sleeper) -> Callable[[], None]:  # noqa: ANN401
+def guard_sleep(allocator: Any, sleeper: SleepListener) -> Callable[[], None]:  # noqa: ANN401
     """Let an allocator unmap the KV cache only after the copies of the store have ended.
 
     Args:
