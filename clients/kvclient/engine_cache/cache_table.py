@@ -17,7 +17,7 @@ from kvstore.tiers.contract import VolumeUsage
 
 @dataclass(frozen=True, slots=True)
 class PublishedBlock:
-    """A block with its keys in the namespace of caches; see ``Described``."""
+    """A block with its keys in the namespace of caches; see ``ChainedBlock``."""
 
     key: BlockKey
     parent: BlockKey | None
