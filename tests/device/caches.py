@@ -94,8 +94,22 @@ def snapshot(cache: PagedCache) -> list[torch.Tensor]:
     return [layer.tensor.clone() for layer in cache.layers]
 
 
+INT8_SHARE = (1 + (4 / 16 + 2 / 32) / 2) / 2
+"""Bytes of an encoded row with groups of 16 keys and 32 values, as a part of the row."""
+ANY_GROUPS = ScaleGroups(8, (8, 1), (8, 1))
+"""Groups for caches of any layout whose pages have a multiple of 16 elements."""
+
+
 def token_groups(layout: str, cache: PagedCache) -> ScaleGroups:
-    """Groups of int8 scales: the same place of all tokens of a page."""
-    axis = 0 if layout in {"flash_nhd", "mla", "padded_pages"} else 1
-    shape = cache.layers[0].tensor.shape[2 if cache.kind == "split" else 1 :]
-    return ScaleGroups.along(shape, cache.layers[0].order, axis)
+    """Groups of int8 scales: the same place of all tokens of a page, and neighbours in a token's values.
+
+    Caches without keys and values count as if the two were the halves of their last axis.
+    """
+    tokens = 0 if layout in {"flash_nhd", "block_first_nhd", "mla", "padded_pages"} else 1
+    shape, order = list(cache.layers[0].tensor.shape[2 if cache.kind == "split" else 1 :]), list(cache.layers[0].order)
+    if layout == "block_first_nhd":
+        return ScaleGroups.along(shape[1:], [axis - 1 for axis in order[1:]], tokens)
+    if cache.kind == "split":
+        return ScaleGroups.along(shape, order, tokens)
+    shape[-1] //= 2
+    return ScaleGroups.along(shape, order, tokens, run=shape[-1])

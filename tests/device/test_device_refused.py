@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from caches import block_bytes, make_cache
+from caches import ANY_GROUPS, block_bytes, make_cache
 from deferred import DeferredDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
-from kvclient.device.int8 import ScaleGroups
 from kvclient.device.layouts import CacheLayer, PagedCache
 
 
@@ -169,7 +168,7 @@ def test_check_of_other_namespace_is_rejected() -> None:
         make_cache("flash_nhd", layers=2),
     ]
     copiers = [DeviceCopier(cache, device=DeferredDevice()) for cache in caches]
-    copiers.append(DeviceCopier(caches[0], int8=ScaleGroups(8, 1), device=DeferredDevice()))
+    copiers.append(DeviceCopier(caches[0], int8=ANY_GROUPS, device=DeferredDevice()))
     specs = [copier.spec("model", 16) for copier in copiers]
     assert len({spec.namespace for spec in specs}) == len(specs)
     for copier in copiers:
@@ -186,9 +185,9 @@ def test_copier_unsupported_options_are_rejected() -> None:
     with pytest.raises(InvalidArgument, match="unknown strategy"):
         DeviceCopier(make_cache("mla"), strategy="fastest", device=device)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="strategy=staged"):
-        DeviceCopier(make_cache("mla"), strategy="batched", int8=ScaleGroups(8, 1), device=device)
+        DeviceCopier(make_cache("mla"), strategy="batched", int8=ANY_GROUPS, device=device)
     with pytest.raises(InvalidArgument, match="16-bit"):
-        DeviceCopier(make_cache("mla", dtype=torch.float32), int8=ScaleGroups(8, 1), device=device)
+        DeviceCopier(make_cache("mla", dtype=torch.float32), int8=ANY_GROUPS, device=device)
     for size in (0, -5, 1.5, True, None):
         for name in ("staging_bytes", "pin_chunk_bytes"):
             with pytest.raises(InvalidArgument, match="positive integer"):

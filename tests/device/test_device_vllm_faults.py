@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from caches import ANY_GROUPS
 from deferred import ComputingDevice, DeferredDevice, DeferredEvent, FakePinning
 from late_engine import LAYERS, NAMES, Engine
 
@@ -22,7 +23,7 @@ from kvclient.device import copier as copier_module
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.copy_strategies import StagedCopy
-from kvclient.device.int8 import Int8Codec, ScaleGroups
+from kvclient.device.int8 import Int8Codec
 from kvclient.device.pins.pinned_range import PinnedRange
 from kvclient.device.streams import CpuDevice
 from kvclient.engines.options import HookOptions
@@ -67,10 +68,10 @@ def make(cluster: LocalCluster) -> Iterator[Callable[..., Engine]]:
 
 # ---- layouts ----
 def laid_out(
-    layout: str, dtype: torch.dtype, *, layers: int = 3, blocks: int = 6, heads: int = 2, tokens: int = 4
+    layout: str, dtype: torch.dtype, *, layers: int = 3, blocks: int = 6, heads: int = 2, tokens: int = 4, content: int = 8
 ) -> list[torch.Tensor]:
     """Tensors in vLLM's layout: ``[B, H, N, C]`` per layer, contiguous."""
-    axes = {"L": layers, "B": blocks, "H": heads, "N": tokens, "C": 8}
+    axes = {"L": layers, "B": blocks, "H": heads, "N": tokens, "C": content}
     memory = torch.randint(0, 100, [axes[axis] for axis in layout], dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     memory = memory.repeat_interleave(dtype.itemsize, dim=-1).view(dtype)
     whole = memory.permute(*(layout.index(axis) for axis in "LBHNC"))
@@ -104,11 +105,14 @@ def test_kernel_pages_smaller_than_blocks_are_copied_whole() -> None:
 @pytest.mark.parametrize(
     ("layout", "blocks"), [("LBNHC", 6), ("LBHNC", 6), ("BLHNC", 6), ("BLNHC", 6), ("LBNHC", 12), ("LBHNC", 12)]
 )
-def test_int8_channels_have_own_scales_in_all_layouts(layout: str, blocks: int) -> None:
-    """Pages of the kernel's may be smaller than blocks. Channels that do not change within 16 tokens come back exactly."""
-    layers = laid_out(layout, torch.bfloat16, blocks=blocks, tokens=32)
+def test_int8_keys_and_values_have_own_scales_in_all_layouts(layout: str, blocks: int) -> None:
+    """Pages of the kernel's may be smaller than blocks. Equal keys of a channel and equal values of a token come back exactly."""
+    layers = laid_out(layout, torch.bfloat16, blocks=blocks, tokens=32, content=32)
     for layer in layers:
-        layer.copy_(torch.randn(blocks, 2, 2, 1, 8).exp2().expand(-1, -1, -1, 16, -1).flatten(2, 3) * 2.0 ** torch.arange(8))
+        layer[..., :16] = torch.randn(blocks, 2, 2, 1, 16).exp2().expand(-1, -1, -1, 16, -1).flatten(2, 3) * 2.0 ** torch.arange(
+            16
+        )
+        layer[..., 16:] = torch.randn(blocks, 2, 32, 1).exp2() * 2.0 ** torch.arange(32).view(-1, 1)
     before = [layer.clone() for layer in layers]
     groups = [int8_groups(layers[0], "full", "FLASH_ATTN", "device")]
     (pages,) = device_pages([layers], 6, DeferredDevice(3), strategy="auto", staging_bytes=64, int8=groups)
@@ -198,24 +202,24 @@ def test_namespace_of_other_blocks_is_rejected() -> None:
 
 
 def test_int8_pages_are_tested_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = laid_out("LBNHC", torch.bfloat16, tokens=16)
-    monkeypatch.setattr(Int8Codec, "decode", lambda _, coded: torch.zeros(len(coded), 512, dtype=torch.uint8))
+    layers = laid_out("LBNHC", torch.bfloat16, tokens=16, content=32)
+    monkeypatch.setattr(Int8Codec, "decode", lambda _, coded: torch.zeros(len(coded), 2048, dtype=torch.uint8))
     with pytest.raises(Internal, match="wrong bytes"):
-        device_pages([layers], 6, CpuDevice(), strategy="auto", staging_bytes=64, int8=[ScaleGroups(16, 16)])
+        device_pages([layers], 6, CpuDevice(), strategy="auto", staging_bytes=64, int8=[ANY_GROUPS])
 
 
 def test_int8_namespace_must_name_the_encoding() -> None:
-    layers = laid_out("LBNHC", torch.bfloat16, tokens=16)
-    (pages,) = make_pages([layers], 6, strategy="auto", staging_bytes=64, int8=[ScaleGroups(16, 16)])
-    assert pages.codec_name == "int8-bfloat16-16x16"
+    layers = laid_out("LBNHC", torch.bfloat16, tokens=16, content=32)
+    (pages,) = make_pages([layers], 6, strategy="auto", staging_bytes=64, int8=[ANY_GROUPS])
+    assert pages.codec_name == "int8-bfloat16-8-8x1-8x1"
     size = pages.shape.layer_block_bytes
-    facts = GroupFacts("m", "d", "bfloat16", 16, ("a", "b", "c"), size, (2, 16, 8), "full", "FLASH_ATTN", "device", "0.32")
+    facts = GroupFacts("m", "d", "bfloat16", 16, ("a", "b", "c"), size, (2, 16, 32), "full", "FLASH_ATTN", "device", "0.32")
     coded = group_spec(HookOptions(), replace(facts, codec=pages.codec_name))
     watcher = pages.watcher(coded)
     assert watcher is not None
     watcher.check(coded)
     plain = group_spec(HookOptions(), facts)
-    others = [plain, group_spec(HookOptions(), replace(facts, codec="int8-float16-16x16")), replace(coded, dtype="bfloat16")]
+    others = [plain, group_spec(HookOptions(), replace(facts, codec="int8-float16-8-8x1-8x1")), replace(coded, dtype="bfloat16")]
     assert len({spec.namespace for spec in [coded, *others]}) == 4
     for wrong in others:
         with pytest.raises(InvalidArgument):

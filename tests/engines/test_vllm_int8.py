@@ -19,6 +19,7 @@ with warnings.catch_warnings():
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "device"))
 
+from caches import INT8_SHARE
 from int8_error import attention_error
 from vllm_bed import SingleEngine, VllmDriver, VllmEngine, text, tiny
 
@@ -64,7 +65,7 @@ def test_int8_blocks_are_shared_only_by_engines_with_int8(folder: Path, store: S
     assert answers[0] == answers[1]
     engine, tokens, loaded = ask("engine")
     assert (tokens, loaded) == (computed, [0] * len(PROMPTS)), "blocks of another encoding were found"
-    assert stored / engine.counters()["store_bytes"] == pytest.approx(0.5625)
+    assert stored / engine.counters()["store_bytes"] == pytest.approx(INT8_SHARE)
 
 
 @pytest.mark.parametrize(("isa", "dim", "tokens"), [("vec", 64, 32), ("vec", 128, 96), ("vec16", 80, 16), ("amx", 64, 32)])

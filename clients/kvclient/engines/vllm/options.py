@@ -53,7 +53,7 @@ class ConnectorOptions:
         published_blocks: blocks of the engine's own prefix cache that are published to the index at most, so that routers prefer
             this engine for prompts that it holds; 0: none.
         stored_dtype: numbers in stored blocks. ``engine``: those of the engine's pages; ``int8``: 8-bit integers with scales,
-            which take 56 % of the bytes and change the output (see ``kvclient.device.int8``). Engines with different
+            which take 58 % of the bytes and change the output (see ``kvclient.device.int8``). Engines with different
             settings share no blocks.
         kv_layout: order of vLLM's KV cache on a GPU. ``block_major``: the layers of a page lie side by side, so that copies have
             long pieces, if ``load_mode`` is ``async`` and the attention backend supports it; ``engine``: vLLM decides.
