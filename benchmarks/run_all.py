@@ -51,6 +51,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "engine_lmcache", "engine_load_choice", "engine_overhead", "engine_router_sessions", "engine_sglang",
         "engine_transformers", "engine_ttft",
     ),
+    "model": ("engine_int8",),
     "netlab": ("netlab_engines", "netlab_loads", "netlab_traffic_class", "netlab_vllm"),
     "scale": ("audit_cost", "hints", "large_index", "server_rest", "server_scaling", "shard_loss"),
     "simulate": ("simulate_lab", "simulate_paper", "simulate_split"),
