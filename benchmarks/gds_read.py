@@ -1,10 +1,10 @@
-"""Measure cold NVMe reads through the slab's I/O engines posix and kvikio, against fio.
+"""Measure cold NVMe reads of an engine through the I/O engines posix and kvikio, against fio.
 
-Without a GPU both engines read into host memory, and kvikio runs with a stub of the CUDA driver in its *compatibility mode*. This
-is not GPUDirect Storage: it uses the same calls, futures and fallbacks with direct reads enabled, and shows the cost of kvikio
-compared with ``preadv``. With a GPU (``--device cuda:0``) both fill device memory: posix through host memory, kvikio through the
-path that the node's probe selects, which the record names. Every load is verified; the time includes copying the bytes back from
-the device for this check.
+Without a GPU both engines fill host memory in place of a device's, and kvikio runs with a stub of the CUDA driver in its
+*compatibility mode*. This is not GPUDirect Storage: it uses the same calls, futures and fallbacks with direct reads enabled, and
+shows the cost of kvikio compared with ``preadv``. With a GPU (``--device cuda:0``) both fill device memory: posix through host
+memory, kvikio through the path that the node's probe selects, which the record names. Every load is verified; the time includes
+copying the bytes back from the device for this check.
 """
 
 from __future__ import annotations

@@ -18,9 +18,7 @@ import harness
 from harness import Figure, Options, Reference, Target
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
-from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.slab import NvmeSlab
 from peers import PeerMissingError
 from peers.fio import NOTE, Fio
@@ -32,7 +30,7 @@ NAMESPACE = NamespaceId(b"benchmark-nvme-1")
 
 
 class Slabs:
-    """A volume with ``2 * blocks`` slots, half of which are stored and removed in each round; read through kvikio if given."""
+    """A volume with ``2 * blocks`` slots, half of which are stored and removed in each round."""
 
     def __init__(
         self,
@@ -40,8 +38,6 @@ class Slabs:
         block_bytes: int,
         blocks: int,
         seed: int,
-        kvikio: Kvikio | None = None,
-        counters: Counters | None = None,
     ) -> None:
         self.shape = BlockShape(LAYERS, block_bytes // LAYERS)
         self.blocks = blocks
@@ -52,9 +48,6 @@ class Slabs:
             volume_id=VolumeId("bench"),
             capacity_bytes=int(2.3 * blocks * (block_bytes + 4096)) + (8 << 20),
             io_threads=IO_THREADS,
-            counters=counters,
-            gds=kvikio,
-            gds_host_reads=True,
         )
         list(self.slab.recover())
         source = ArenaMemory(self.nbytes).bytes.reshape(blocks, block_bytes)

@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mounted_reads import read_into, stored
 
 from kvstore.core.errors import Unsupported
 from kvstore.core.types import BlockShape, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.testing.io_engine_suite import IoEngineSuite
-from kvstore.testing.volume_suite import block_payload, items_for
+from kvstore.testing.volume_suite import block_payload
 from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
 from kvstore.tiers.io_engines.gds import GdsFile
 from kvstore.tiers.io_engines.kvikio_library import load_kvikio
 from kvstore.tiers.io_engines.posix import PosixFile
 from kvstore.tiers.io_engines.probe import GdsPath, choose_gds, probe_gds
+from kvstore.tiers.nvme.mounted import MountedSlab
 from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.tiers.nvme.superblock import DATA_START
 
@@ -66,41 +68,41 @@ def counters() -> Counters:
     return Counters()
 
 
-@pytest.fixture(params=["gds", "posix"])
-def slab(request: pytest.FixtureRequest, tmp_path: Path, counters: Counters) -> Iterator[NvmeSlab]:
-    slab = NvmeSlab.open(
-        tmp_path / "volume",
-        volume_id=VolumeId("v"),
-        capacity_bytes=16 << 20,
-        counters=counters,
-        gds=load_kvikio(threads=4) if request.param == "gds" else None,
-    )
+@pytest.fixture
+def slab(tmp_path: Path) -> Iterator[NvmeSlab]:
+    slab = NvmeSlab.open(tmp_path / "volume", volume_id=VolumeId("v"), capacity_bytes=16 << 20)
     list(slab.recover())
     yield slab
     slab.close()
 
 
+@pytest.fixture(params=["gds", "posix"])
+def mounted(request: pytest.FixtureRequest, slab: NvmeSlab, counters: Counters) -> Iterator[MountedSlab]:
+    gds = load_kvikio(threads=4) if request.param == "gds" else None
+    mounted = MountedSlab(slab.path, VolumeId("v"), counters=counters, gds=gds)
+    yield mounted
+    mounted.close()
+
+
 @pytest.mark.parametrize("verify", [True, False])
-def test_read_blocks_into_device_memory(slab: NvmeSlab, counters: Counters, tmp_path: Path, verify: bool) -> None:
+def test_read_blocks_into_device_memory(slab: NvmeSlab, mounted: MountedSlab, counters: Counters, verify: bool) -> None:
     """Directly or through host memory: the same bytes; with verification a flipped bit is never a hit."""
-    items = items_for(slab.allocate(SHAPE, 8) or [], range(8), SHAPE)
-    assert slab.write(items) == [None] * 8
-    fd = os.open(tmp_path / "volume" / "slab.kv", os.O_RDWR)
+    items = stored(slab, SHAPE, 8)
+    fd = os.open(slab.path / "slab.kv", os.O_RDWR)
     os.pwrite(fd, b"\xff\xfe", DATA_START + items[2][0].offset + 8)  # header
     os.pwrite(fd, b"\xff\xfe", DATA_START + items[5][0].offset + 4096 + 100_000)  # payload
     os.fsync(fd)
     os.close(fd)
     memories = [ImaginedMemory(SHAPE.block_bytes) for _ in items]
-    pairs = [(slot, record, memory) for (slot, record, _), memory in zip(items, memories, strict=True)]
-    outcomes = slab.read_device(pairs, verify=verify)
+    outcomes = read_into(mounted, items, memories, verify=verify)
     bad = {2, 5} if verify else {2}
-    assert {at for at, outcome in enumerate(outcomes) if outcome is Outcome.CORRUPT} == bad
+    assert {at for at, outcome in enumerate(outcomes) if outcome is Outcome.MISS} == bad
     for at in set(range(8)) - {2, 5}:
         assert outcomes[at] is Outcome.HIT
         found = memoryview(bytearray(SHAPE.block_bytes))
         memories[at].fetch(found)
         assert bytes(found) == block_payload(at, SHAPE)
-    way = "gds_device_reads_total" if "gds" in slab.io_engine else "device_reads_bounced_total"
+    way = "gds_device_reads_total" if "gds" in mounted.io_engine else "device_reads_bounced_total"
     assert counters.snapshot()[way] == 8
 
 

@@ -14,12 +14,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from mounted_reads import read_into, stored
 
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockShape, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.testing.io_engine_suite import FILE_BYTES, PAGE, HostDeviceMemory, IoEngineSuite, page_memory
-from kvstore.testing.volume_suite import Item, assert_reads_back, block_payload, emptied, items_for
+from kvstore.testing.volume_suite import block_payload, items_for
 from kvstore.tiers.io_engines import gds
 from kvstore.tiers.io_engines.contract import IoEngine
 from kvstore.tiers.io_engines.gds import GIVE_UP_AFTER, PAUSE_S, STALLED_S, GdsFile
@@ -281,131 +282,105 @@ def test_unexpected_error_waits_for_running_reads(engine: GdsFile, kvikio: Stand
 
 
 @pytest.fixture
-def slab(tmp_path: Path, kvikio: StandIn, counters: Counters) -> Iterator[NvmeSlab]:
-    slab = NvmeSlab.open(
-        tmp_path / "volume",
-        volume_id=VolumeId("v"),
-        capacity_bytes=16 << 20,
-        counters=counters,
-        gds=cast("Kvikio", kvikio),
-        gds_host_reads=True,
-    )
+def slab(tmp_path: Path) -> Iterator[NvmeSlab]:
+    slab = NvmeSlab.open(tmp_path / "volume", volume_id=VolumeId("v"), capacity_bytes=16 << 20)
     list(slab.recover())
     yield slab
     slab.close()
 
 
-def stored(slab: NvmeSlab, count: int = 9) -> list[Item]:
-    items = items_for(slab.allocate(SHAPE, count) or [], range(count), SHAPE)
-    assert slab.write(items) == [None] * count
-    return items
+@pytest.fixture
+def mounted(slab: NvmeSlab, kvikio: StandIn, counters: Counters) -> Iterator[MountedSlab]:
+    mounted = MountedSlab(slab.path, VolumeId("v"), counters=counters, gds=cast("Kvikio", kvikio))
+    yield mounted
+    mounted.close()
 
 
-def test_kvikio_random_failures_lose_no_block(slab: NvmeSlab, kvikio: StandIn) -> None:
+def test_kvikio_random_failures_lose_no_block(slab: NvmeSlab, mounted: MountedSlab, kvikio: StandIn) -> None:
     draw = np.random.default_rng(1)
 
     def sometimes(_size: int) -> None:
         if draw.random() < 0.3:
             fails(0)
 
-    items = stored(slab, 30)
+    items = stored(slab, SHAPE, 30)
     kvikio.in_flight = kvikio.at_start = sometimes
     for _ in range(10):
-        assert_reads_back(slab, items)
+        memories = [HostDeviceMemory(SHAPE.block_bytes) for _ in items]
+        assert read_into(mounted, items, memories) == [Outcome.HIT] * len(items)
+        assert [bytes(memory.memory) for memory in memories] == [block_payload(at, SHAPE) for at in range(len(items))]
 
 
-def test_kvikio_wrong_bytes_are_never_a_hit(slab: NvmeSlab, kvikio: StandIn, counters: Counters) -> None:
-    items = stored(slab)
+def test_kvikio_wrong_bytes_are_never_a_hit(slab: NvmeSlab, mounted: MountedSlab, kvikio: StandIn, counters: Counters) -> None:
+    items = stored(slab, SHAPE, 9)
     kvikio.scribble = True
-    assert slab.read(emptied(items)) == [Outcome.CORRUPT] * len(items)
     memories = [HostDeviceMemory(SHAPE.block_bytes) for _ in items]
-    pairs = [(slot, record, memory) for (slot, record, _), memory in zip(items, memories, strict=True)]
-    assert slab.read_device(pairs) == [Outcome.CORRUPT] * len(items)
-    assert counters.snapshot()["nvme_corrupt_blocks_total"] == 2 * len(items)
+    assert read_into(mounted, items, memories) == [Outcome.MISS] * len(items)
+    assert counters.get("gds_device_reads_total") == len(items)
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_device_memory_is_filled_on_either_path(slab: NvmeSlab, kvikio: StandIn, counters: Counters, failing: bool) -> None:
-    items = stored(slab)
+def test_device_memory_is_filled_on_either_path(
+    slab: NvmeSlab, mounted: MountedSlab, kvikio: StandIn, counters: Counters, failing: bool
+) -> None:
+    items = stored(slab, SHAPE, 9)
     if failing:
         kvikio.in_flight = fails
     memories = [HostDeviceMemory(SHAPE.block_bytes) for _ in items]
-    pairs = [(slot, record, memory) for (slot, record, _), memory in zip(items, memories, strict=True)]
-    assert slab.read_device(pairs) == [Outcome.HIT] * len(items)
+    assert read_into(mounted, items, memories) == [Outcome.HIT] * len(items)
     assert [bytes(memory.memory) for memory in memories] == [block_payload(at, SHAPE) for at in range(len(items))]
     assert counters.get("device_reads_bounced_total" if failing else "gds_device_reads_total") == len(items)
 
 
-def test_device_failure_loses_only_its_block(slab: NvmeSlab, kvikio: StandIn, counters: Counters) -> None:
+def test_device_failure_loses_only_its_block(slab: NvmeSlab, mounted: MountedSlab, kvikio: StandIn, counters: Counters) -> None:
     class Broken(HostDeviceMemory):
         def fill(self, source: memoryview) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
         fetch = fill
 
-    items = stored(slab, 4)
+    items = stored(slab, SHAPE, 4)
     memories = [kind(SHAPE.block_bytes) for kind in (HostDeviceMemory, Broken, HostDeviceMemory, Broken)]
-    pairs = [(slot, record, memory) for (slot, record, _), memory in zip(items, memories, strict=True)]
     wanted = [Outcome.HIT, Outcome.UNAVAILABLE] * 2
-    assert slab.read_device(pairs) == wanted
+    assert read_into(mounted, items, memories) == wanted
     kvikio.at_start = fails
-    assert slab.read_device(pairs) == wanted
+    assert read_into(mounted, items, memories) == wanted
     assert counters.get("nvme_read_errors_total") == 4
 
 
-def test_device_memory_of_wrong_size_is_rejected(slab: NvmeSlab) -> None:
-    (slot, record, _), *_ = stored(slab, 1)
+def test_device_memory_of_wrong_size_is_rejected(slab: NvmeSlab, mounted: MountedSlab) -> None:
+    items = stored(slab, SHAPE, 1)
     for nbytes in (SHAPE.block_bytes - 1, SHAPE.block_bytes + 1, 4096):
         with pytest.raises(InvalidArgument, match="one full block"):
-            slab.read_device([(slot, record, HostDeviceMemory(nbytes))])
+            read_into(mounted, items, [HostDeviceMemory(nbytes)])
 
 
-def test_reallocated_slot_is_not_a_hit(slab: NvmeSlab) -> None:
-    items = stored(slab, 2)
-    slab.free([items[0][0]])
-    memories = [HostDeviceMemory(SHAPE.block_bytes) for _ in items]
-    pairs = [(slot, record, memory) for (slot, record, _), memory in zip(items, memories, strict=True)]
-    assert slab.read_device(pairs) == [Outcome.CORRUPT, Outcome.HIT]
-
-
-def test_slab_unopenable_by_kvikio_is_read_by_posix(tmp_path: Path, kvikio: StandIn, counters: Counters) -> None:
+def test_volume_unopenable_by_kvikio_is_read_by_posix(slab: NvmeSlab, kvikio: StandIn, counters: Counters) -> None:
     kvikio.refuse_open = True
-    slab = NvmeSlab.open(
-        tmp_path / "volume", volume_id=VolumeId("v"), capacity_bytes=16 << 20, counters=counters, gds=cast("Kvikio", kvikio)
-    )
-    list(slab.recover())
-    assert slab.io_engine.startswith("posix")
+    mounted = MountedSlab(slab.path, VolumeId("v"), counters=counters, gds=cast("Kvikio", kvikio))
+    assert mounted.io_engine.startswith("posix")
+    assert "gds" not in mounted.io_engine
     assert counters.snapshot()["gds_refused_total"] == 1
-    assert_reads_back(slab, stored(slab))
-    slab.close()
-    posix = PosixFile(tmp_path / "volume" / "slab.kv", direct=True, writable=False, counters=counters)
+    memory = HostDeviceMemory(SHAPE.block_bytes)
+    assert read_into(mounted, stored(slab, SHAPE, 1), [memory]) == [Outcome.HIT]
+    assert bytes(memory.memory) == block_payload(0, SHAPE)
+    mounted.close()
+    posix = PosixFile(slab.path / "slab.kv", direct=True, writable=False, counters=counters)
     with pytest.raises(Unsupported, match="kvikio cannot open the slab"):
         GdsFile(posix, cast("Kvikio", kvikio), in_flight=4, counters=counters)
     posix.close()
 
 
-def test_slab_unopenable_with_gds_required_is_rejected(tmp_path: Path, kvikio: StandIn, counters: Counters) -> None:
+def test_volume_unopenable_with_gds_required_is_rejected(slab: NvmeSlab, kvikio: StandIn) -> None:
     kvikio.refuse_open = True
-
-    def open_slab(required: bool) -> NvmeSlab:
-        return NvmeSlab.open(
-            tmp_path / "volume",
-            volume_id=VolumeId("v"),
-            capacity_bytes=16 << 20,
-            counters=counters,
-            gds=cast("Kvikio", kvikio),
-            gds_required=required,
-        )
-
     with pytest.raises(Unsupported, match="kvikio cannot open the slab"):
-        open_slab(required=True)
-    open_slab(required=False).close()  # the refusal left nothing open or locked
+        MountedSlab(slab.path, VolumeId("v"), gds=cast("Kvikio", kvikio), gds_required=True)
 
 
 @pytest.mark.parametrize("way", ["straight", "failing", "posix"])
 def test_mounted_volume_reads_into_device_memory(slab: NvmeSlab, kvikio: StandIn, tmp_path: Path, way: str) -> None:
     """As an engine reads its node's volume; a block that the owner has overwritten is a miss."""
-    items = stored(slab, 4)
+    items = stored(slab, SHAPE, 4)
     slab.commit([(slot, record) for slot, record, _ in items], [])
     counters = Counters()
     mounted = MountedSlab(

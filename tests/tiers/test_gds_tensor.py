@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from mounted_reads import read_into, stored
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.testing.io_engine_suite import PAGE, IoEngineSuite
-from kvstore.testing.volume_suite import block_payload, items_for
+from kvstore.testing.volume_suite import block_payload
 from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
 from kvstore.tiers.io_engines.posix import PosixFile
 from kvstore.tiers.io_engines.probe import GdsPath, choose_gds
@@ -37,15 +38,20 @@ def counters() -> Counters:
 
 
 @pytest.fixture
-def slab(tmp_path: Path, device: torch.device, counters: Counters) -> Iterator[NvmeSlab]:
-    """The slab with a node's settings: with kvikio if GPUDirect Storage works on this host."""
-    folder = tmp_path / "volume"
-    folder.mkdir()
-    gds = choose_gds("auto", folder, threads=8, counters=counters)[0] if device.type == "cuda" else None
-    slab = NvmeSlab.open(folder, volume_id=VolumeId("v"), capacity_bytes=64 << 20, counters=counters, gds=gds)
+def slab(tmp_path: Path) -> Iterator[NvmeSlab]:
+    slab = NvmeSlab.open(tmp_path / "volume", volume_id=VolumeId("v"), capacity_bytes=64 << 20)
     list(slab.recover())
     yield slab
     slab.close()
+
+
+@pytest.fixture
+def mounted(slab: NvmeSlab, device: torch.device, counters: Counters) -> Iterator[MountedSlab]:
+    """The volume as an engine opens it: with kvikio if GPUDirect Storage works on this host."""
+    gds = choose_gds("auto", slab.path, threads=8, counters=counters)[0] if device.type == "cuda" else None
+    mounted = MountedSlab(slab.path, VolumeId("v"), counters=counters, gds=gds)
+    yield mounted
+    mounted.close()
 
 
 class TestPosixIntoTensors(IoEngineSuite):
@@ -57,33 +63,28 @@ class TestPosixIntoTensors(IoEngineSuite):
 
 
 def test_blocks_are_read_directly_into_pool_memory(
-    slab: NvmeSlab, device: torch.device, counters: Counters, tmp_path: Path
+    slab: NvmeSlab, mounted: MountedSlab, device: torch.device, counters: Counters
 ) -> None:
     """Each block is read into its part of one large allocation. A flipped bit is a miss; adjacent parts do not change."""
-    items = items_for(slab.allocate(SHAPE, BLOCKS) or [], range(BLOCKS), SHAPE)
-    assert slab.write(items) == [None] * BLOCKS
-    slab.commit([(slot, record) for slot, record, _ in items], [])
-    fd = os.open(tmp_path / "volume" / "slab.kv", os.O_RDWR)
+    items = stored(slab, SHAPE, BLOCKS)
+    fd = os.open(slab.path / "slab.kv", os.O_RDWR)
     os.pwrite(fd, b"\xff\xfe", DATA_START + items[5][0].offset + PAGE + 100_000)
     os.fsync(fd)
     os.close(fd)
     pool = torch.full(((BLOCKS + 1) * SHAPE.block_bytes,), 0xA5, dtype=torch.uint8, device=device)
     rows = pool.view(BLOCKS + 1, SHAPE.block_bytes)
-    outcomes = slab.read_device(
-        [(slot, record, TensorMemory(row)) for (slot, record, _), row in zip(items, rows[:BLOCKS], strict=True)]
-    )
-    assert outcomes == [Outcome.CORRUPT if at == 5 else Outcome.HIT for at in range(BLOCKS)]
+    outcomes = read_into(mounted, items, [TensorMemory(row) for row in rows[:BLOCKS]])
+    assert outcomes == [Outcome.MISS if at == 5 else Outcome.HIT for at in range(BLOCKS)]
     for at in set(range(BLOCKS)) - {5}:
         assert rows[at].cpu().numpy().tobytes() == block_payload(at, SHAPE)
     assert bool((rows[BLOCKS] == 0xA5).all())
-    straight = "gds_device_reads_total" if ", gds " in slab.io_engine else "device_reads_bounced_total"
+    straight = "gds_device_reads_total" if ", gds " in mounted.io_engine else "device_reads_bounced_total"
     assert counters.get(straight) == BLOCKS
 
 
 def test_engine_reads_volume_of_its_node(slab: NvmeSlab, device: torch.device, tmp_path: Path) -> None:
     """Through the slot manifest, while the node has the volume open."""
-    items = items_for(slab.allocate(SHAPE, BLOCKS) or [], range(BLOCKS), SHAPE)
-    assert slab.write(items) == [None] * BLOCKS
+    items = stored(slab, SHAPE, BLOCKS)
     slab.commit([(slot, record) for slot, record, _ in items], [])
     counters = Counters()
     gds, found = choose_gds("auto" if device.type == "cuda" else "off", tmp_path / "volume", threads=8, counters=counters)

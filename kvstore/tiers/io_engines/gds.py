@@ -46,7 +46,7 @@ class GdsFile(IoEngine):
         posix: the same file; not closed with this one.
         kvikio: the library, from ``load_kvikio``.
         in_flight: number of concurrent calls of kvikio.
-        host_reads: use kvikio for reads into host memory too.
+        host_reads: use kvikio for reads into host memory too: the conformance suite reads there.
         counters: counts fallbacks.
         now_s: a monotonic clock.
 

@@ -45,8 +45,6 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
-from kvstore.tiers.io_engines.contract import DeviceMemory
-from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.ownership import (
     SLAB_FILE,
@@ -62,7 +60,7 @@ from kvstore.tiers.nvme.ownership import (
     remove_old_files,
 )
 from kvstore.tiers.nvme.sealed_slot import SealedSlotIO
-from kvstore.tiers.nvme.slab_io import NOTHING, IoChoice, SlotIO
+from kvstore.tiers.nvme.slab_io import IoChoice, SlotIO
 from kvstore.tiers.nvme.slot_header import check_shape, header_bytes, pack_header, parse_header, place_in, slot_bytes
 from kvstore.tiers.nvme.slot_manifest import SlotManifestWriter
 from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, Superblock, newest_superblock
@@ -131,9 +129,6 @@ class NvmeSlab(PooledVolume, DurableVolume):
         direct: bool = True,
         verify_headers: bool = False,
         counters: Counters | None = None,
-        gds: Kvikio | None = None,
-        gds_required: bool = False,
-        gds_host_reads: bool = False,
     ) -> NvmeSlab:
         """Open a volume. Create it if the folder is missing or empty.
 
@@ -149,9 +144,6 @@ class NvmeSlab(PooledVolume, DurableVolume):
             direct: use O_DIRECT if the file system supports it (see ``io_engine``).
             verify_headers: ``recover`` reads every slot's header (one I/O per block) and drops blocks whose header differs.
             counters: counts fallbacks and failures.
-            gds: kvikio, for reads into device memory; None: these go through host memory.
-            gds_required: fail if kvikio cannot open the slab.
-            gds_host_reads: use kvikio for reads into host memory too, for tests and benchmarks.
 
         Raises:
             Conflict: another process has the volume open, or the folder has another volume.
@@ -160,7 +152,6 @@ class NvmeSlab(PooledVolume, DurableVolume):
             CorruptBlock: superblock, slab or catalog is damaged or lost; the message has the command that repairs it.
             CapacityExceeded: not enough space to create or enlarge the volume.
             Unavailable: the catalog cannot be opened.
-            Unsupported: ``gds_required``, and kvikio cannot open the slab.
             OSError: another error of the file system.
         """
         counters = counters or Counters()
@@ -174,8 +165,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         try:
             if not (path / SLAB_FILE).exists():
                 make_volume(path, volume_id, capacity_bytes)
-            engine = IoChoice(io_threads, direct=direct, gds=gds, gds_required=gds_required, gds_host_reads=gds_host_reads)
-            parts = open_parts(path, volume_id, capacity_bytes, engine, counters, claim)
+            parts = open_parts(path, volume_id, capacity_bytes, IoChoice(io_threads, direct=direct), counters, claim)
         except BaseException:
             lock.close()
             raise
@@ -377,34 +367,6 @@ class NvmeSlab(PooledVolume, DurableVolume):
         for place, io in zip(places, slots, strict=True):
             answers[place] = (io.outcome, io.record.checksums)
         return answers
-
-    def read_device(self, items: Sequence[tuple[Slot, BlockRecord, DeviceMemory]], *, verify: bool = True) -> list[Outcome]:
-        """As ``read``, into device memory: directly if the I/O engine can, else through host memory.
-
-        Memory of a block that is not a HIT is undefined.
-
-        Args:
-            items: each with memory for one full block, which nothing else uses during the read.
-            verify: compare checksums. Data read directly is copied back for that. Headers are always verified.
-
-        Raises:
-            InvalidArgument: the memory does not have the size of a full block.
-        """
-        outcomes = [Outcome.CORRUPT] * len(items)
-        pairs: list[tuple[SlotIO, DeviceMemory]] = []
-        places: list[int] = []
-        for place, (slot, record, memory) in enumerate(items):
-            shape = record.shape
-            if memory.nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
-                raise InvalidArgument("device memory must be one full block and fit its slot", bytes=memory.nbytes)
-            if not self.slot_pool.holds(slot):
-                continue  # as for read
-            pairs.append((self._place_io(slot, record, NOTHING), memory))
-            places.append(place)
-        self._file.read_device(pairs, verify=verify)
-        for place, (io, _) in zip(places, pairs, strict=True):
-            outcomes[place] = io.outcome
-        return outcomes
 
     @staticmethod
     def _check_checksums(record: BlockRecord) -> None:

@@ -122,7 +122,6 @@ class IoChoice:
     direct: bool = True
     gds: Kvikio | None = None
     gds_required: bool = False
-    gds_host_reads: bool = False
 
     def open(self, path: Path, *, writable: bool, counters: Counters) -> SlabFile:
         """Open a slab file with these options."""
@@ -134,7 +133,6 @@ class IoChoice:
             counters=counters,
             gds=self.gds,
             gds_required=self.gds_required,
-            gds_host_reads=self.gds_host_reads,
         )
 
 
@@ -149,7 +147,6 @@ class SlabFile:
         counters: counts fallbacks and failures.
         gds: engine for suitable reads; None: ``posix`` only.
         gds_required: fail if ``gds`` cannot open the file.
-        gds_host_reads: use ``gds`` for reads into host memory as well.
 
     Raises:
         OSError: the file cannot be opened or read.
@@ -166,7 +163,6 @@ class SlabFile:
         counters: Counters,
         gds: Kvikio | None = None,
         gds_required: bool = False,
-        gds_host_reads: bool = False,
     ) -> None:
         if io_threads < 1:
             raise InvalidArgument("io_threads must be at least 1", io_threads=io_threads)
@@ -176,7 +172,7 @@ class SlabFile:
         self.direct = self._posix.direct
         self._reader: IoEngine = self._posix
         if gds is not None:
-            self._reader = self._open_gds(gds, io_threads, required=gds_required, host_reads=gds_host_reads)
+            self._reader = self._open_gds(gds, io_threads, required=gds_required)
         self._scratches: queue.SimpleQueue[_Scratch] = queue.SimpleQueue()
         # twice as many threads as requests in flight: while some check what they read, others keep the device busy
         self._threads = 2 * io_threads
@@ -187,9 +183,9 @@ class SlabFile:
         self.answered_s = -math.inf
         """When the kernel answered a request last, well or badly, by ``CLOCK_MONOTONIC``."""
 
-    def _open_gds(self, gds: Kvikio, in_flight: int, *, required: bool, host_reads: bool) -> IoEngine:
+    def _open_gds(self, gds: Kvikio, in_flight: int, *, required: bool) -> IoEngine:
         try:
-            return GdsFile(self._posix, gds, in_flight=in_flight, host_reads=host_reads, counters=self._counters)
+            return GdsFile(self._posix, gds, in_flight=in_flight, counters=self._counters)
         except Unsupported as error:
             if required:
                 self._posix.close()
