@@ -111,12 +111,12 @@ def int8_error(options: harness.Options) -> None:
             Figure("int8_attention_error", "int8 blocks: error of attention outputs", sizes, "of the norm", lower_is_better=True),
             errors,
             target=Target("value", 0.02 if outliers else 0.01),
-            notes="normal keys, values and queries; a scale per channel and page; a sample per seed",
+            notes="normal keys, values and queries; a sample per seed",
         )
 
 
 def _groups(cache: PagedCache) -> ScaleGroups:
-    """One scale per channel of a page ``[tokens, heads, dim]``."""
+    """Groups of a page ``[tokens, heads, dim]``: keys by channel, values by token."""
     return ScaleGroups.along(cache.layers[0].tensor.shape[2:], cache.layers[0].order, 0)
 
 
