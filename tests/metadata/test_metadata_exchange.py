@@ -364,8 +364,32 @@ def test_exchange_heartbeats_whose_reports_waited_are_dropped(index: LmdbIndex, 
         assert index.beats() == {}
         one.tick()
     two.tick()
-    assert index.beats() == {NodeId("a"): Beat(BOOT, 2, 2)}
+    assert index.beats() == {NodeId("a"): Beat(BOOT, 2, 1)}
     assert two.table.status(NodeId("a")).usages[0].used_bytes == 7
+
+
+def test_exchange_report_stays_while_index_rejects_writes(index: LmdbIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise Unavailable("no space for the index")
+
+    one, two = Server(index), Server(index)
+
+    def used(server: Server) -> int:
+        return server.table.status(NodeId("a")).usages[0].used_bytes
+
+    one.table.record_heartbeat(beat("a", 1, usages=[pb.VolumeUsage(used_bytes=7)]))
+    one.tick()
+    with monkeypatch.context() as full:
+        full.setattr(index, "put_beats", fail)
+        full.setattr(index, "put_notes", fail)
+        for number in (2, 3):
+            one.table.record_heartbeat(beat("a", number, usages=[pb.VolumeUsage(used_bytes=8)]))
+            one.tick()
+            assert used(one) == 8
+    one.table.record_heartbeat(beat("a", 4, usages=[pb.VolumeUsage(used_bytes=8)]))
+    one.tick()
+    two.tick()
+    assert used(two) == 8
 
 
 def test_exchange_refusals_do_not_delay_heartbeats(index: LmdbIndex, monkeypatch: pytest.MonkeyPatch) -> None:

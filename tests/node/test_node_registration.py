@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import cast
+from typing import NoReturn, cast
 
 import grpc
 import pytest
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import Conflict
+from kvstore.core.errors import CapacityExceeded, Conflict
 from kvstore.core.types import BlockKey, VolumeId
 from kvstore.node.publish.batch_stream import BATCHES_IN_FLIGHT
 from kvstore.node.publish.contract import PublishedBlocks
-from kvstore.node.publish.publisher import IndexPublisher
+from kvstore.node.publish.publisher import RETRY_FIRST_S, IndexPublisher
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.observe.counters import Counters
@@ -220,3 +222,36 @@ def test_publish_broken_stream_repeats_unsent_batches(servicer: BreakingServer, 
         assert log.wait_published(volumes, MonotonicClock().now_s() + PATIENCE_S)
         assert servicer.shown == set(volumes)
         assert counters.get("publish_interrupted_total") == 1
+
+
+class FullServer(BreakingServer):
+    """A metadata server whose index rejects all changes. It keeps the times of registrations."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.registered_s: list[float] = []
+
+    def RegisterNode(  # noqa: N802
+        self, request: metadata_pb2.RegisterNodeRequest, context: grpc.ServicerContext
+    ) -> metadata_pb2.RegisterNodeResponse:
+        self.registered_s.append(time.monotonic())
+        return super().RegisterNode(request, context)
+
+    def Publish(  # noqa: N802
+        self, requests: Iterator[metadata_pb2.PublishRequest], context: grpc.ServicerContext
+    ) -> NoReturn:
+        next(requests)
+        code, message, metadata = abort_arguments(CapacityExceeded("no space on disk for the index"))
+        context.set_trailing_metadata(metadata)
+        context.abort(code, message)
+
+
+def test_publish_rejected_batches_are_retried_ever_later() -> None:
+    servicer, volume = FullServer(), VolumeId("n/0")
+    log = ReplicaChangeLog([volume], Counters(), MonotonicClock())
+    block = SimpleNamespace(key=BlockKey(bytes(16)), parent=None, depth=0, namespace_id=bytes(16))
+    log.stored(volume, cast("Block", block))
+    with publishing(servicer, Counters(), [volume], log):
+        wait_until(lambda: len(servicer.registered_s) >= 6)
+    pauses_s = [later - earlier for earlier, later in itertools.pairwise(servicer.registered_s)]
+    assert pauses_s[4] >= 16 * RETRY_FIRST_S

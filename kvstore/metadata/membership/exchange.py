@@ -68,7 +68,7 @@ class HeartbeatExchange:
         self._beats: dict[NodeId, Beat] = {}
         """Last known record of each node."""
         self._written: dict[NodeId, Beat] = {}
-        """Records that this server wrote, and that no other server has replaced since."""
+        """Records that this server wrote or tried to write, and that no other server has replaced since."""
         self._unshared: dict[NodeId, Beat] = {}
         self._changed: set[NodeId] = set()
         """Nodes in ``_unshared`` whose report is to be written."""
@@ -105,13 +105,12 @@ class HeartbeatExchange:
         return UnsharedBeats(beats, reports)
 
     def write_failed(self, unshared: UnsharedBeats) -> None:
-        """These could not be written. The nodes will send further heartbeats, which are shared with their contents."""
-        for node_id in unshared.beats:
-            self._written.pop(node_id, None)
+        """These could not be written: reports are, with the nodes' next heartbeats. Older ones in the index stay unread."""
+        self._changed.update(unshared.reports)
 
     def drop_unshared(self) -> None:
         """This server was paused: shared now, its heartbeats of before would make silent nodes look alive to the others."""
-        for node_id in self._unshared:
+        for node_id in self._unshared.keys() | self._changed:
             self._written.pop(node_id, None)
         self._unshared.clear()
         self._changed.clear()

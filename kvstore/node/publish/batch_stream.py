@@ -43,10 +43,12 @@ class SentBatches:
 
     Attributes:
         sequence: number of the last batch.
+        acknowledged: number of the last acknowledged batch.
         unacknowledged: batches that the server has not acknowledged, oldest first, each with its number of events.
     """
 
     sequence: int = 0
+    acknowledged: int = 0
     unacknowledged: deque[tuple[metadata_pb2.PublishRequest, int]] = field(default_factory=deque)
 
 
@@ -164,6 +166,7 @@ class BatchStream:
         unacknowledged = self._sent.unacknowledged
         with self._lock:
             self._acknowledged_s = time.monotonic()
+            self._sent.acknowledged = sequence
             while unacknowledged and unacknowledged[0][0].sequence <= sequence:
                 message, events = unacknowledged.popleft()
                 self._log.acknowledge(VolumeId(message.volume_id), events)

@@ -253,8 +253,12 @@ class IndexPublisher:
                 self._registered.set()
                 self._set_connected(connected=True)
                 self._diagnoser.answered()
-                pause_s = RETRY_FIRST_S
-                self._stream(needed)
+                acknowledged = self._sent.acknowledged
+                try:
+                    self._stream(needed)
+                finally:  # an index that rejects batches accepts registrations
+                    if not self._sent.unacknowledged or self._sent.acknowledged != acknowledged:
+                        pause_s = RETRY_FIRST_S
             except KVStoreError as failed:
                 error = self._diagnoser.explain(failed)
                 self.denied = error if isinstance(error, _ACCESS_ERRORS) else None
