@@ -38,7 +38,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # An import of vLLM takes 20 s without cached bytecode and 9 s with it: let Python write it, whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help valkey install install-engines install-dynamo run test test-store test-shared test-alone test-engines test-gpu bench-gpu wheel wheels docs lint format types stubs check bench clean
+.PHONY: help valkey install install-engines install-dynamo run test test-store test-engines test-gpu bench-gpu wheel wheels docs lint format types stubs check bench clean
 
 help:  ## shows this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*##\s*/\1\t/' | expand -t 10
@@ -117,14 +117,8 @@ run: install  ## starts the store, runs the demo workload with every byte checke
 
 test: test-store test-engines  ## all tests that this machine can run
 
-test-store: test-shared test-alone  ## the tests of the store itself
-
-NEEDED_TO_TEST := $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy $(VENV)/.stamp-valkey $(if $(findstring --thorough,$(TEST_ARGS)),$(VENV)/.stamp-ziglang)
-
-test-shared: $(NEEDED_TO_TEST)  ## of these, the tests that may share the processors
+test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy $(VENV)/.stamp-valkey $(if $(findstring --thorough,$(TEST_ARGS)),$(VENV)/.stamp-ziglang)  ## the tests of the store itself
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' $(TEST_ARGS),-n 4 $(SPREAD))
-
-test-alone: $(NEEDED_TO_TEST)  ## of these, the tests that measure, one after the other
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m alone $(or $(TEST_ARGS),tests/netlab),)
 
 test-engines: install-engines  ## the tests of the hooks, with real vLLM, transformers and SGLang on the CPU
