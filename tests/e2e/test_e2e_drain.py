@@ -53,6 +53,12 @@ def state(store: Store, node: str) -> str:
     return "gone" if found is None else common_pb2.NodeState.Name(found.state).removeprefix("NODE_STATE_")
 
 
+def nvme_bytes(store: Store, node: str) -> int:
+    """Bytes on the volumes of a node in its last heartbeat."""
+    found = status(store, node)
+    return 0 if found is None else sum(usage.used_bytes for usage in found.usages if "nvme" in usage.volume_id)
+
+
 class Load:
     """An engine that replays growing prompts until it is stopped: look up, load, check every byte, store the rest."""
 
@@ -176,6 +182,7 @@ def test_drain_tenant_near_quota_moves_all(make_store: MakeStore) -> None:
     here, there = store.engine("a", tenant="acme"), store.engine("b", tenant="acme")
     durable = [store_durably(here, f"near {number}", 30) for number in range(3)]
     held = sum(map(len, durable)) * here.spec.block_bytes
+    wait_until(lambda: nvme_bytes(store, "a") >= held, "the server knows what the tenant holds")
     limited = command(store, "tenants", "set", "acme", "--nvme", str(held * 9 // 8), "--yes")
     assert limited.returncode == 0, limited.stderr
     store.empty_dram("a")

@@ -189,7 +189,7 @@ def test_router_adapters_loaded_at_run_time(bed: PdBed, router: RouterProcess, o
         bed.only_in_storage()
         before = hit_blocks(bed)
         assert complete(router, model, prompt) == tokens
-        assert hit_blocks(bed) == before + whole
+        assert hit_blocks(bed) - before in {whole, 2 * whole}, "a handoff may be late: then the decode engine loads, too"
 
     make_adapter(bed.model, tmp_path / adapter, 7)  # new weights in the same folder
     for engine in (bed.prefill, bed.decode):
@@ -211,7 +211,7 @@ def test_router_equal_cache_salt_shares_blocks(bed: PdBed, router: RouterProcess
             bed.only_in_storage()
             before = hit_blocks(bed)
             assert complete(router, "tiny", prompt, **({"cache_salt": salt} if salt else {})) == oracle.says(prompt, 8)
-            assert hit_blocks(bed) == before + hit
+            assert hit_blocks(bed) - before in {hit, 2 * hit}, "as above"
 
 
 def test_router_sessions_hit_and_are_scheduled(bed: PdBed, plain: RouterProcess) -> None:
