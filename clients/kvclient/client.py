@@ -235,7 +235,7 @@ class KVClient:
 
         Args:
             keys: a chain from its head.
-            deadline_s: seconds it may take; None: the option's.
+            deadline_s: seconds it may take; None: ``ClientOptions.lookup_deadline_s``.
 
         Raises:
             InvalidArgument: malformed keys, or too many.
@@ -256,7 +256,7 @@ class KVClient:
 
         Args:
             keys: keys of blocks that ``store_heads`` stored, in any order.
-            deadline_s: seconds it may take; None: the option's.
+            deadline_s: seconds it may take; None: ``ClientOptions.lookup_deadline_s``.
 
         Raises:
             InvalidArgument: malformed keys, or too many.
@@ -290,8 +290,8 @@ class KVClient:
                 its blocks are. Or keys: they are looked up first if they begin a chain, and the local node is asked for all of
                 them even if the index lists none.
             buffer: space for exactly these blocks; see ``as_block_buffer``.
-            deadline_s: seconds it may take; None: the option's.
-            verify: whether checksums are compared here; None: the option's.
+            deadline_s: seconds it may take; None: ``ClientOptions.default_deadline_s``.
+            verify: ``auto``, ``always`` or ``never``, see ``Verify``; None: ``ClientOptions.verify``.
             parent: with keys: the key before the first, unless that is the head of its chain.
             depth: with keys: position of the first in its chain.
             paths: hosts whose storage links may be used for blocks in storage; None: as the client's options say.
@@ -407,9 +407,9 @@ class KVClient:
             buffer: their bytes; must not change until the call has returned.
             parent: the key before the first, unless that is the head of its chain.
             depth: position of the first in its chain.
-            deadline_s: seconds it may take, including the wait for space; None: the option's.
-            durable: return only after they are on NVMe (see the result's ``durable``).
-            wait_visible: with a local node: return only after lookups everywhere show the blocks, or after most of the time.
+            deadline_s: seconds it may take, including the wait for space; None: ``ClientOptions.default_deadline_s``.
+            durable: return only after they are durable, or the time is over (see the result's ``durable``).
+            wait_visible: with a local node: wait until lookups everywhere show the blocks, at most 0.8 of the time left.
 
         Raises:
             InvalidArgument: a buffer or keys that do not fit.
@@ -591,7 +591,7 @@ class KVClient:
         Args:
             keys: all keys of the prompt, including a partial last block's.
             transfer_id: names the handoff: the prefill side may end the wait by it (``abandon_prompt``). At most 64 bytes.
-            deadline_s: how long it may take; None: the option's.
+            deadline_s: seconds it may take; None: ``ClientOptions.default_deadline_s``.
 
         Raises:
             InvalidArgument: malformed keys, or a malformed ``transfer_id``.

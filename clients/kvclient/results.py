@@ -234,7 +234,8 @@ class StoreResult:
         outcomes: one ``StoreOutcome`` per block. A chain is stored prefix first: after the first block that could not be stored
             everything is ``SKIPPED``, except in a handoff.
         bytes_stored: bytes of blocks ``STORED`` by this call.
-        durable: whether everything this call stored is known to be on NVMe, if that was requested; otherwise see ``error``.
+        durable: if that was requested, whether all blocks of the call, also those that the store had already, are known to be
+            durable: on a volume of the node, or on its storage node. If not, see ``error``.
         seconds: duration.
         error: the first failure of the store, if any.
         draining: whether blocks are ``SKIPPED`` because the local node drains or shuts down. Not a failure; it will not accept

@@ -154,7 +154,7 @@ class HookOptions:
 
         Args:
             decode_node: the store's node on the host that will decode the request; empty: none, or this one.
-            policy: of this request; empty: the option's.
+            policy: of this request; empty: the option ``path_policy``.
 
         Raises:
             InvalidArgument: an impossible option.

@@ -104,7 +104,8 @@ class StoreGrant:
         Args:
             checksums: packed, one per layer of each written block.
             timeout_s: bound of the call.
-            wait_visible: return only after the metadata server shows the blocks, or after most of the time.
+            wait_visible: wait until the metadata server shows the blocks, for ``WAIT_SHARE`` of ``timeout_s`` at most. After that
+                the blocks are stored, but may not be visible yet.
 
         Raises:
             KVStoreError: it is not known whether they are visible.

@@ -124,7 +124,8 @@ class LayerwiseStore:
             result = store.commit()
 
         Args:
-            wait_visible: return only after lookups everywhere show the blocks, or after most of the time.
+            wait_visible: wait until lookups everywhere show the blocks, for 0.8 of the time left at most. After that the blocks
+                are stored, but may not be visible yet.
 
         Raises:
             InvalidArgument: a layer is missing, or the store has ended.

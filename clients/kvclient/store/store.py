@@ -35,7 +35,7 @@ class Store:
         chain: the blocks.
         buffer: their bytes.
         scope: deadline and cancellation.
-        durable: wait until the blocks are on NVMe.
+        durable: wait until the blocks are durable: on a volume of a node, or on its storage node.
         wait_visible: wait until lookups show the blocks.
         keep_in_pool: leave a copy in the engine's own pool.
     """
