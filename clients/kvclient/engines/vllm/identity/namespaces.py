@@ -1,8 +1,8 @@
 """Which namespaces an engine's pages belong to: one per part of a KV cache group (``kv_groups``) and shard.
 
 Two engines share a namespace exactly if a page of one is a page of the other: same model, weights epoch and numbers in the page,
-same attention backend and kernel layout, same vLLM line, same layers, same shard. A namespace too many costs a miss; one too few
-would cost wrong tokens; so whatever might make bytes differ is in the name.
+same attention backend and kernel layout, same minor version of vLLM, same layers, same shard. A namespace too many costs a miss;
+one too few would cost wrong tokens; so whatever might make bytes differ is in the name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GroupFacts:
         kind: kind of attention, e.g. ``full`` or ``sliding:512``.
         backend: attention backend.
         isa: which of the backend's kernels: on CPUs it decides the order of bytes in a page.
-        engine: the engine's line, e.g. ``0.32``.
+        engine: the engine's minor version, e.g. ``0.32``.
         shard_rank: index of the part of the heads.
         shard_count: number of parts. Ranks that hold the same bytes have the same shard.
     """

@@ -1,8 +1,8 @@
 """vLLM schedulers that keep the attention time of a step within a quota (section 6.4 of the DualPath paper).
 
 Choose one with ``--scheduler-cls``. Settings in ``--additional-config``: ``kvstore_attention_quota_ms`` (0: no quota), and
-``kvstore_attention_pair_ps``, the picoseconds per pair of tokens that ``kvstore calibrate`` fits. Engines that share a barrier
-then compute for about equally long. vLLM fills a step in order of arrival, so that a bound on its tokens is the paper's rule.
+``kvstore_attention_pair_ps``, the picoseconds per pair of tokens that ``kvstore calibrate`` fits. Ranks that synchronize in each
+step then compute for about equally long. vLLM fills a step in order of arrival, so a bound on its tokens is the paper's rule.
 """
 
 from __future__ import annotations

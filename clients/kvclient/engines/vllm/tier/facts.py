@@ -37,7 +37,7 @@ class WorkerFacts:
     Attributes:
         model: the engine's name of the model.
         model_digest: of the model's configuration.
-        engine: vLLM's line, e.g. ``0.32``.
+        engine: vLLM's minor version, e.g. ``0.32``.
         weights: digest of the tensors of all workers.
         pages: digest of shape, order and dtype of all layers' pages, and of the kernels that read them.
         whole_prompts_only: the backend or model that cannot continue after a prefix, if any.
