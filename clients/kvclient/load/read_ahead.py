@@ -13,9 +13,9 @@ Blocks that only other hosts' storage has are read ahead by plan, as a load woul
 decode host, and idle ones, each over its own storage link. The load that follows uses the same plan, so each node finds its part
 in its DRAM. It may be a load of some of the blocks. If it begins while nodes are still called, it reads the other parts itself. A
 load of other blocks, or one that begins before any node was called, revokes the planned part of the read ahead, and plans by
-itself. Each node then ends the window that it reads, which the load may have another node read again. If a part of the plan fails
-during the load, its blocks are planned afresh, because the planner has forgotten the plan. The node that failed may then be tried
-once more.
+itself. Each node that was called completes its current window, so the load may read these blocks a second time over another link.
+If a part of the plan fails during the load, its blocks are planned afresh, because the planner has forgotten the plan. The node
+that failed may then be tried once more.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The order arrives with responses of the metadata server, and heartbeats report the progress. The drain works in rounds: it writes
 DRAM-only blocks back, and, with ``move``, other nodes pull blocks that no other volume holds
 (``kvstore.node.control.migrator``). If nothing remains, the node is *drained*, and checks again from time to time because other
-nodes may leave too. If it makes no progress and blocks would be lost, it is *blocked*, reports why, and retries: a disk may
-accept writes again, or another node may get free space.
+nodes may leave too. If it makes no progress and blocks would be lost or must still move, it is *blocked*, reports why, and
+retries: a disk may accept writes again, or another node may get free space.
 """
 
 from __future__ import annotations

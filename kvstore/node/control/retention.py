@@ -413,7 +413,7 @@ class RetentionEnforcer:
                 self._namespaces.of_spec(spec)
 
     def by_tenant(self, held: dict[NodeNamespace, int], tier: Tier) -> list[TenantUsage]:
-        """Bytes per tenant on volumes, by name. If there are too many tenants, those that hold most."""
+        """Return the bytes that each tenant holds in a tier, sorted by tenant; of more than ``MAX_TENANTS_TOLD``, the largest."""
         known: Counter[tuple[bool, str]] = Counter()
         for namespace, blocks in held.copy().items():
             whose = (True, "") if namespace.account is None else (False, namespace.account.tenant)

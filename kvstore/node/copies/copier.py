@@ -1,4 +1,4 @@
-"""Sees to it that blocks of namespaces with two copies have a second one on another node.
+"""Second copies: each durable block of a namespace with two copies gets a replica on another node.
 
 Theory of operation.
 
@@ -56,7 +56,7 @@ ALL_CHECKS_PER_S: Final = 262_144
 LOCKED_BLOCKS: Final = 32
 """Blocks whose units are found under one hold of the table's lock: up to ``UNIT_BLOCKS`` steps each."""
 SIFTED_BLOCKS: Final = 1_024
-"""Blocks that are looked at together for whether a lost node shared them."""
+"""Blocks per check of which ones a lost node shared."""
 SIFTED_PER_S: Final = 65_536
 OFFER_BLOCKS: Final = 1_024
 RETRY_S: Final = 5.0
@@ -69,7 +69,7 @@ LEFT_OUT_S: Final = 3_600.0
 """Least time between two passes over blocks that were left out of the queue."""
 MAX_RETRY_S: Final = 300.0
 LATE_S: Final = 600.0
-"""A second copy is late that is not made this long after its block became durable, or after a pass began."""
+"""A second copy that is not made within this time after its block became durable, or after a pass began, is late."""
 _ALONE: Final = "there is no other node with a durable volume"
 
 
@@ -299,11 +299,11 @@ class Copier:
         if namespaces - self._namespaces:
             return "a namespace has two copies now"
         if change.lost:
-            return f"volumes lost, of {', '.join(sorted(change.lost))}"
+            return f"volumes of nodes {', '.join(sorted(change.lost))} lost"
         if self._membership.members.reach > self._reach > 0:
             return "partners in another zone or on another host appeared"
         if change.moved:
-            return f"zones changed, of {', '.join(change.moved)}"
+            return f"zones of nodes {', '.join(change.moved)} changed"
         if (self._queue.left_out or self._new_left_out) and now_s >= self._left_out_due_s:
             return "blocks were left out of the queue"
         return ""

@@ -226,7 +226,7 @@ class VolumeAdopter:
     def release(self) -> None:
         """Give an adopted volume back to the node that it is named after. Call after it was closed.
 
-        One with a write that has not returned stays claimed, until this node counts as absent.
+        A volume with an outstanding write stays claimed until this node counts as absent.
         """
         held = self._held
         if held is None or not self.adopted or held.volume.adopted_by is not None or held.guard.outstanding:

@@ -6,7 +6,8 @@ the mount answers, and for a part of the load's time at most. Memory of a read t
 read ends, and until then no load uses that mount. Other sources of the load deliver the blocks.
 
 The slot of a block comes from the volume's slot manifest. The manifest is read again if a load requests blocks that it does not
-name. Or the volume's owner located the block, for an engine of its host that reads into device memory (``kvclient.hbm``).
+name. For an engine of the owner's host that reads into device memory (``kvclient.gds``), the owner locates the block instead
+(``reads_manifest=False``).
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A session of an engine of this host lasts as long as the engine's connection to 
 another host ends after ``REMOTE_IDLE_TTL_S`` without a call and without a lease. Slots that an engine may still write to are
 freed only after a complete or abort, or when its connection ends. An engine that is too slow loses its store (``LOST``), and
 others may store its blocks. But its slots stay reserved until it aborts the store or disconnects, because its copy cannot be
-stopped. Read leases also expire by time: a reader
-checks the clock after its copy.
+stopped. Read leases also expire by time: a reader checks the clock after its copy.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class TcpPeer(BlockPeer):
         connect_timeout_s: timeout for TCP connect, TLS and HELLO together.
         max_connections: maximum open connections for reads and writes (None: enough for four reads). Layer-wise writes have their
             own limit (``MAX_HELD_CONNECTIONS``), because they hold a connection while the caller computes.
-        breaker_failures: consecutive failures after which calls fail fast ...
-        breaker_open_s: ... for this long.
+        breaker_failures: consecutive failures after which calls fail fast for ``breaker_open_s``.
+        breaker_open_s: how long calls fail fast after that, in seconds.
         counters: counts events.
         traffic: marks and caps the sockets; None: unmarked and uncapped.
         liveness: finds out whether the node answers; None: a call to a hung node lasts until its own deadline.
