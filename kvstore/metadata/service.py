@@ -379,8 +379,10 @@ def _check_node(info: NodeInfo) -> None:
     """
     check_node_id(check_name(info.node_id, "node_id"))
     check_id(info.boot_id, "boot_id")
-    if len(info.roles) > len(_ROLES) or not _ROLES.issuperset(info.roles):
-        raise InvalidArgument("unknown role", known=", ".join(sorted(_ROLES)))
+    if len(info.roles) > len(_ROLES):
+        raise InvalidArgument("too many roles", got=len(info.roles), limit=len(_ROLES))
+    if unknown := {check_name(role, "roles") for role in info.roles} - _ROLES:
+        raise InvalidArgument("unknown role", got=", ".join(sorted(unknown)), known=", ".join(sorted(_ROLES)))
     if not (info.control_address or info.data_address):
         others = info.storage_address or info.local_socket or info.roles or info.mounts
         if others or any(volume.tier != TIER_HBM for volume in info.volumes):

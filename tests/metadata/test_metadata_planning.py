@@ -381,7 +381,7 @@ async def test_report_describes_plan_to_another_server(running: Running, tmp_pat
             load = asked(**wrong)
             with pytest.raises(InvalidArgument):
                 await report(fresh, pb.LoadReport(plan_id=5, restored_plan=pb.PlanInProgress(load=load, parts=answer.parts)))
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(InvalidArgument, match=r"plan_id must be 1 to 2\*\*63-1"):
             await report(fresh, pb.LoadReport(plan_id=1 << 63, restored_plan=described))
         assert await report(fresh, pb.LoadReport(plan_id=answer.plan_id, finished=True)) == []
         assert await pending(fresh) == 0

@@ -435,6 +435,14 @@ async def test_hostile_requests_are_refused_with_a_typed_error(running: Running,
     assert await peer.register()  # the server still works
 
 
+async def test_register_unknown_role_names_it(running: Running) -> None:
+    async with grpc.aio.insecure_channel(running.address) as channel:
+        with pytest.raises(InvalidArgument, match="got=root"):
+            await call_aio(Peer(channel).stub.RegisterNode, node_request(roles=["prefill", "root"]), TIMEOUT_S)
+        with pytest.raises(InvalidArgument, match="too many roles"):
+            await call_aio(Peer(channel).stub.RegisterNode, node_request(roles=["prefill"] * 4), TIMEOUT_S)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -250,13 +250,20 @@ def test_arena_connection_is_accepted_once_per_session(node: Node) -> None:
     assert not node.sessions.connect(SessionId(bytes(16)))
 
 
-@pytest.mark.parametrize("far", [{}, {"over_tcp": True}, {"remote": True, "over_tcp": True}])
-def test_prepare_without_arena_is_denied(node: Node, far: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("far", "advice"),
+    [
+        ({}, "connect to the arena socket"),
+        ({"over_tcp": True}, "connect to the arena socket"),
+        ({"remote": True, "over_tcp": True}, "store over the data plane"),
+    ],
+)
+def test_prepare_without_arena_is_denied(node: Node, far: dict[str, bool], advice: str) -> None:
     """Otherwise an engine could complete slots unwritten, and read bytes that other engines left there."""
     node.prepare_in(local := node.open(), 0, 4)
     node.complete_in(local, 0, 4)
     session = node.sessions.open(node.namespace, "thief", **far)
-    with pytest.raises(PermissionDenied):
+    with pytest.raises(PermissionDenied, match=advice):
         node.prepare_in(session, 100, 1)
     assert node.used == 4, "nothing left for it either"
     assert node.complete_in(session, 100, 1) == [StoreOutcome.LOST]

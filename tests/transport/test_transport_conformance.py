@@ -11,7 +11,7 @@ import pytest
 
 from certificates import SERVER_NAME, make_certificates
 from kvstore.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from kvstore.core.limits import MAX_HELD_CONNECTIONS
+from kvstore.core.limits import MAX_DEPTH, MAX_HELD_CONNECTIONS, MAX_KEYS_PER_CALL
 from kvstore.core.types import BlockShape, Outcome
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -114,3 +114,16 @@ def test_tls_unusable_files_are_refused(tmp_path: Path) -> None:
         PeerTls.of(TlsConfig(ca=tmp_path / "missing.pem"))
     with pytest.raises(InvalidArgument):
         server_context(TlsConfig(cert=files.key, key=files.cert))
+
+
+def test_peer_call_beyond_limits_names_the_limit() -> None:
+    shape, peer = BlockShape(1, 64), TcpPeer("127.0.0.1:1")
+    with pytest.raises(InvalidArgument, match="more keys than blocks in the destination"):
+        peer.read(read_of(range(2), 1), dense(1, shape))
+    count = MAX_KEYS_PER_CALL + 1
+    with pytest.raises(InvalidArgument, match=f"too many keys for one read .*limit={MAX_KEYS_PER_CALL}"):
+        peer.read(read_of(range(count), 1), dense(count, shape))
+    write = write_of(range(2), shape)
+    with pytest.raises(InvalidArgument, match=f"chain too long.*limit={MAX_DEPTH}"):
+        peer.write(replace(write, run=replace(write.run, depth=MAX_DEPTH)), dense(2, shape))
+    peer.close()

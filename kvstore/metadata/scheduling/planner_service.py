@@ -219,7 +219,7 @@ class PlannerService:
     def _restore(self, number: int, plan: pb.PlanInProgress, now_s: float) -> None:
         """Count a plan that the planner before this one made."""
         if not 0 < number <= MOST_PLAN_ID:
-            raise InvalidArgument("no valid plan id", plan_id=number)
+            raise InvalidArgument("plan_id must be 1 to 2**63-1", got=number)
         plan.load.relays = False  # it is not planned again
         read = self._checked_request(plan.load, "restored", now_s)
         sides = {plan.load.decode_node: ReadSide.DECODE, plan.load.prefill_node: ReadSide.PREFILL}  # one host may be both

@@ -224,7 +224,8 @@ class Drainer:
                 remaining, why = max(1, self.migrator.remaining), f"the metadata server does not answer: {error}"
         self._not_durable = len(self._volatile(order))
         if self._not_durable and not why:
-            why = "no volume or storage node accepts them" if self._writes_back else "this node keeps blocks in DRAM only"
+            accepts = "no volume or storage node accepts the blocks that are only in DRAM"
+            why = accepts if self._writes_back else "this node keeps blocks in DRAM only"
         return remaining + self._not_durable, why
 
     def _volatile(self, order: DrainOrder) -> list[Block]:

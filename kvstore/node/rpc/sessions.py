@@ -204,7 +204,9 @@ class Sessions:
         """
         if not session.connected:
             self._counters.add(node_metrics.STORE_WITHOUT_ARENA)
-            raise PermissionDenied("the session has no arena to write to; engines of other hosts store over the data plane")
+            if session.remote:
+                raise PermissionDenied("an engine of another host cannot write to the arena: store over the data plane")
+            raise PermissionDenied("the session has not mapped the arena: connect to the arena socket before the first store")
         with self._lock:
             while operation in session.granting:
                 left_s = deadline_s - self._clock.now_s()

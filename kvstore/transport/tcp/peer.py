@@ -469,18 +469,21 @@ def _runs(run: BlockRun, shape: BlockShape, start: int) -> list[tuple[int, Block
 
 def _check_run(request: WriteRequest) -> tuple[BlockRun, BlockShape]:
     run, shape = request.run, _check_shape(request.shape)
-    if len(run.keys) > frames.max_write_keys(shape.layers) and request.tail:
-        raise InvalidArgument("too many keys for one write", keys=len(run.keys))
+    most = frames.max_write_keys(shape.layers)
+    if len(run.keys) > most and request.tail:
+        raise InvalidArgument("too many keys for one write with a tail", keys=len(run.keys), limit=most)
     if not 0 <= run.depth <= limits.MAX_DEPTH - len(run.keys):
-        raise InvalidArgument("chain too long", depth=run.depth, keys=len(run.keys))
+        raise InvalidArgument("chain too long, or negative depth", depth=run.depth, keys=len(run.keys), limit=limits.MAX_DEPTH)
     _check_ids(run.namespace, run.keys if run.parent is None else (run.parent, *run.keys))
     return run, shape
 
 
 def _check_read(request: ReadRequest, destination: BlockBuffer) -> None:
     shape = _check_shape(destination.shape)
-    if destination.count < len(request.keys) or len(request.keys) > limits.MAX_KEYS_PER_CALL:
-        raise InvalidArgument("more keys than memory or limits allow", keys=len(request.keys), blocks=destination.count)
+    if destination.count < len(request.keys):
+        raise InvalidArgument("more keys than blocks in the destination", keys=len(request.keys), blocks=destination.count)
+    if len(request.keys) > limits.MAX_KEYS_PER_CALL:
+        raise InvalidArgument("too many keys for one read", keys=len(request.keys), limit=limits.MAX_KEYS_PER_CALL)
     if not (request.first_layer >= 0 and 0 < request.layer_count <= shape.layers - request.first_layer):
         raise InvalidArgument(
             "layers outside the block shape", layers=shape.layers, first=request.first_layer, count=request.layer_count
