@@ -126,7 +126,8 @@ def test_slow_load_is_logged_with_its_phases(
         client.load(keys, allocate(spec, 4))
     (record,) = client.recent_loads.slowest()
     assert record.request_id
-    assert record.request_id in caplog.text
+    assert f"load slow: {record.request_id} (seconds=" in caplog.text
+    assert "blocks=4, of=4, reason=longest phase: " in caplog.text
     assert {"lookup_s", "local node_s"} <= record.parts.keys()
     assert record.parts["local_dram_bytes"] == 4 * spec.block_bytes
     assert client.stats()["client_slow_loads_total"] == 1

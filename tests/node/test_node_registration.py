@@ -148,7 +148,7 @@ def test_heartbeats_are_numbered_without_quotas() -> None:
     assert servicer.numbers == list(range(1, len(servicer.numbers) + 1))
 
 
-def test_registration_refused_later_is_not_connected() -> None:
+def test_registration_refused_later_is_not_connected(caplog: pytest.LogCaptureFixture) -> None:
     counters = Counters()
     seen: list[bool] = []
     with publishing(RestartedServer(), counters, on_connected=seen.append) as publisher:
@@ -156,6 +156,7 @@ def test_registration_refused_later_is_not_connected() -> None:
         wait_until(lambda: counters.get("registrations_refused_total") > 0)
         assert not publisher.connected
         assert seen == [True, False]
+    assert "(reason=the server does not know this boot); registering again" in caplog.text
 
 
 class BreakingServer(RefusingServer):

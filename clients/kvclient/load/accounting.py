@@ -309,7 +309,7 @@ class HitAccounting:
             counters.add(client_metrics.SLOW_LOADS)
             record = load.record()
             _limited.warning(
-                "slow load %s: %.3f s, %d of %d blocks; %s; %s",
+                "load slow: %s (seconds=%.3f, blocks=%d, of=%d, reason=%s, parts=%s)",
                 record.request_id,
                 result.seconds,
                 hits,
@@ -341,11 +341,11 @@ class _Ended:
         return LoadRecord(self.request_id, seconds, self.blocks, self.hit_blocks, self.reason(), parts)
 
     def reason(self) -> str:
-        """Return a short text that names the longest phases of a load and its hits."""
+        """Return a short text: the longest phase of a load, its hits and its misses. Phases overlap, so no share is named."""
         said = []
         if self.spent_s:
             phase = max(self.spent_s, key=lambda name: self.spent_s[name])
-            said.append(f"{phase} took {self.spent_s[phase]:.3f} of {self.seconds:.3f} s")
+            said.append(f"longest phase: {phase} ({self.spent_s[phase]:.3f} s)")
         said += [f"{count} blocks {path} {_TIER_NAMES[tier]}" for (path, tier), count in self.sources.items()]
         said += [f"{count} missed: {reason}" for reason, count in self.missed.items()]
         if self.error is not None:

@@ -207,12 +207,13 @@ class LoadTimer:
             timings.counters.add(node_metrics.SLOW_LOADS)
             record = make_record()
             limited.warning(
-                "slow load: %.3f s, %d of %d blocks; %s; to do: %s; %s",
+                "load slow: %s (seconds=%.3f, blocks=%d, of=%d, reason=%s, action=%s, parts=%s)",
+                record.request_id,
                 seconds,
                 record.hit_blocks,
                 self._blocks,
                 record.reason,
-                record.action or "nothing",
+                record.action or "none",
                 record.parts,
             )
             source = self._cause(seconds).source

@@ -476,7 +476,8 @@ class IndexPublisher:
             listener.report(request)
         response: metadata_pb2.HeartbeatResponse = call(self._stub.Heartbeat, request, RPC_TIMEOUT_S)
         if response.register_again or (self._epoch and response.index_epoch != self._epoch):
-            self._limited.warning("registering again: the metadata server has a new index, or no longer knows this node")
+            reason = "the server does not know this boot" if response.register_again else "the server has a new index"
+            self._limited.warning("registration lost: node %s (reason=%s); registering again", self._node.node_id, reason)
             self._counters.add(node_metrics.REGISTERED_AGAIN)
             self._again.set()
             self._log.wake()
