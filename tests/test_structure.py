@@ -25,6 +25,11 @@ ROOTS = (REPOSITORY / "kvstore", REPOSITORY / "clients" / "kvclient")
 MOST_MODULES = 12
 MOST_TEST_NAME = 60
 PARTICIPLE = re.compile(r"[a-z]+ing$")
+LOG_LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
+VERB_FIRST = re.compile(
+    r"(allocated|cannot|closed|copied|disabled|dropped|failed|lost|measured|missed|opened|paused|planned|refused|rejected"
+    r"|released|removed|requeued|resized|tested)\b"
+)
 NOUNS_IN_ING = {"accounting", "scheduling", "tracing", "string", "ring", "sizing"}
 """Module names that end like participles and are nouns of the field."""
 
@@ -191,6 +196,22 @@ def test_structure_cycle_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     (tmp_path / "c.py").write_text("def late() -> None:\n    from a import x\n")
     tree_of.cache_clear()
     assert cycles() == []
+
+
+def verb_first_log_lines() -> list[str]:
+    """Log lines that begin with what was done, instead of ``event: object (key=value)``."""
+    found = []
+    for path in modules():
+        for node in ast.walk(tree_of(path)):
+            match node:
+                case ast.Call(func=ast.Attribute(attr=level), args=[ast.Constant(value=str(line)), *_]) if level in LOG_LEVELS:
+                    if VERB_FIRST.match(line):
+                        found.append(f"{short(path)}:{node.lineno}: {line}")
+    return found
+
+
+def test_structure_log_lines_begin_with_their_event() -> None:
+    assert verb_first_log_lines() == []
 
 
 def lower() -> None:

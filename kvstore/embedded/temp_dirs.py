@@ -56,7 +56,7 @@ def sweep(folder: Path) -> list[Path]:
         for path in [Path(entry.path) for entry in entries if _OURS.fullmatch(entry.name)]:
             if _remove_if_dead(path):
                 removed.append(path)
-                _log.info("removed temporary folder of a killed run: %s", path)
+                _log.info("temporary folder of a killed run removed: %s", path)
     return removed
 
 

@@ -282,7 +282,7 @@ class IndexFiles:
         try:
             self._write_state({"format": FORMAT, "clean": False, "damaged": True, "machine_boot": _machine_boot()})
         except OSError as error:  # perhaps the disk is broken; the next call that finds the damage tries again
-            logger.warning("cannot mark the index for a rebuild: %s (%s)", self.path, error)
+            logger.warning("index not marked for a rebuild: %s (%s)", self.path, error)
 
     def _read_state(self) -> dict[str, object] | None:
         try:

@@ -153,7 +153,7 @@ class _Server(ThreadingHTTPServer):
             self._free_slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
-        log.debug("a request for metrics failed: %r", sys.exception())  # the client has disconnected, or is too slow
+        log.debug("request for metrics failed: %r", sys.exception())  # the client has disconnected, or is too slow
 
 
 def _shut(request: socket.socket) -> None:

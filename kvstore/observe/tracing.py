@@ -217,7 +217,7 @@ def _file_exporter(path: Path) -> Any:  # noqa: ANN401
                 with self._lock:
                     self._file.write(lines)
             except OSError as error:  # a full disk must not stop who is traced
-                log.warning("%d spans are not written to %s: %s", len(spans), path, error)
+                log.warning("spans not written: %s (spans=%d, error=%s)", path, len(spans), error)
                 return SpanExportResult.FAILURE
             return SpanExportResult.SUCCESS
 

@@ -260,7 +260,7 @@ def test_cluster_token_wrong_is_told_and_recovers(hosts: ThreeHosts, load: Load)
         told={
             **problem(hosts, f"node {FAULTY} is refused"),
             **logged(hosts, FAULTY, f"{token} is not known to the metadata server"),
-            **logged(hosts, "metadata", f"rejected a node's call: {FAULTY} (reason=the token is not known to this server"),
+            **logged(hosts, "metadata", f"call of a node rejected: {FAULTY} (reason=the token is not known to this server"),
             "KVStoreCallersRefused": lambda: (
                 hosts.alert("KVStoreCallersRefused", "metadata", kind="unauthenticated") > max(0.0, refused)
             ),

@@ -173,7 +173,7 @@ def test_calibration_uses_the_fastest_strategy(
     for direction, name in ALL:
         assert stats[f"device_{direction}_{name}_bytes_per_second"] == pytest.approx(script.speeds[direction, name], rel=1e-3)
     assert stats.get("device_uncalibrated_total", 0) == 0
-    assert sum("measured copies" in record.message for record in caplog.records) == 2
+    assert sum("copies measured" in record.message for record in caplog.records) == 2
     assert script.begun.count(("load", "direct")) <= 1 + len(PIECES) * REPEATS
 
 

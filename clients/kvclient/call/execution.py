@@ -175,7 +175,7 @@ class CallRunner:
         call.scope.cancellable = True
         if not self._pending.acquire(blocking=False):
             error: KVStoreError = CapacityExceeded("too many calls in the background")
-            self._incidents.report(client_metrics.CALLS_REFUSED, "refused a call: too many in the background")
+            self._incidents.report(client_metrics.CALLS_REFUSED, "call refused: too many in the background")
             return self._refused(call, error)
         try:
             future = self._threads.submit(self.run, call)

@@ -117,7 +117,7 @@ class DeviceCopier:
         self._hash_lock = threading.Lock()
         """Held while work of the hasher is enqueued."""
         _log.info(
-            "opened device copies: %s (strategy=%s, layout=%s, checksums=%s)",
+            "device copies opened: %s (strategy=%s, layout=%s, checksums=%s)",
             cache.device,
             self.strategy,
             self.layout,
@@ -582,7 +582,7 @@ class DeviceCopier:
             self._stuck.extend(events)
         if first:
             self.counters.add(device_metrics.DEVICE_LOST)
-            _log.error("lost device: %s, copies failed or hung; it is not used again", self.cache.device)
+            _log.error("device lost: %s (copies failed or hung); it is not used again", self.cache.device)
 
     # ---- arenas ----
     def mapped(self, arena: memoryview, descriptor: int | None = None) -> CopierArenaPin:

@@ -158,7 +158,7 @@ class LandingRing:
         whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=self.copier.memory_device)
         skipped = -whole.data_ptr() % ALIGNMENT
         self.copier.wait([self.copier.mark()])  # earlier users of the memory may still run on this stream
-        _log.info("allocated landing ring: %s (mib=%d, slots=%d)", self.copier.memory_device, size >> 20, self.slots.count)
+        _log.info("landing ring allocated: %s (mib=%d, slots=%d)", self.copier.memory_device, size >> 20, self.slots.count)
         return whole[skipped : skipped + size]
 
     def lose(self, error: Exception) -> None:
@@ -303,7 +303,7 @@ class RingReader:
         except KVStoreError as error:
             if not held:
                 ring.lose(error)
-            _limited.warning("failed copies from the landing ring: %s (error=%s); the node reads", memory.device, error)
+            _limited.warning("copies from the landing ring failed: %s (error=%s); the node reads", memory.device, error)
             return 0
         else:
             return sound

@@ -193,7 +193,7 @@ class GdsReader:
                 self._probe(volume)
             except Exception:  # noqa: BLE001  # edge of this thread: its node reads the volume
                 self._target.counters.add(device_metrics.HBM_DISK_BUGS)
-                _log.exception("failed probe: %s does not read volume %s directly", self._target.name, volume.volume_id)
+                _log.exception("probe failed: %s does not read volume %s directly", self._target.name, volume.volume_id)
                 self._disks[volume].status = "not read: the probe failed"
 
     def _probe(self, volume: StoredVolume) -> None:
@@ -241,7 +241,7 @@ class GdsReader:
             if closed:
                 mount.close()
             else:
-                _log.info("opened volume for direct reads: %s, volume %s (status=%s)", target.name, volume.volume_id, status)
+                _log.info("volume opened for direct reads: %s, volume %s (status=%s)", target.name, volume.volume_id, status)
 
     def _any_method(self) -> tuple[Kvikio | None, str]:
         """Any method of reading into the memory: kvikio if it can be loaded, in any mode."""

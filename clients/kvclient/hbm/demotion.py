@@ -73,7 +73,7 @@ class Demoter:
                         parts.counters.add(device_metrics.HBM_NOT_DEMOTED_BLOCKS, len(run.keys))
             except Exception:  # noqa: BLE001  # edge of this thread: a bug must neither end demotion nor leave blocks queued
                 parts.counters.add(device_metrics.HBM_DEMOTION_BUGS)
-                _log.exception("failed demotion: %d blocks", len(blocks))
+                _log.exception("demotion failed: unexpected error (blocks=%d)", len(blocks))
             for block in blocks:
                 # evictable now, demoted or not. The tiers below may evict them again, so they do not count as durable
                 parts.table.writeback_failed(block)

@@ -112,7 +112,7 @@ def take(device: torch.device, nbytes: int) -> torch.Tensor:
             torch.cuda.synchronize(device)  # other streams may still use the memory
     except (torch.OutOfMemoryError, RuntimeError) as error:
         # torch has a dozen messages for it
-        _log.warning("failed device allocation: %s (bytes=%d, error=%s)", device, nbytes, error)
+        _log.warning("device allocation failed: %s (bytes=%d, error=%s)", device, nbytes, error)
         raise _too_much(device, nbytes, None) from error
     return taken
 
@@ -133,7 +133,7 @@ def give_back(device: torch.device) -> None:
     try:
         torch.cuda.empty_cache()
     except RuntimeError as error:  # the device has failed
-        _log.warning("failed to release device memory: %s (error=%s)", device, error)
+        _log.warning("device memory not released: %s (error=%s)", device, error)
 
 
 def _too_much(device: torch.device, wanted: int, free: int | None) -> CapacityExceeded:

@@ -140,7 +140,7 @@ class HbmPool:
             self._volume.close()
             raise
         self._demoter.start()
-        _log.info("opened pool: %s (mib=%d, device=%s)", self.node_id, capacity >> 20, where)
+        _log.info("pool opened: %s (mib=%d, device=%s)", self.node_id, capacity >> 20, where)
 
     def _read_target(self) -> ReadTarget:
         return ReadTarget(
@@ -243,14 +243,14 @@ class HbmPool:
                 self.evict(demote=demote, timeout_s=timeout_s / 2)
                 if not self._drain(until_s) or not self._take(capacity_bytes):
                     self._counters.add(device_metrics.HBM_RESIZE_REFUSED)
-                    _log.warning("refused resize: pool %s has blocks in use", self.node_id)
+                    _log.warning("pool resize refused: %s (blocks in use)", self.node_id)
                     return False
             finally:
                 self.state.resizing = False
                 now_bytes = self._volume.usage().capacity_bytes
                 if self._presence is not None:
                     self._presence.info.volumes[0].capacity_bytes = now_bytes
-        _log.info("resized pool: %s (mib=%d)", self.node_id, now_bytes >> 20)
+        _log.info("pool resized: %s (mib=%d)", self.node_id, now_bytes >> 20)
         return True
 
     def _take(self, capacity_bytes: int) -> bool:
@@ -303,7 +303,7 @@ class HbmPool:
                 self._volume.close()
             else:
                 self._counters.add(device_metrics.HBM_CLOSED_IN_USE)
-                _log.warning("closed pool in use: %s, its memory is released after the last read", self.node_id)
+                _log.warning("pool closed in use: %s; its memory is released after the last read", self.node_id)
             self._table.close()
 
     def __enter__(self) -> Self:

@@ -149,7 +149,7 @@ class PoolNode:
                 self.stop()
                 raise publisher.refused
             self._counters.add(device_metrics.HBM_NOT_REGISTERED_AT_START)
-            _log.warning("metadata server did not answer: %s, the pool is not published yet", self._metadata)
+            _log.warning("pool not published yet: metadata server %s did not answer", self._metadata)
 
     def stop(self) -> None:
         """Stop serving. Empty the table first: published evictions are hidden at once, other blocks after missed heartbeats."""
@@ -265,7 +265,7 @@ class _ControlServer:
             self._failed = error
         except Exception as error:  # noqa: BLE001  # edge of this thread: start() raises it, or it is logged
             self._counters.add(device_metrics.HBM_CONTROL_SERVER_FAILED)
-            _log.exception("failed control server of the pool")
+            _log.exception("control server of the pool failed: unexpected error")
             self._failed = Unavailable("the control server of the pool did not start", listen=self._listen, error=error)
         finally:
             self._ready.set()

@@ -65,14 +65,14 @@ class PoolState:
         except torch.OutOfMemoryError as error:  # temporary memory of a copy: the device is healthy
             self.counters.add(device_metrics.HBM_OUT_OF_MEMORY)
             _limited.warning(
-                "out of device memory: pool %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error
+                "device memory exhausted: pool %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error
             )
         except RuntimeError as error:  # torch raises it if a device fails
             self.disable(what, error)
         except KVStoreError as error:  # the pool was closed concurrently
             self.counters.add(device_metrics.HBM_FAILED_OPERATIONS)
             _limited.warning(
-                "failed pool operation: pool %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error
+                "pool operation failed: pool %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error
             )
 
     @contextmanager
@@ -89,7 +89,7 @@ class PoolState:
         """Count blocks that pass through host memory between the pool and pages, and log the reason, if there is one."""
         self.counters.add(device_metrics.HBM_BY_HOST_BLOCKS, blocks)
         if gap:
-            _limited.warning("copied through host memory: blocks between pool %s and pages (reason=%s)", self.node_id, gap)
+            _limited.warning("blocks copied through host memory: pool %s (reason=%s)", self.node_id, gap)
 
     def disable(self, what: str, error: RuntimeError | DeviceHung) -> None:
         """Record a failure of the device: every later request is a miss, and all blocks are unpublished."""
@@ -97,7 +97,7 @@ class PoolState:
         with self._lock:
             first, self.lost = not self.lost, True
         if first:
-            _log.error("disabled pool: %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error)
+            _log.error("pool disabled: %s could not %s %s (error=%s)", self.node_id, what, self.volume.device, error)
         self.table.give_up_pending()
         self.table.mark_clean(self.table.snapshot(), transient=True)
         evict_down_to(self.table, None, 0)
@@ -106,4 +106,4 @@ class PoolState:
         """Drop a pinned block whose bytes no longer match its checksums; it is evicted with its last unpin, without demotion."""
         self.table.mark_clean([block], transient=True)
         self.counters.add(device_metrics.HBM_CORRUPT_BLOCKS)
-        _limited.warning("dropped corrupt block: pool %s (device=%s)", self.node_id, self.volume.device)
+        _limited.warning("corrupt block dropped: pool %s (device=%s)", self.node_id, self.volume.device)

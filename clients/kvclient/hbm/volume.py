@@ -201,7 +201,7 @@ class HbmVolume(MemoryVolume):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:  # memlock limit; a failed device shows in the copy
             self._counters.add(device_metrics.HBM_UNPINNED_STAGING)
-            _log.warning("failed to allocate pinned memory: copies of %s are slower (error=%s)", self.device, error)
+            _log.warning("pinned memory not allocated: copies of %s are slower (error=%s)", self.device, error)
             return torch.empty(nbytes, dtype=torch.uint8)
 
     # ---- one block at a time: the Volume contract ----

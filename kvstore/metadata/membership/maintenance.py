@@ -118,7 +118,7 @@ class Maintenance:
             except KVStoreError as error:
                 # the disk is full, or the index does not answer: lookups continue with the last view, the next tick tries again
                 self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
-                limited.warning("cannot exchange heartbeats with the index: %s", error)
+                limited.warning("heartbeats not exchanged with the index: %s", error)
             except Exception:  # process edge: without this task, dead nodes would never be hidden
                 self._counters.add(metadata_metrics.BACKGROUND_BUGS)
                 logger.exception("node watch failed: unexpected error, trying again")
@@ -158,7 +158,7 @@ class Maintenance:
                     pause_s = self._tick_s if done else _SWEEP_PAUSE_S
             except KVStoreError as error:
                 self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
-                limited.warning("cannot sweep the index: %s", error)
+                limited.warning("index not swept: %s", error)
             except Exception:  # process edge: without this task, entries of lost volumes would stay in the index
                 self._counters.add(metadata_metrics.BACKGROUND_BUGS)
                 logger.exception("index sweep failed: unexpected error, trying again")

@@ -350,7 +350,7 @@ class NodeTable:
             if report is None or report.host != call.host:
                 return
         if self._refusals.record(node_id, call.why, self._clock.now_s()):
-            logger.warning("rejected a node's call: %s (reason=%s, host=%s)", node_id, call.why, call.host)
+            logger.warning("call of a node rejected: %s (reason=%s, host=%s)", node_id, call.why, call.host)
 
     def take_unshared(self) -> UnsharedChanges:
         """Heartbeats and refusals that arrived here since the last call, to be written for the other servers."""

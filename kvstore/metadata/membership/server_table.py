@@ -123,7 +123,7 @@ class ServerTable:
             except KVStoreError as error:
                 self._seen.failed()
                 self._counters.add(metadata_metrics.SERVER_TABLE_FAILURES)
-                limited.warning("cannot exchange records with other metadata servers: %s", error)
+                limited.warning("records not exchanged with other metadata servers: %s", error)
             except Exception:  # process edge: without this task, other servers would take this one for ended
                 self._counters.add(metadata_metrics.BACKGROUND_BUGS)
                 logger.exception("exchange with other metadata servers failed: unexpected error, trying again")

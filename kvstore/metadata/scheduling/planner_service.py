@@ -141,7 +141,7 @@ class PlannerService:
         for part in made.parts:
             planned = metadata_metrics.PLANNED_BYTES[part.side.name.lower()]
             self._counters.add(planned, part.count * request.block_bytes)
-        logger.debug("planned %d blocks: %s", request.blocks, answer.reason)
+        logger.debug("load planned: %s (blocks=%d)", answer.reason, request.blocks)
         self._answers[operation] = content, answer
         if len(self._answers) > ANSWERS_KEPT:
             self._answers.popitem(last=False)
@@ -251,7 +251,7 @@ class PlannerService:
             self._counters.add(metadata_metrics.PLANS_REFUSED)
             raise
         self._counters.add(metadata_metrics.REPLANS)
-        limited.warning("failed part replanned: plan %d (why=%s)", plan.plan_id, request.why[: limits.MAX_REASON])
+        limited.warning("part replanned: plan %d (reason=%s)", plan.plan_id, request.why[: limits.MAX_REASON])
         try:
             return self._message(plan)
         except NotFound:  # for the client this ends the plan

@@ -407,9 +407,7 @@ class SchedulerService:
             self._requests.begin_attempt(request, 0)
             self._scheduler.submit(request.ask)
         self._counters.add(metadata_metrics.REQUESTS_REQUEUED, len(holding))
-        logger.warning(
-            "requeued requests: no request got both engines (for_s=%.1f, requests=%d)", self._engine_ttl_s, len(holding)
-        )
+        logger.warning("requests requeued: none got both engines (for_s=%.1f, requests=%d)", self._engine_ttl_s, len(holding))
 
     # ---- changes of one request ----
     def _requeue(self, requeued: RequeuedRequest) -> None:

@@ -291,7 +291,7 @@ class VolumeAdopter:
         step = next_step(VolumeObservation(owner, found.token, superblock.token, newest_catalog(path, found.token)))
         if step is Step.CLAIM:
             _limited.warning(
-                "adopting volume: %s (owner=%s, absent=%.0f s or more, token=%d)",
+                "adoption begun: %s (owner=%s, absent=%.0f s or more, token=%d)",
                 self.location.volume_id, found.node_id, parts.after_s, found.token + 1,
             )  # fmt: skip
             if claim(path, found.token + 1, parts.node_id):
@@ -312,7 +312,7 @@ class VolumeAdopter:
         except (ClaimsMissing, UnknownVersion):
             raise  # a repair would only do harm
         except CorruptBlock as error:  # no operator is there to repair it
-            log.warning("rebuilding catalog from slot headers: %s (reason=%s)", location.volume_id, error)
+            log.warning("catalog rebuild begun: %s (reason=%s)", location.volume_id, error)
             check_volume(location.path, repair=True, direct=location.direct, token=token)
             parts.counters.add(volumes_metrics.ADOPTED_CATALOGS_REBUILT)
             slab, node_volume, blocks = self._recover()

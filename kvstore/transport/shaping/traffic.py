@@ -68,7 +68,7 @@ class KvTraffic:
         """Mark a socket. If the kernel refuses, count that and leave the socket unmarked."""
         if not mark(sock, self._settings.dscp):
             self._counters.add(transport_metrics.UNMARKED_SOCKETS)
-            log.debug("kernel refused the DSCP mark of a data connection")
+            log.debug("data connection not marked: the kernel refused the DSCP value")
 
     def limited(self, wire: Wire, sock: socket.socket) -> Wire:
         """Return the wire to use for a connected socket: capped if the socket uses the capped network, else ``wire`` itself."""

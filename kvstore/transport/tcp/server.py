@@ -184,7 +184,7 @@ class TcpServer:
                     no_thread = error
         if full:
             self._counters.add(transport_metrics.CONNECTIONS_REFUSED)
-            limited.warning("data connection refused: too many (open=%d)", self._max_connections)
+            limited.warning("data connection refused: too many (peer=%s, open=%d)", peer, self._max_connections)
             self._refuse(sock, CapacityExceeded("too many data connections", limit=self._max_connections))
         elif no_thread is not None:
             self._counters.add(transport_metrics.ACCEPT_ERRORS)
@@ -270,7 +270,7 @@ class TcpServer:
                 secured = self._tls.wrap_socket(sock, server_side=True)
             except OSError as error:  # includes ssl.SSLError and timeouts
                 self._counters.add(transport_metrics.TLS_FAILURES)
-                limited.warning("refused a data connection: TLS handshake failed (peer=%s, reason=%s)", peer, _reason(error))
+                limited.warning("data connection refused: TLS handshake failed (peer=%s, reason=%s)", peer, _reason(error))
                 raise PeerGone("the TLS handshake failed", error=error) from error
             with self._lock:  # wrapping detached the socket, so ``stop`` must know the new one
                 self._sockets[threading.current_thread()] = secured

@@ -108,7 +108,7 @@ def report(cache: PagedCache, piece_bytes: int, counters: Counters, choices: Map
         rates = ", ".join(f"{name}={rate / 1e9:.2f}" for name, rate in choice.rates.items())
         if choice.source == "measured":
             _log.info(
-                "measured copies: %s %ss use %s (piece_bytes=%d, GB/s: %s)",
+                "copies measured: %s %ss use %s (piece_bytes=%d, GB/s: %s)",
                 cache.device,
                 direction,
                 choice.strategy,

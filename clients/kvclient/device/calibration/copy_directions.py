@@ -192,7 +192,7 @@ class CopyDirections:
             first, self._batches_refused = not self._batches_refused, True
         if first:
             self._counters.add(device_metrics.DEVICE_BATCH_REFUSED)
-            _log.warning("rejected batched copies: %s, rows are copied one by one (error=%s)", self._cache.device, error)
+            _log.warning("batched copies rejected: %s (error=%s); rows are copied one by one", self._cache.device, error)
 
     # ---- calibration ----
     def calibrate(

@@ -58,16 +58,18 @@ class HostLock:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):  # another process has its turn
                 if time.monotonic() > until_s:
-                    return self._miss()
+                    return self._miss("another process held the lock too long")
                 time.sleep(_NAP_S)
-            except OSError:
-                return self._miss()
+            except OSError as error:
+                return self._miss(str(error))
             else:
                 return True
         return False
 
-    def _miss(self) -> bool:
+    def _miss(self, reason: str) -> bool:
         self._missed_s = time.monotonic()
         self._counters.add(device_metrics.DEVICE_PIN_TURNS_MISSED)
-        _log.info("missed a turn: pinning continues beside other processes (counter=device_pin_turns_missed)")
+        _log.info(
+            "pinning not serialized: it continues beside other processes (reason=%s, counter=device_pin_turns_missed)", reason
+        )
         return False

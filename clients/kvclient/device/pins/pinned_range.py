@@ -208,7 +208,7 @@ class PinnedRange:
             try:
                 os.sched_setaffinity(0, self._cpus)  # only this thread
             except OSError as error:
-                _log.info("failed to set CPU affinity for pinning (error=%s)", error)
+                _log.info("CPU affinity not set: threads pin on any CPU (error=%s)", error)
         work()
 
     @property
@@ -303,7 +303,7 @@ class PinnedRange:
         if not self._stopped:
             report = self.report()
             _log.info(
-                "pinned arena: %d MiB (seconds=%.1f, device_mib=%s)",
+                "arena pinned: %d MiB (seconds=%.1f, device_mib=%s)",
                 report.bytes_pinned >> 20,
                 report.seconds,
                 "unknown" if report.device_bytes is None else report.device_bytes >> 20,
@@ -368,7 +368,7 @@ class PinnedRange:
         if first:
             self._counters.add(device_metrics.DEVICE_PIN_REFUSED)
             _log.warning(
-                "failed to pin arena: pinned about %d of %d MiB (error=%s), the rest is copied unpinned, slower. Raise the limit "
+                "arena not pinned whole: about %d of %d MiB (error=%s); the rest is copied unpinned, slower. Raise the limit "
                 "on locked memory, now %s (ulimit -l, LimitMEMLOCK=), or lower node.dram",
                 self.report().bytes_pinned >> 20,
                 self.nbytes >> 20,
@@ -393,7 +393,7 @@ class PinnedRange:
             thread.join(max(0.0, until_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             self._counters.add(device_metrics.DEVICE_UNPIN_FAILED)
-            _log.error("failed to stop pinning: the arena stays mapped")
+            _log.error("pinning not stopped: the arena stays mapped")
             return False
         sound = True
         for chunk in np.flatnonzero(self._pinned).tolist():
@@ -403,7 +403,7 @@ class PinnedRange:
             except (PinRefused, Internal) as refused:
                 sound = False
                 self._counters.add(device_metrics.DEVICE_UNPIN_FAILED)
-                _log.error("failed to unpin arena: it stays mapped (error=%s)", refused)
+                _log.error("arena not unpinned: it stays mapped (error=%s)", refused)
         return sound
 
 

@@ -92,7 +92,7 @@ def _begun(original: Callable[..., Any], generations: Generations) -> Callable[.
 
     def observe(updater: Any, source: str) -> AbstractContextManager[None]:  # noqa: ANN401  # SGLang's class
         generations.begin_update()
-        _log.debug("paused loads and stores: weight update began (source=%s)", source)
+        _log.debug("loads and stores paused: weight update began (source=%s)", source)
         observed: AbstractContextManager[None] = original(updater, source)
         return observed
 

@@ -164,7 +164,7 @@ class Pools:
         else:
             store = SinglePages(client, hook.load_deadline_s, hook.store_deadline_s, hook.lookup_deadline_s)
         _log.info(
-            "opened host pool: %s (layout=%s, page_bytes=%d, namespace=%s)",
+            "host pool opened: %s (layout=%s, page_bytes=%d, namespace=%s)",
             name,
             spec.layout,
             spec.block_bytes,

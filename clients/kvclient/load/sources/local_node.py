@@ -355,7 +355,7 @@ class _SessionLoad:
         self._mark(start, stop, Outcome.UNAVAILABLE)
         self._expired.append((start, stop))
         self._context.incidents.report(
-            client_metrics.LEASE_EXPIRED_BLOCKS, "dropped blocks that were copied after their lease", amount=stop - start
+            client_metrics.LEASE_EXPIRED_BLOCKS, "blocks dropped: copied after their lease", amount=stop - start
         )
 
     # ---- layer by layer ----

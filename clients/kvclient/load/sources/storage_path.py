@@ -205,7 +205,7 @@ class PrefillPath(StoragePathSource):
             request.buffer.drain()
         sink.outcomes[positions[~good]] = Outcome.CORRUPT
         if request.context.clock.now_s() > run.lease_end_s:
-            message = "dropped blocks that were copied after their lease"
+            message = "blocks dropped: copied after their lease"
             request.context.incidents.report(client_metrics.LEASE_EXPIRED_BLOCKS, message, amount=len(positions))
             sink.outcomes[positions] = Outcome.UNAVAILABLE
             self._failure = self._failure or "blocks were copied after their lease"

@@ -132,7 +132,7 @@ class ServerWatch:
                 (reply,) = await self._ask(address, [pack("CLUSTER", "SHARDS")])
                 self._groups = parse_cluster_shards(reply, address.rpartition(":")[0])
             except (KVStoreError, ValueError) as error:
-                limited.warning("cannot list the index servers: %s (%s)", address, error)
+                limited.warning("index servers not listed: %s (%s)", address, error)
             else:
                 return
 

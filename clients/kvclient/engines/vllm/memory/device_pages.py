@@ -326,7 +326,7 @@ class DevicePages:
                 strategy=copier.strategy,
             )
         self._tried = {name: count for name, count in self.counts().items() if name.endswith("_bytes")}
-        _log.info("tested copies: %s (strategy=%s)", cache.device, copier.strategy)
+        _log.info("copies tested: %s (strategy=%s)", cache.device, copier.strategy)
 
     def _samples(self, blocks: int, seed: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """Return random rows, uint8 ``[blocks, layers, row_bytes]``, and the layer blocks that the store keeps of them."""
