@@ -321,6 +321,11 @@ def test_store_not_durable_is_reported(make_store: MakeStore) -> None:
     reader = store.engine(None)
     for chain in ("c", "d"):
         wait_until(lambda chain=chain: reader.load(chain, 10).hit_blocks == 10, "durable blocks survive their writer's node")  # type: ignore[misc]
+    plain.store("memory", 10, wait_visible=True)
+    assert reader.load("memory", 10).hit_blocks == 10
+    store.cluster.kill("plain")
+    store.cluster.start_node("plain")
+    wait_until(lambda: reader.client.lookup(reader.keys("memory", 10)).hit_blocks == 0, "blocks in DRAM only are lost")
 
 
 def test_store_larger_than_arena_does_not_wait(make_store: MakeStore) -> None:
