@@ -6,13 +6,13 @@ Theory of operation.
    evicted or written back) are taken under one lock, in memory, without I/O. The movers (``loads.loader``,
    ``durability.writeback``) execute them and report back.
 2. This module has the operations of stores, loads and write-back, and the waits. ``state.residency`` has the state and its steps.
-   ``eviction`` chooses the blocks to evict, and carries eviction out: from the arena in ``eviction.allocation``, from volumes on
-   request in ``eviction.operator_requests``. Operators' evictions, quotas, rules (``control.retention``), volume checks and
-   ``loads.locate`` acquire the same lock as ``table.residency.lock``.
+   ``eviction`` chooses the blocks to evict. ``Residency.evict_from_dram`` and ``eviction.volume_commits`` carry it out, for
+   allocation, write-back, rules (``control.retention``) and operators' requests. These, volume checks and ``loads.locate``
+   acquire the same lock as ``table.residency.lock``.
 3. Invariants. A block is in the table exactly while it has a replica. A slot belongs to one block, one store or one mover
    (``validate`` asserts these two). A block with ``pins`` > 0 is evicted from no tier. A dirty block leaves DRAM only after it
-   was written back or given up. A slot given to a writer is reused only after ``complete`` or ``abandon``, never because time
-   has passed.
+   was written back or given up, or because its time to live ended or it was invalidated. A slot given to
+   a writer is reused only after ``complete`` or ``abandon``, never because time has passed.
 4. Eviction to free space takes children before their parents. Two exceptions: an operator may evict one volume while children
    stay on other volumes, and children on a volume that accepts no changes stay there.
 

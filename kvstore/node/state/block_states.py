@@ -3,7 +3,8 @@
 1. A block has a state in DRAM and a replica on a durable volume, in one byte together: one bit per state, so that a predicate
    over several states is one mask.
 2. ``CLEAN`` means that the block may leave DRAM as it is: it is durable elsewhere, or write-back gave it up, or it is only a copy
-   of another node's block, or the node writes nothing back. A ``DIRTY`` block must be written first.
+   of another node's block, or the node writes nothing back. A ``DIRTY`` block must be written first, unless its time to live ends
+   or its namespace is invalidated.
 3. Every change goes through ``Residency``, which checks it against the tables below and records it in a ``TransitionLog``. A
    change that the tables do not have is a bug: it raises ``InvalidTransition`` with the earlier transitions of the block.
 """
@@ -30,7 +31,7 @@ class DramState(IntEnum):
     FILLING = 1
     """Its first layers are in its slot. The block is not in the table yet. Its pins keep the slot alive."""
     DIRTY = 2
-    """Must be written before it is evicted."""
+    """Must be written before it is evicted, except by a time to live or an invalidation."""
     WRITING = 4
     """Waits for write-back, or is being written."""
     CLEAN = 8
@@ -47,7 +48,8 @@ class VolumeReplica(IntEnum):
     EVICTING = 4
     """Being evicted, to free space or on an operator's request. No new read may begin."""
     EVICTING_FOR_QUOTA = 8
-    """As ``EVICTING``, because its tenant holds more than its share: the block need not become durable again."""
+    """As ``EVICTING``, because its tenant holds more than its share. If the block is still in DRAM, it becomes dirty, but
+    nothing waits until it is durable again: the share may have no space for it."""
 
 
 DRAM_TRANSITIONS: Final[Mapping[DramState, frozenset[DramState]]] = {

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _ABSENT: Final = DramState.ABSENT
 PENDING_SHARE: Final = 0.75
-"""Fraction of the arena that blocks waiting for write-back may occupy before stores are skipped."""
+"""Fraction of the arena that blocks waiting for write-back may occupy before stores wait for it, and are then skipped."""
 _VOLUME_MASK: Final = STATE_MASK << VOLUME_SHIFT
 
 
@@ -94,7 +94,7 @@ class Residency:
         self.waiters: dict[BlockKey, list[KeyWaiter]] = {}
         self.writes = WritebackQueue()
         self.pending_limit_bytes = int(dram.usage().capacity_bytes * PENDING_SHARE)
-        """Blocks may wait for write-back up to this size before stores are skipped."""
+        """Blocks may wait for write-back up to this size before stores wait for it."""
         self.cascades_chains = cascades_chains
         self.evicts_nvme = True
         """Whether blocks may leave a volume to free space for others."""
