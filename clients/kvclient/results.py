@@ -181,8 +181,9 @@ class LoadResult:
         outcomes: one ``Outcome`` per block.
         bytes_by_tier: bytes of hits by the tier of their source.
         bytes_by_node: bytes of hits by the node of their source.
-        bytes_by_path: bytes of hits: ``hbm``, from the engine's own pool; ``local``, from this host's node; ``prefill``, from
-            another node's data plane; ``decode`` and ``relay``: read from storage by the decode host or a third one, forwarded.
+        bytes_by_path: bytes of hits: ``hbm``, from the engine's own pool; ``local``, from this host's node; ``prefill``, brought
+            by this host from another node's memory or storage, over any network; ``decode`` and ``relay``: read from storage by
+            the decode host or a third one, forwarded.
         seconds: duration.
         error: the first failure of the store, if any. Its effect is in the outcomes.
     """

@@ -251,7 +251,9 @@ def test_forgotten_namespace_is_registered_again(
 
 
 # ---------------------------------------------------------------- the node goes and comes
-def test_restarted_node_is_found_again(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_restarted_node_is_found_again(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
     keys = token_chain(spec, 4)
     data = payloads(keys, spec.shape)
     client = make_client(near)
@@ -261,6 +263,7 @@ def test_restarted_node_is_found_again(spec: CacheSpec, near: FakeNode, make_cli
         result = client.load(keys, np.zeros_like(data))
         assert (result.hit_blocks, client.store(keys, data).held_blocks) == (0, 0)
         assert isinstance(result.error, KVStoreError)
+    assert "until it is open again, loads read from the nodes directly, and nothing is stored" in caplog.text
     near.start()
     wait_until(lambda: client.store(keys, data).held_blocks == 4)
     out = np.zeros_like(data)

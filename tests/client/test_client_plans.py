@@ -125,6 +125,8 @@ def test_paths_with_bad_values_raise() -> None:
     ):  # fmt: skip
         with pytest.raises(InvalidArgument):
             Paths(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="an integer of at least 0"):
+        Paths(layer_group=-1)
 
 
 # ---- layers ----

@@ -58,6 +58,14 @@ def test_transfer_prefill_answer_is_read_by_decode() -> None:
     assert read_transfer(transfer.for_decode(None)) is None, "nobody waits for what will not come"
 
 
+@pytest.mark.parametrize(("transfer_id", "shown"), [("a b", "'a b'"), ("x" * 65, f"'{'x' * 64}'"), (3, "int")])
+def test_transfer_id_invalid_is_named(transfer_id: object, shown: str) -> None:
+    with pytest.raises(InvalidArgument) as rejected:
+        read_transfer({"do_remote_decode": True, "transfer_id": transfer_id, "decode_node": "d0"})
+    assert rejected.value.fields == {"got": shown}
+    assert "1 to 64 letters" in str(rejected.value)
+
+
 def test_tail_keys_of_two_transfers_differ() -> None:
     key = CHAIN.tail([1, 2])
     masked = {Transfer(Role.DECODE, f"t{number}").tail_key(key) for number in range(100)}

@@ -64,7 +64,7 @@ class Paths:
         for name, least in (("layer_group", 0), ("attempts", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InvalidArgument("option must be an integer", option=name, value=value, min=least)
+                raise InvalidArgument(f"option must be an integer of at least {least}", option=name, value=value)
         if not isinstance(self.relays, bool):
             raise InvalidArgument("option must be True or False", option="relays", got=type(self.relays).__name__)
         for name in ("decode_node", "policy"):

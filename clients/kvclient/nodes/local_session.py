@@ -217,9 +217,8 @@ class LocalNode:
             if self._session is not session:
                 return
             self._session = None
-        self._incidents.report(
-            client_metrics.SESSION_LOST, "session with the local node lost: loads miss until it is open again", error
-        )
+        effect = "until it is open again, loads read from the nodes directly, and nothing is stored"
+        self._incidents.report(client_metrics.SESSION_LOST, f"session with the local node lost: {effect}", error)
         session.retire()
 
     def open(self, end_s: float | None = None) -> bool:

@@ -61,7 +61,10 @@ SLOW_LOADS: Final = group.counter(
 LOAD_BLOCKS: Final = group.counter("client_load_blocks_total", "blocks requested by loads")
 LOAD_HIT_BLOCKS: Final = group.counter("client_load_hit_blocks_total", "blocks that loads delivered")
 LOADED_BYTES: Final = group.counter_family(
-    "client_loaded_bytes_total", "bytes that loads delivered, by path", {"path": PATHS}, "client_{path}_bytes_total"
+    "client_loaded_bytes_total",
+    "bytes that loads delivered, by path; prefill: brought by this host from another node's memory or storage, over any network",
+    {"path": PATHS},
+    "client_{path}_bytes_total",
 )
 LOOKUPS: Final = group.counter("client_lookups_total", "lookups that the client started")
 LOOKUPS_FAILED: Final = group.counter(

@@ -95,14 +95,20 @@ def read_transfer(params: object) -> Transfer | None:
         raise InvalidArgument("do_remote_prefill and do_remote_decode exclude each other")
     transfer_id = params.get("transfer_id")
     if not isinstance(transfer_id, str) or not _ID.fullmatch(transfer_id):
-        raise InvalidArgument("transfer_id must have letters, digits, dots and dashes only", got=type(transfer_id).__name__)
+        known = "transfer_id must be 1 to 64 letters, digits, dots, dashes and underscores"
+        raise InvalidArgument(known, got=_shown(transfer_id))
     if receives:
         namespace = params.get("namespace", "")
         return Transfer(Role.DECODE, transfer_id, namespace=namespace if isinstance(namespace, str) else "")
     node = params.get("decode_node")
     if not isinstance(node, str) or not NODE.fullmatch(node):
-        raise InvalidArgument("decode_node must be the id of a node of the store", got=type(node).__name__)
+        raise InvalidArgument("decode_node must be the id of a node of the store", got=_shown(node))
     return Transfer(Role.PREFILL, transfer_id, node)
+
+
+def _shown(value: object) -> str:
+    """The beginning of an invalid string, or the type of another value, for an error."""
+    return repr(value[:64]) if isinstance(value, str) else type(value).__name__
 
 
 def not_handed_over(params: object) -> dict[str, Any] | None:
