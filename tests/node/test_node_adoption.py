@@ -24,6 +24,7 @@ from kvstore.node.loads.locate import pin_stored
 from kvstore.node.state.block_states import DramState
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import BlockRecord
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.ownership import Claim, ClaimsMissing, Owner, claim, claim_in_force
@@ -190,9 +191,13 @@ def test_owner_presence_follows_metadata_server(
     presence.close()
 
 
-def test_owner_presence_without_metadata_server_no_owner_is_away() -> None:
+def test_owner_presence_without_metadata_server_no_owner_is_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(adoption, "_limited", LimitedLog(adoption.log))
     presence = OwnerPresence(lambda: grpc.insecure_channel("127.0.0.1:1"))
     assert not presence.is_away(OTHER, OTHER)
+    assert "volume not adopted: liveness of its owner is unknown (owner=other, error=" in caplog.text
     presence.close()
 
 

@@ -9,15 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvproto.v1.common_pb2 import NODE_STATE_DRAINED, DrainOrder
 from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import PermissionDenied
 from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, Tier, VolumeId
 from kvstore.node.base.volume_guard import VolumeStalled
 from kvstore.node.control.drain import Drainer
+from kvstore.node.control.migrator import BlockMigrator
 from kvstore.node.control.pull import Puller
 from kvstore.node.durability.volume_checks import CheckState, VolumeChecks
 from kvstore.node.durability.volume_watch import requeue_dram_only
@@ -298,6 +300,23 @@ def test_drain_with_hung_disk_completes(node: Node, monkeypatch: pytest.MonkeyPa
         wait_until(lambda: (progress := drainer.progress()) is not None and progress.state == NODE_STATE_DRAINED)
     finally:
         released.set()
+        drainer.stop(WAIT_S)
+
+
+def test_drain_refused_by_metadata_server_names_the_error(node: Node) -> None:
+    def refused(_blocks: object) -> None:
+        raise PermissionDenied("its token has expired")
+
+    drainer = Drainer("n", node.gate, node.table, lambda: False, node.counters, node.clock, writes_back=True, patience_s=WAIT_S)
+    drainer.migrator = cast(
+        "BlockMigrator",
+        SimpleNamespace(round=refused, remaining=0, moved_blocks=0, moved_bytes=0, reset=bool, close=bool),
+    )
+    drainer.apply(DrainOrder(operation_id=b"o" * 16, move=True))
+    drainer.start()
+    try:
+        wait_until(lambda: "failed: its token" in (progress.why if (progress := drainer.progress()) else ""))
+    finally:
         drainer.stop(WAIT_S)
 
 

@@ -221,7 +221,7 @@ class Drainer:
                 done = self.migrator.round(self._table.snapshot())
                 remaining, why = done.remaining, done.why
             except KVStoreError as error:
-                remaining, why = max(1, self.migrator.remaining), f"the metadata server does not answer: {error}"
+                remaining, why = max(1, self.migrator.remaining), f"a call to the metadata server failed: {error}"
         self._not_durable = len(self._volatile(order))
         if self._not_durable and not why:
             accepts = "no volume or storage node accepts the blocks that are only in DRAM"

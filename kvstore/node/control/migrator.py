@@ -87,7 +87,7 @@ class BlockMigrator:
         """Move as many blocks as other nodes accept. Stops early if ``pause`` returns True.
 
         Raises:
-            KVStoreError: the metadata server does not answer.
+            KVStoreError: a call to the metadata server failed.
         """
         targets = self._target_nodes()
         staying = {status.node.node_id for status in targets}

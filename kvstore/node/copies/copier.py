@@ -206,7 +206,7 @@ class Copier:
                     pass
             except KVStoreError as error:
                 self._counters.add(node_metrics.COPIES_FAILED)
-                self._reason = f"the metadata server does not answer: {error}"
+                self._reason = f"a call to the metadata server failed: {error}"
                 _limited.warning("second copies delayed, trying again: %s", error)
                 self._pause(RETRY_S)
             except Exception:  # thread edge: copies must go on after a bug
@@ -219,7 +219,7 @@ class Copier:
         """Check some blocks, and have those copied that need it. Returns whether there may be more to do now.
 
         Raises:
-            KVStoreError: the metadata server does not answer. The blocks stay in the queue.
+            KVStoreError: a call to the metadata server failed. The blocks stay in the queue.
         """
         now_s = self._clock.now_s()
         namespaces = frozenset(self._table.accounts.twice_held)

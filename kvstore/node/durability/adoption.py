@@ -108,7 +108,7 @@ class OwnerPresence:
         self._channel: grpc.Channel | None = None
 
     def is_away(self, node_id: NodeId, home: NodeId) -> bool:
-        """Whether the owner of a volume is silent or unknown. False also if no metadata server answers.
+        """Whether the owner of a volume is silent or unknown. False also if the call to the metadata server fails.
 
         An owner whose calls are refused is not away, nor is ``home`` if it stopped gracefully: it will be started again. Another
         owner should have released the volume when it stopped.
@@ -122,7 +122,7 @@ class OwnerPresence:
         try:
             found = call(stub.ListNodes, metadata_pb2.ListNodesRequest(node_ids=[node_id]), _RPC_TIMEOUT_S).nodes
         except KVStoreError as error:
-            _limited.warning("owner of a volume not found: no metadata server answers (node=%s, error=%s)", node_id, error)
+            _limited.warning("volume not adopted: liveness of its owner is unknown (owner=%s, error=%s)", node_id, error)
             return False
         return not any(one.alive or one.refused or (one.stopped and node_id == home) for one in found)
 
