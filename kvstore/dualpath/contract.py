@@ -2,7 +2,7 @@
 
 A *request* names the blocks of one prefix to read from storage, numbered 0 … ``blocks`` - 1 in prefix order. A *policy* decides
 how many of them each node reads (``Share``); the planner maps the shares to the missing blocks and returns a ``LoadPlan`` of
-``PlanPart`` s. Parts keep their index and their generation for the life of the plan.
+``PlanPart`` s. Parts keep their index and their attempt number for the life of the plan.
 
 Units: bytes, tokens, seconds of a monotonic clock, bytes per second.
 
@@ -168,8 +168,8 @@ class LoadPlan(NamedTuple):
 
     Attributes:
         plan_id: id of the plan in reports; a planner never uses it again.
-        attempt: generation of the answer: 0 for the first, one more for each re-plan. Parts of earlier attempts that did not fail
-            continue under their own generation.
+        attempt: number of the answer: 0 for the first, one more for each re-plan. Parts of earlier attempts that did not fail
+            continue under their own attempt number.
         request: the request.
         parts: the parts to start; for a re-plan, only the new parts.
         reasons: the numbers that the decision was based on.
@@ -202,7 +202,7 @@ class PlanUnderWay:
         plan_id: id of the plan in reports.
         request: the request.
         policy: name of the policy that decided.
-        attempt: generation of the last answer.
+        attempt: attempt number of the last answer.
         deadline: the plan expires at this time unless progress is reported.
         parts: parts of all attempts, each with its blocks that have not been reported read; None: the part failed.
     """

@@ -361,7 +361,7 @@ class Planner:
             now: current time.
 
         Returns:
-            Only the new parts, under the next generation; empty if everything had arrived. The other parts continue.
+            Only the new parts, under the next attempt number; empty if everything had arrived. The other parts continue.
 
         Raises:
             NotFound: the plan has ended, or another planner made it.
