@@ -123,7 +123,7 @@ def test_load_from_peer_is_one_trace(tmp_path: Path, traced: Callable[[], Path])
                 (record,) = client.recent_loads.slowest()
             log = cluster.node("a").log_path
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    slow = [line for line in lines if line["message"].startswith("slow load")]
+    slow = [line for line in lines if line["message"].startswith("load slow")]
     assert [line["request_id"] for line in slow] == [record.request_id], "the node's log names the client's request"
     tracing.shut_down()
     spans = [json.loads(line) for path in (file, traced()) for line in path.read_text().splitlines()]
