@@ -43,7 +43,7 @@ def checkpoint(packages: Path, folder: Path) -> Path:
 
     Args:
         packages: folder with the packages.
-        folder: where the checkpoint is written.
+        folder: receives the checkpoint.
 
     Returns:
         ``folder``.

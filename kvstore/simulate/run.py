@@ -2,7 +2,7 @@
 
 The steps of a request: engines (scheduler) → plan (planner) → space in the decode buffer, then in the prefill buffer → reads
 over SNICs → prefill batch → push to the decode buffer, layer by layer → HBM → decode → the session's next turn. All requests
-take the buffers in this order, so there is no deadlock.
+take the buffers in this order, which excludes a deadlock.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class _Run:
         """Create the unit and the queue of each prefill engine."""
         config = self.config
         model = config.prefill
-        # no quota if measured attention takes no time: it would admit any batch
+        # no quota if the measured attention time is 0: it would admit any batch
         has_quota = self.layerwise and (model.measured is None or model.measured.pair_s > 0)
         space = max(model.kv_space_bytes, 1.0)
         found: list[tuple[PrefillUnit, PrefillEngine]] = []
@@ -312,7 +312,7 @@ class _Run:
             self._first_token(job)
 
     def _copy_in(self, job: Job) -> None:
-        """Copy a whole prompt from the prefill node's buffer to HBM, where it stays until it was sent (not layer-wise)."""
+        """Copy a whole prompt from the prefill node's buffer to HBM, until it was sent (not layer-wise)."""
         p = self.places[EngineKind.PREFILL][job.prefill]
 
         def there() -> None:

@@ -69,7 +69,7 @@ def test_connect_local_node_option_names_the_node(make_node: MakeNode, make_clie
 
 @pytest.fixture(params=["killed", "stopped"])
 def silent(request: pytest.FixtureRequest, make_node: MakeNode) -> Iterator[FakeNode]:
-    """A node that is preferred, and whose socket has no listener (after kill -9) or one that does not accept (SIGSTOP)."""
+    """A node that is preferred, and whose socket is not listened on (after kill -9) or not accepted on (SIGSTOP)."""
     node = make_node("first")
     node.stop()
     node.socket.unlink(missing_ok=True)

@@ -87,7 +87,7 @@ class Bed:
     clock: ManualClock
     digests: IndexDigests
     held: dict[VolumeEpoch, set[BlockKey]] = field(default_factory=dict)
-    """What the nodes hold."""
+    """The nodes' own blocks."""
 
     def volume(self, name: str, blocks: int) -> VolumeEpoch:
         volume_epoch = self.index.open_volume_epoch(VolumeId(name), NodeId(name), Tier.DRAM, BootId(b"b" * 16))

@@ -392,6 +392,18 @@ def test_exchange_report_stays_while_index_rejects_writes(index: LmdbIndex, monk
     assert used(two) == 8
 
 
+def test_exchange_node_forgotten_during_a_failed_write_is_dropped(index: LmdbIndex) -> None:
+    one = Server(index)
+    one.table.record_heartbeat(beat("a", 1, usages=[pb.VolumeUsage(used_bytes=7)]))
+    unwritten = one.table.take_unshared()
+    forget_node(index, NodeId("a"), BOOT)
+    one.table.tick()
+    one.table.write_failed(unwritten)
+    one.table.record_heartbeat(beat("b", 1))
+    one.tick()
+    assert set(index.beats()) == {NodeId("b")}
+
+
 def test_exchange_refusals_do_not_delay_heartbeats(index: LmdbIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_notes: object, *, announce: bool) -> None:
         raise Unavailable(f"the index does not answer (announce={announce})")

@@ -105,8 +105,8 @@ class HeartbeatExchange:
         return UnsharedBeats(beats, reports)
 
     def write_failed(self, unshared: UnsharedBeats) -> None:
-        """These could not be written: reports are, with the nodes' next heartbeats. Older ones in the index stay unread."""
-        self._changed.update(unshared.reports)
+        """Write these reports with the next heartbeats. Until then, older reports in the index do not replace them."""
+        self._changed.update(unshared.reports.keys() & self._reports.keys())  # a node may have been forgotten since
 
     def drop_unshared(self) -> None:
         """This server was paused: shared now, its heartbeats of before would make silent nodes look alive to the others."""

@@ -120,9 +120,8 @@ class _Net:
     __slots__ = ("events", "last", "removed")
 
     def __init__(self) -> None:
-        self.last: dict[
-            BlockKey, ChainedBlock | None
-        ] = {}  # in the order of the first events: a parent was added before its child
+        self.last: dict[BlockKey, ChainedBlock | None] = {}
+        """In the order of the first events: a parent was added before its child."""
         self.removed: dict[BlockKey, None] = {}
         self.events = 0
 

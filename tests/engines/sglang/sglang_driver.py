@@ -39,7 +39,7 @@ def page_kv(page_hash: str) -> torch.Tensor:
 
 
 def answer(kv: torch.Tensor, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-    """Derive the tokens of an answer from all KV of a prompt, ``[buffers, tokens, …]``, and from the answer so far."""
+    """Derive the tokens of an answer from all KV of a prompt, ``[buffers, tokens, …]``, and from the answer's earlier tokens."""
     tail = prompt[kv.shape[1] :]
     digest = hashlib.sha256(kv.contiguous().numpy().tobytes() + str(list(tail)).encode()).digest()
     return tuple(digest[at % len(digest)] for at in range(count))

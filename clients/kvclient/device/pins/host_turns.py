@@ -21,7 +21,7 @@ _NAP_S = 0.002
 
 
 class HostLock:
-    """Turns among all processes that map one file. A turn is a record lock on the file, so it ends with its process.
+    """Turns of all processes that map one file: a record lock on the file, which ends with its process.
 
     If another descriptor of the file is closed in this process, the kernel ends the turn early. That costs time only.
 

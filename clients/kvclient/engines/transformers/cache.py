@@ -157,7 +157,7 @@ class StoredCache(DynamicCache):
 
     # ---- storing ----
     def offer(self) -> None:
-        """OfferedRun to the writer all full blocks that were not offered yet. Store failures are not raised."""
+        """Offer to the writer all full blocks that were not offered yet. Store failures are not raised."""
         columns = self._fed.columns
         tokens = self._store.facts.layout.block_tokens
         self._next_offer = columns + int(((self._fed.pads - columns - 1) % tokens).min()) + 1
@@ -282,7 +282,7 @@ class StoredCache(DynamicCache):
         super().reorder_cache(beam_idx)
 
     def _leave_rows(self, why: str) -> None:
-        """OfferedRun the current blocks and stop storing, because the rows are about to change."""
+        """Offer the current blocks and stop storing, because the rows are about to change."""
         if self._off is None:
             self.offer()
             self.leave(why)

@@ -475,7 +475,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether pages are pinned or workers must be told something. vLLM then runs steps even without requests."""
-        return self.scheduler_side.has_pins or self.scheduler_side.has_news
+        return self.scheduler_side.has_pins or self.scheduler_side.has_messages
 
     def reset_cache(self) -> bool | None:
         """Make lookups miss KV of earlier weights. vLLM calls this when its cache is reset; False: it kept its cache."""

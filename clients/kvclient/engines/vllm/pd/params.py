@@ -95,8 +95,8 @@ def read_transfer(params: object) -> Transfer | None:
         raise InvalidArgument("do_remote_prefill and do_remote_decode exclude each other")
     transfer_id = params.get("transfer_id")
     if not isinstance(transfer_id, str) or not _ID.fullmatch(transfer_id):
-        known = "transfer_id must be 1 to 64 letters, digits, dots, dashes and underscores"
-        raise InvalidArgument(known, got=_shown(transfer_id))
+        rule = "transfer_id must be 1 to 64 letters, digits, dots, dashes and underscores"
+        raise InvalidArgument(rule, got=_shown(transfer_id))
     if receives:
         namespace = params.get("namespace", "")
         return Transfer(Role.DECODE, transfer_id, namespace=namespace if isinstance(namespace, str) else "")

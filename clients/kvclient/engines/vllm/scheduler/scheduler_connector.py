@@ -643,8 +643,8 @@ class SchedulerConnector:
             self._hints.ended(request, lambda: state.keys.upto(request.all_token_ids, blocks))
 
     @property
-    def has_news(self) -> bool:
-        """Whether hints or ended reads ahead wait for the next step."""
+    def has_messages(self) -> bool:
+        """Whether the next step must tell the workers about hints or ended reads ahead."""
         return bool(self._hints) or self._ahead.has_ended
 
     def release_pins(self, release_pages: Callable[[], WorkerOutput] | None) -> None:
