@@ -128,6 +128,8 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self._check_space_for(info)
         needs = await self._parts.writes.run(register_node, self._parts.index, info)
         self._parts.nodes.record_registration(NodeId(info.node_id), BootId(info.boot_id), host_of_peer(context.peer()))
+        for stream in self._streams:
+            stream.node_registered(NodeId(info.node_id))
         if self._parts.event_log is not None:
             report_served(self._parts.event_log, self._parts.nodes)
         self._parts.counters.add(metadata_metrics.REGISTRATIONS)

@@ -392,7 +392,7 @@ def test_exchange_report_stays_while_index_rejects_writes(index: LmdbIndex, monk
     assert used(two) == 8
 
 
-def test_exchange_node_forgotten_during_a_failed_write_is_dropped(index: LmdbIndex) -> None:
+def test_exchange_node_forgotten_in_a_failed_write_is_dropped(index: LmdbIndex) -> None:
     one = Server(index)
     one.table.record_heartbeat(beat("a", 1, usages=[pb.VolumeUsage(used_bytes=7)]))
     unwritten = one.table.take_unshared()

@@ -192,6 +192,21 @@ async def test_publish_repeated_batches_change_nothing(running: Running) -> None
         assert await peer.hit(keys) == 10
 
 
+async def test_publish_replaced_stream_applies_nothing(running: Running) -> None:
+    peer, keys = running.peer(), chain("a", 20)
+    await peer.register()
+    hung = peer.stub.Publish(timeout=TIMEOUT_S)
+    await hung.write(peer.batch(peer.dram, [run_of(keys)]))
+    assert (await hung.read()).sequence == 1
+    late = peer.batch(peer.dram, [run_of(keys)])
+    await peer.register()
+    assert await peer.send(peer.batch(peer.dram, removed=keys)) == [3]
+    await hung.write(late)
+    with pytest.raises(grpc.aio.AioRpcError, match="registered again"):
+        await hung.read()
+    assert await peer.hit(keys) == 0
+
+
 async def test_publish_burst_keeps_order(running: Running) -> None:
     peer, keys = running.peer(), chain("a", 30)
     await peer.register()

@@ -16,7 +16,7 @@ import grpc.aio
 
 from kvproto.v1.metadata_pb2 import PublishRequest
 from kvstore.core import limits
-from kvstore.core.errors import Internal, InvalidArgument, KVStoreError
+from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import KEY_BYTES, BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.indexing.index_mutations import (
@@ -48,6 +48,7 @@ class PublishStream:
         self._counters = counters
         self._identity: tuple[NodeId, BootId] | None = None
         self._last: int | None = None
+        self._replaced = False
         self._reader: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
         # None is the end of the stream; an error follows the batches that arrived before it
@@ -60,12 +61,16 @@ class PublishStream:
             InvalidArgument: a message is malformed, or of another node than the first one.
             NotFound: the boot or the volume is not registered.
             Conflict: a batch is missing before this one.
+            Unavailable: the node has registered again.
         """
         reader = self._reader = asyncio.create_task(self._read(requests))
         try:
             ended = False
             while not ended:
                 group, ended, refusal = self._gather(await self._queue.get())
+                if group and self._replaced:
+                    self._counters.add(metadata_metrics.PUBLISH_STREAMS_REPLACED)
+                    raise Unavailable("the node has registered again: its batches come in a new stream")
                 if group:
                     applied = await self._apply(group)
                     if applied.error is not None:
@@ -84,6 +89,11 @@ class PublishStream:
         if self._reader is not None and self._end is None:
             self._reader.cancel()
             self._end = asyncio.create_task(self._queue.put(None))
+
+    def node_registered(self, node_id: NodeId) -> None:
+        """A node has registered. Its next stream repeats what was not acknowledged, so this one must apply nothing after that."""
+        if self._identity is not None and self._identity[0] == node_id:
+            self._replaced = True
 
     def _gather(self, first: PublishBatch | KVStoreError | None) -> tuple[list[PublishBatch], bool, KVStoreError | None]:
         """Collect a group: the first item and the queued ones after it, up to a limit. Returns (group, end of stream, error)."""

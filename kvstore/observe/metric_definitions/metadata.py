@@ -91,6 +91,9 @@ BLOCKS_UNPUBLISHED: Final = group.counter("metadata_blocks_unpublished_total", "
 PUBLISH_BATCHES: Final = group.counter("metadata_publish_batches_total", "batches published by nodes")
 PUBLISH_GROUPS: Final = group.counter("metadata_publish_groups_total", "transactions that applied published batches")
 PUBLISH_GAPS: Final = group.counter("metadata_publish_gaps_total", "publish streams rejected because a batch was missing")
+PUBLISH_STREAMS_REPLACED: Final = group.counter(
+    "metadata_publish_streams_replaced_total", "publish streams rejected because their node had registered again"
+)
 REGISTRATIONS: Final = group.counter("metadata_registrations_total", "registrations of nodes, restarts included")
 HEARTBEATS: Final = group.counter("metadata_heartbeats_total", "heartbeats received from all nodes")
 NODES_SENT_ELSEWHERE: Final = group.counter(
