@@ -62,6 +62,11 @@ def primary_of_first_range(cluster: ValkeyClient, servers: ValkeyServers) -> Val
     return next(server for server in servers.servers if server.address == address)
 
 
+def is_replica_of(server: ValkeyServer, primary: ValkeyServer) -> bool:
+    role = server.call("ROLE")
+    return isinstance(role, list) and role[0] == b"slave" and role[2] == primary.port
+
+
 async def test_batch_reaches_all_shards_in_order(cluster: ValkeyClient) -> None:
     assert set(await cluster.run(sets(b"1"))) == {b"OK"}
     tag = TAGS[7]
@@ -110,6 +115,26 @@ async def test_primary_stopped_costs_one_budget(servers: ValkeyServers, counters
     finally:
         victim.kill(signal.SIGCONT)
         await cluster.close()
+
+
+async def test_promoted_replica_is_asked_without_a_pause(
+    cluster: ValkeyClient, servers: ValkeyServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause between two probes is for servers that do not answer."""
+    monkeypatch.setattr("kvstore.index.valkey.cluster.PROBE_S", 10 * HEAL_S)
+    primary = primary_of_first_range(cluster, servers)
+    (replica,) = (server for server in servers.servers if server.address != primary.address and is_replica_of(server, primary))
+    assert replica.call("CLUSTER", "FAILOVER") == b"OK"
+
+    def is_promoted() -> bool:
+        shard = cluster.topology.shards[cluster.topology.of_slot[RANGE_SLOTS[0]]]
+        return shard.primary == replica.address and cluster.away_since_s() == {}
+
+    async with asyncio.timeout(HEAL_S):
+        while not is_promoted():
+            await cluster.run(gets())
+            await asyncio.sleep(0.02)
+    assert UNANSWERED not in await cluster.run(gets())
 
 
 async def test_slot_moved_is_followed(cluster: ValkeyClient, servers: ValkeyServers, counters: Counters) -> None:

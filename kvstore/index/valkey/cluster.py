@@ -555,10 +555,10 @@ class ValkeyClient:
             self._spawn(self._probe(shard.address))
 
     async def _probe(self, address: str) -> None:
-        good = 0
+        good, pause_s = 0, 0.0
         try:
             while (shard := self._shards.get(address)) is not None:
-                await asyncio.sleep(PROBE_S if good == 0 else 0.0)
+                await asyncio.sleep(pause_s)
                 try:
                     answered_s = await self._ping(shard)
                     shard.slow = answered_s is not None and await self._connect_lanes(shard)
@@ -571,6 +571,7 @@ class ValkeyClient:
                     shard.up, shard.slow = True, False
                     logger.info("index shard back: %s (away_s=%.1f)", address, time.monotonic() - shard.away_since_s)
                     return
+                pause_s = 0.0 if good else PROBE_S
         finally:
             self._probed.discard(address)
 
