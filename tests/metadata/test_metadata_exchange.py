@@ -251,6 +251,25 @@ def test_exchange_registration_again_shows_the_node_to_all(index: LmdbIndex) -> 
     assert two.table.is_alive(NodeId("a"))
 
 
+def test_exchange_restart_registered_elsewhere_stays_visible(index: LmdbIndex) -> None:
+    """The counter of a new boot starts at 1. If it continued that of the last boot, later heartbeats would look older."""
+    registers, hears = Server(index), Server(index)
+    for number in range(1, 41):
+        hears.table.record_heartbeat(beat("a", number))
+        hears.tick()
+        registers.tick()
+    boot_id = BootId(b"c" * 16)
+    register_node(index, NodeInfo(node_id="a", boot_id=boot_id, control_address=ADDRESS))
+    registers.table.record_registration(NodeId("a"), boot_id)
+    registers.tick()
+    for number in range(1, 21):
+        hears.table.record_heartbeat(pb.HeartbeatRequest(node_id="a", boot_id=boot_id, sequence=number))
+        for server in (hears, registers):
+            server.clock.advance(0.5)
+            server.tick()
+            assert server.table.is_alive(NodeId("a"))
+
+
 def test_exchange_report_is_written_if_its_contents_change(index: LmdbIndex) -> None:
     server = Server(index)
     usages = [pb.VolumeUsage(volume_id="a/v", used_bytes=5)]

@@ -81,11 +81,11 @@ class HeartbeatExchange:
         Args:
             heartbeat: the heartbeat.
             host: host that sent it; empty: unknown.
-            counter: its number; 0: one more than the last one.
+            counter: its number; 0: one more than the last one of this boot.
         """
         node_id, boot_id = NodeId(heartbeat.node_id), BootId(heartbeat.boot_id)
         last, known = self._beats.get(node_id), self._reports.get(node_id)
-        counter = counter or (1 if last is None else (last.counter + 1) & _COUNTER_MASK)
+        counter = counter or (1 if last is None or last.boot_id != boot_id else (last.counter + 1) & _COUNTER_MASK)
         number = counter
         if known is not None and known.host == host and node_id in self._written and _has_contents_of(heartbeat, known.heartbeat):
             number = known.number
