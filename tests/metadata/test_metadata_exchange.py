@@ -387,6 +387,13 @@ def test_exchange_heartbeats_whose_reports_waited_are_dropped(index: LmdbIndex, 
     assert two.table.status(NodeId("a")).usages[0].used_bytes == 7
 
 
+def test_exchange_heartbeats_that_waited_are_not_written(index: LmdbIndex) -> None:
+    taken_s = time.monotonic() - exchange.MAX_BEAT_AGE_S - 1.0
+    with pytest.raises(Unavailable):
+        exchange.UnsharedBeats({NodeId("a"): Beat(BOOT, 1, 1)}, taken_s=taken_s).write(index)
+    assert index.beats() == {}
+
+
 def test_exchange_report_stays_while_index_rejects_writes(index: LmdbIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise Unavailable("no space for the index")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -113,6 +115,32 @@ async def test_maintenance_write_that_waited_hides_no_node(tmp_path: Path, monke
 
     await wait_until_async(silent)
     assert alive[0], "the first tick is late, and the node gets another time to live"
+    await tasks.stop()
+    await thread.close()
+    index.close()
+
+
+async def test_maintenance_shares_heartbeats_beside_slow_changes(tmp_path: Path) -> None:
+    """A publish waits for a lost shard for seconds. The heartbeats must not wait behind it."""
+    index, thread, counters = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test"), Counters()
+    boot_id = BootId(b"b" * 16)
+    register_node(index, NodeInfo(node_id="n", boot_id=boot_id))
+    nodes = NodeTable(index, MonotonicClock(), 60.0, counters)
+    ended = threading.Event()
+    change = asyncio.create_task(thread.run(ended.wait))
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.08, forget_s=60.0, roles=AllRoles(), on_tick=[])
+    tasks.start()
+    assert nodes.record_heartbeat(HeartbeatRequest(node_id="n", boot_id=boot_id, sequence=7))
+
+    async def shared() -> bool:
+        return index.beats() == {"n": Beat(boot_id, 7, 7)}
+
+    try:
+        await wait_until_async(shared)
+        assert not change.done()
+    finally:
+        ended.set()
+    await change
     await tasks.stop()
     await thread.close()
     index.close()

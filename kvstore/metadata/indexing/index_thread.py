@@ -1,6 +1,7 @@
-"""A thread that runs jobs on the index in order. A server process has two: one makes all changes, one does long reads.
+"""A thread that runs jobs on the index in order.
 
-Lookups run on the event loop and use neither, so they never wait for a write.
+A server process has one for changes of records and registrations, one for long reads, and one for heartbeats, which must not wait
+for the others. Lookups run on the event loop, so they never wait for a write.
 """
 
 from __future__ import annotations

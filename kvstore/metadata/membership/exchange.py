@@ -26,30 +26,36 @@ from kvstore.metadata.membership.records import REPORT_PREFIX, BootReport, repor
 _MOST_SINGLE_READS: Final = 16
 """If more reports are to be read, all are read at once."""
 MAX_BEAT_AGE_S: Final = 1.0
-"""Age up to which heartbeats are written. Older ones would replace newer ones, and make silent nodes look alive."""
+"""Heartbeats that were taken longer ago are not written. They would replace newer ones, and make silent nodes look alive."""
 _COUNTER_MASK: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class UnsharedBeats:
-    """Records of heartbeats, and changed reports, that other servers do not know yet."""
+    """Records of heartbeats, and changed reports, that other servers do not know yet.
+
+    Attributes:
+        beats: the records.
+        reports: the reports.
+        taken_s: ``time.monotonic()`` when they were taken for writing.
+    """
 
     beats: dict[NodeId, Beat] = field(default_factory=dict)
     reports: dict[NodeId, BootReport] = field(default_factory=dict)
+    taken_s: float = field(default_factory=time.monotonic)
 
     def write(self, index: PrefixIndex) -> None:
         """Write all to the index: reports first, so that no record names a report that cannot be read.
 
         Raises:
-            Unavailable: the index does not answer, or the reports took so long that the records are too old.
+            Unavailable: the index does not answer, or the records have become too old meanwhile.
         """
-        began_s = time.monotonic()
         if self.reports:
             notes = {report_note(node_id): report.encode() for node_id, report in self.reports.items()}
             index.put_notes(notes, announce=False)
         if self.beats:
-            if (waited_s := time.monotonic() - began_s) > MAX_BEAT_AGE_S:
-                raise Unavailable("heartbeats not shared: their reports took too long", waited_s=round(waited_s, 1))
+            if (waited_s := time.monotonic() - self.taken_s) > MAX_BEAT_AGE_S:
+                raise Unavailable("heartbeats not shared: they have waited too long", waited_s=round(waited_s, 1))
             index.put_beats(self.beats)
 
 

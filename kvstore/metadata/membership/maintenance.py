@@ -1,4 +1,8 @@
-"""Background work of a server process: share heartbeats, hide silent nodes, forget long silent nodes, sweep the index."""
+"""Background work of a server process: share heartbeats, hide silent nodes, forget long silent nodes, sweep the index.
+
+Heartbeats are shared in a thread of their own. A change of records may wait for seconds for a lost shard, and other servers would
+hide all nodes whose heartbeats wait behind it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ class Maintenance:
     Args:
         index: the index.
         nodes: registrations and liveness.
-        thread: thread that changes the index.
+        thread: thread that changes the index. Heartbeats are not shared in it.
         counters: counters of this process.
         ttl_s: silence after which a node is hidden.
         forget_s: silence after which a node is forgotten.
@@ -63,6 +67,7 @@ class Maintenance:
         self._index = index
         self._nodes = nodes
         self._thread = thread
+        self._share_thread = IndexThread("metadata-heartbeats")
         self._counters = counters
         self._tick_s = min(max(ttl_s / _TICKS_PER_TTL, _MIN_TICK_S), _MAX_TICK_S)
         self._slow_share_s = ttl_s / _SLOW_SHARES_PER_TTL
@@ -86,6 +91,7 @@ class Maintenance:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with suppress(KVStoreError):  # the index cannot be changed: nodes will send further heartbeats
             await self._share()
+        await self._share_thread.close()
 
     def _run_ticks(self) -> None:
         """Make all calls of a tick. A call that fails is counted and logged, and the others run."""
@@ -113,8 +119,8 @@ class Maintenance:
                     if self._pauses is not None:
                         self._pauses.check()
                     self._nodes.tick()
-                if self._roles.holds(ServerRole.SWEEP):
-                    await self._forget()
+                if (orphaned := self._nodes.orphaned_beats) and self._roles.holds(ServerRole.SWEEP):
+                    await self._share_thread.run(self._index.put_beats, dict.fromkeys(orphaned))
             except KVStoreError as error:
                 # the disk is full, or the index does not answer: lookups continue with the last view, the next tick tries again
                 self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
@@ -129,8 +135,6 @@ class Maintenance:
             await asyncio.sleep(self._tick_s)
 
     async def _forget(self) -> None:
-        if orphaned := self._nodes.orphaned_beats:
-            await self._thread.run(self._index.put_beats, dict.fromkeys(orphaned))
         for boot in self._nodes.forgettable(self._forget_s):
             await self._thread.run(forget_node, self._index, boot.node_id, boot.boot_id)
             if boot.is_cache:
@@ -143,7 +147,7 @@ class Maintenance:
         changes = self._nodes.take_unshared()
         if changes:
             try:
-                await self._thread.run(changes.write, self._index)
+                await self._share_thread.run(changes.write, self._index)
             except KVStoreError:
                 self._nodes.write_failed(changes)
                 raise
@@ -152,13 +156,15 @@ class Maintenance:
         while True:
             pause_s = self._tick_s
             try:
-                if self._roles.holds(ServerRole.SWEEP) and self._index.stats().dead_volume_epochs:
-                    done = await self._thread.run(self._index.sweep, _SWEEP_ENTRIES)
-                    self._counters.add(metadata_metrics.SWEEPS)
-                    pause_s = self._tick_s if done else _SWEEP_PAUSE_S
+                if self._roles.holds(ServerRole.SWEEP):
+                    await self._forget()
+                    if self._index.stats().dead_volume_epochs:
+                        done = await self._thread.run(self._index.sweep, _SWEEP_ENTRIES)
+                        self._counters.add(metadata_metrics.SWEEPS)
+                        pause_s = self._tick_s if done else _SWEEP_PAUSE_S
             except KVStoreError as error:
                 self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
-                limited.warning("index not swept: %s", error)
+                limited.warning("silent nodes not forgotten, or index not swept: %s", error)
             except Exception:  # process edge: without this task, entries of lost volumes would stay in the index
                 self._counters.add(metadata_metrics.BACKGROUND_BUGS)
                 logger.exception("index sweep failed: unexpected error, trying again")
