@@ -184,7 +184,7 @@ class MetadataServer:
             self._event_log = self._make_event_log(index)
             self._events = LoggedEvents(self._event_log, index, reads, nodes, self.counters)
         scheduler = self._make_scheduler(planner, nodes)
-        self._leased = self._make_leased_roles(index, planner, scheduler) if index.leases_roles else None
+        self._leased = self._make_leased_roles(index, nodes, planner, scheduler) if index.leases_roles else None
         roles = self._leased or AllRoles()
         self._journal = EventJournal(config.events_path, self.counters)
         self._servers = self._make_server_table(index)
@@ -212,13 +212,15 @@ class MetadataServer:
             others=self._others,
         )
 
-    def _make_leased_roles(self, index: PrefixIndex, planner: PlannerService, scheduler: SchedulerService) -> LeasedRoles:
+    def _make_leased_roles(
+        self, index: PrefixIndex, nodes: NodeTable, planner: PlannerService, scheduler: SchedulerService
+    ) -> LeasedRoles:
         def begin_or_end(role: ServerRole, _: LeaseChange) -> None:
             if role is ServerRole.PLAN:
                 planner.clear()
                 scheduler.clear()
 
-        return LeasedRoles(index, self._node_clock, self.counters, begin_or_end)
+        return LeasedRoles(index, self._node_clock, self.counters, begin_or_end, nodes.index_was_away)
 
     def _make_server_table(self, index: PrefixIndex) -> ServerTable:
         server_id = secrets.token_hex(8) if self._leased is None else self._leased.server_id

@@ -5,25 +5,36 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 from monitored import alerts, scraped, selectors, targets
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1.admin_pb2_grpc import MetadataAdminStub
+from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.config.metadata import MetadataConfig
+from kvstore.core.clock import BootTimeClock, ManualClock
 from kvstore.core.index_backend import MetadataServerRecord
+from kvstore.core.types import BootId, NodeId
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
+from kvstore.index.valkey.address import ValkeyAddress
+from kvstore.index.valkey.index import ValkeyIndex
 from kvstore.index.valkey.keys import SMALL_SLOT
 from kvstore.index.valkey.servers import watch
+from kvstore.metadata.indexing.index_mutations import forget_node, register_node
+from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.membership.server_table import FORGET_S, SeenServers
+from kvstore.metadata.roles.roles import LeasedRoles
 from kvstore.metadata.server import MetadataServer
+from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call_aio, connect_aio
-from support.wait import wait_until_async
+from support.wait import wait_until, wait_until_async
 
 TIMEOUT_S = 10.0
+TTL_S = 2.5
 pytestmark = pytest.mark.skipif(find_server() is None, reason="NO VALKEY HERE: THE SHARED INDEX IS NOT TESTED")
 
 
@@ -273,6 +284,57 @@ async def test_embedded_index_has_no_shards_and_no_findings(tmp_path: Path) -> N
         found = await asked.shards()
         assert (list(found.servers), found.unserved_slots, len(found.metadata_servers)) == ([], 0, 1)
         assert await asked.findings() == {}
+
+
+async def test_shard_rejecting_changes_hides_no_node(cluster: ValkeyServers) -> None:
+    """No server can write heartbeats, but this one reads on. It has none of its own to write."""
+    server = next(one for one in cluster.primaries if one is not primary_without_small_state(cluster))
+    index, clock, counters = await ValkeyIndex.start(ValkeyAddress(cluster.seeds)), ManualClock(), Counters()
+    nodes = NodeTable(index, clock, TTL_S, counters)
+    await asyncio.to_thread(register_node, index, NodeInfo(node_id="n", boot_id=b"b" * 16))
+    nodes.view()
+    roles = LeasedRoles(index, BootTimeClock(), counters, lambda _role, _change: None, nodes.index_was_away)
+    await roles.start("127.0.0.1:1")
+    with snapshots_failing(server):
+
+        async def failed() -> bool:
+            return "metadata_lease_failures_total" in counters.snapshot()
+
+        await wait_until_async(failed)
+        clock.advance(2 * TTL_S)
+        nodes.tick()
+        assert nodes.is_alive(NodeId("n"))
+    await roles.stop()
+    nodes.tick()
+    clock.advance(2 * TTL_S)
+    nodes.tick()
+    assert not nodes.is_alive(NodeId("n"))
+    await asyncio.to_thread(forget_node, index, NodeId("n"), BootId(b"b" * 16))
+    await index.close_async()
+
+
+@contextmanager
+def snapshots_failing(server: ValkeyServer) -> Iterator[None]:
+    """Valkey rejects changes if it cannot write its snapshots: here, a folder has their name."""
+    directory = server.call("CONFIG", "GET", "dir")
+    assert isinstance(directory, list)
+    blocked = Path(directory[1].decode()) / "dump.rdb"
+    blocked.unlink(missing_ok=True)  # from the start of a replica
+    blocked.mkdir()
+    server.call("CONFIG", "SET", "save", "3600 1")
+    save_until(server, "err")
+    try:
+        yield
+    finally:
+        blocked.rmdir()
+        save_until(server, "ok")
+        server.call("CONFIG", "SET", "save", "")
+        blocked.unlink()
+
+
+def save_until(server: ValkeyServer, status: str) -> None:
+    server.call("BGSAVE")
+    wait_until(lambda: f"rdb_last_bgsave_status:{status}\r".encode() in cast("bytes", server.call("INFO", "persistence")))
 
 
 def record(server_id: str, counter: int) -> MetadataServerRecord:

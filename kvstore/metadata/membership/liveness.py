@@ -8,7 +8,7 @@ Theory of operation.
 3. A boot that was not heard for the time to live becomes silent, at a tick and never between ticks. A boot that is heard becomes
    alive at once.
 4. A server that could not hear must not conclude anything from silence. After a pause of the process or the host, and after the
-   index did not answer, all boots get a time to live from then on. While the index does not answer, no boot becomes silent. A
+   index did not answer or rejected changes, all boots get a time to live from then on. Until then, no boot becomes silent. A
    server that starts sees all boots for the first time.
 
 All methods get the time as ``now_s``, in seconds of any clock that does not go backwards.
@@ -103,7 +103,7 @@ class Liveness:
         self._observing_since_s = now_s
 
     def index_failed(self) -> None:
-        """The records cannot be read."""
+        """The records cannot be read, or not be written."""
         self._index_away = True
 
     def index_answered(self, now_s: float) -> None:

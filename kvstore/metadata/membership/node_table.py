@@ -368,7 +368,7 @@ class NodeTable:
         self._liveness.paused(self._clock.now_s())
 
     def index_was_away(self) -> None:
-        """Handle that the index did not answer until now. Call it before the next :meth:`tick`."""
+        """Handle that the index could not be read or written until now. Call it before the next :meth:`tick`."""
         self._liveness.index_failed()
 
     def tick(self) -> None:

@@ -55,6 +55,8 @@ class LeasedRoles:
         clock: the host's clock that also counts while the host is suspended.
         counters: counters of this process.
         on_change: called on the event loop after a role was taken or lost.
+        on_failure: called on the event loop after leases could not be renewed. Other servers may be unable to write to the index,
+            too, so nothing follows from what they do not write.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class LeasedRoles:
         clock: Clock,
         counters: Counters,
         on_change: Callable[[ServerRole, LeaseChange], None],
+        on_failure: Callable[[], None],
     ) -> None:
         self._index = index
         self._clock = clock
         self._counters = counters
         self._on_change = on_change
+        self._on_failure = on_failure
         self.on_tick: Callable[[], None] | None = None
         """Called several times per second."""
         self._me = LeaseHolder(secrets.token_hex(8), "")
@@ -149,7 +153,8 @@ class LeasedRoles:
             holders = await self._thread.run(self._index.take_leases, list(ServerRole), self._me, TTL_S)
         except KVStoreError as error:
             self._counters.add(metadata_metrics.LEASE_FAILURES)
-            limited.warning("leases not renewed: the index does not answer (%s)", error)
+            limited.warning("leases not renewed: %s", error)
+            self._on_failure()
             return
         now_s = self._clock.now_s()
         for role, lease in self._leases.items():
