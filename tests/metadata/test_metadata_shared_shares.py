@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
@@ -14,10 +16,12 @@ from kvstore.core.errors import Unavailable
 from kvstore.index.contract import PrefixIndex, ServerRole
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.retention import quota_shares
 from kvstore.metadata.retention.quota_shares import KEPT_INTERVALS, QuotaShares
 from kvstore.metadata.retention.settings_store import OperatorSettings, QuotaSetting
 from kvstore.metadata.retention.share_table import SHARES_NOTE
 from kvstore.observe.counters import Counters
+from support.wait import WAIT_S
 
 QUOTA = 1_000_000
 INTERVAL_S = 0.25
@@ -93,6 +97,7 @@ class Cluster:
     """Two servers over one index, and the shares that the nodes have."""
 
     def __init__(self, thread: IndexThread) -> None:
+        self.thread = thread
         self.clock = ManualClock()
         self.nodes = Nodes()
         self.notes = Notes()
@@ -129,7 +134,8 @@ class Cluster:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
+async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    monkeypatch.setattr(quota_shares, "MAX_WAIT_S", WAIT_S)
     thread = IndexThread("test-shares")
     yield Cluster(thread)
     await thread.close()
@@ -203,3 +209,21 @@ async def test_shares_begin_again_after_the_index_lost_them(cluster: Cluster) ->
     for number, node in enumerate(NODES):
         assert await cluster.beat(node, number % 2)
     assert 0 < sum(cluster.shares.values()) <= QUOTA
+
+
+async def test_shares_answer_does_not_wait_for_long_reads(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    await cluster.round()
+    assert await cluster.beat("a", 0)
+    monkeypatch.setattr(quota_shares, "MAX_WAIT_S", 0.01)
+    ended = threading.Event()
+    read = asyncio.create_task(cluster.thread.run(ended.wait, WAIT_S))
+    cluster.clock.advance(INTERVAL_S)
+    try:
+        assert await cluster.beat("b", 0), "the last known shares"
+        assert not await cluster.beat("c", 1), "this server knows none"
+        assert not read.done()
+    finally:
+        ended.set()
+    monkeypatch.setattr(quota_shares, "MAX_WAIT_S", WAIT_S)
+    assert await cluster.beat("c", 1), "the read that began before has ended"
+    await read

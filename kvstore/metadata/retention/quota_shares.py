@@ -19,8 +19,9 @@ in between, one run serves all heartbeats that wait for it, and the next run wai
 share names the node's report that it was made from, so that the node knows which of its changes are included.
 
 Of several servers that share an index, the holder of the role ``quota`` makes the shares for all and writes them to the index
-(``share_table``). It uses them itself only after they are written. The others read them. A server answers without shares if it
-lacks them or cannot read the newest for two heartbeats, and nodes keep their last ones.
+(``share_table``). It uses them itself only after they are written. The others read them. An answer waits for that at most
+``MAX_WAIT_S``, because the index may be slow; then it has the last known shares. A server answers without shares if it lacks them
+or cannot read the newest for two heartbeats, and nodes keep their last ones.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ REST_TIMES: Final = 20
 """Making shares takes at most one n-th of the event loop's time."""
 KEPT_INTERVALS: Final = 4
 """Number of intervals (four are two heartbeats) for which a server hands out shares without a comparison with other servers."""
+MAX_WAIT_S: Final = 0.1
+"""How long an answer waits for a shared index."""
 SLICE_S: Final = 0.002
 """Time after which other calls run in between."""
 
@@ -157,7 +160,8 @@ class QuotaShares:
         if not heartbeat.usages:
             return None
         if self._stale(settings, heartbeat):
-            await asyncio.shield(self._begin_run(settings))  # others may wait for it, too
+            most_s = MAX_WAIT_S if self._index.leases_roles else None
+            await asyncio.wait([self._begin_run(settings)], timeout=most_s)  # the run goes on: others may wait for it, too
         return self._answer_from(self._answers, heartbeat)
 
     def tick(self, settings: OperatorSettings) -> None:
