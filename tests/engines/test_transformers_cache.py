@@ -271,6 +271,41 @@ def test_keys_are_of_what_was_fed_and_not_of_what_was_said(llama: Any, shared: L
     assert answer(store, fed) == (greedy(llama, fed), HIT)
 
 
+def test_cache_fed_another_prompt_whole_stores_nothing(llama: Any, shared: LocalCluster, connect: Connect) -> None:
+    """Blocks of the fed prompt must not get the keys of blocks that the store holds of the announced one as parents."""
+    store, announced, fed = connect(shared, llama), prompt(35, 40), prompt(36, 80)
+    answer(store, announced, max_new_tokens=1)
+    before = store.stats()["hook_stored_blocks_total"]
+    with store.cache(announced) as cache, torch.no_grad():
+        assert cache.loaded_tokens == 2 * BLOCK
+        logits = llama(fed, position_ids=torch.arange(80)[None], past_key_values=cache).logits
+        assert torch.equal(logits, llama(fed).logits)
+    assert store.flush(30)
+    assert store.stats()["hook_stored_blocks_total"] == before
+    assert store.stats()["hook_store_stopped_total"] == 1
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_cache_later_pass_within_stored_block_must_match(same: bool, llama: Any, shared: LocalCluster, connect: Connect) -> None:
+    """The store holds 2 blocks of the first row, and the loaded columns end within the second of them."""
+    store, ids = connect(shared, llama), torch.cat([prompt(37, 80), prompt(38, 80)])
+    mask = torch.ones_like(ids)
+    mask[1, :8] = 0
+    answer(store, ids[:1, : 2 * BLOCK], max_new_tokens=1)
+    answer(store, ids[1:, 8 : 8 + BLOCK], max_new_tokens=1)
+    before = store.stats()["hook_stored_blocks_total"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    fed = ids if same else torch.cat([ids[:, :26], prompt(39, 54, rows=2)], 1)
+    with store.cache(ids, mask) as cache, torch.no_grad():
+        assert cache.loaded_tokens == 8 + BLOCK
+        for start, stop in ((24, 26), (26, 80)):
+            now = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+            llama(fed[:, start:stop], **now, past_key_values=cache)
+    assert store.flush(30)
+    assert store.stats()["hook_stored_blocks_total"] - before == (3 + 3 if same else 0)
+    assert store.stats().get("hook_store_stopped_total", 0) == (0 if same else 1)
+
+
 def test_what_depends_on_more_than_tokens_is_not_stored(llama: Any, shared: LocalCluster, connect: Connect) -> None:
     store, ids = connect(shared, llama), prompt(33, 64)
     embedded = llama.get_input_embeddings()(ids).detach()

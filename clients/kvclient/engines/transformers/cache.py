@@ -106,7 +106,7 @@ class StoredCache(DynamicCache):
         self.hit_tokens = [max(0, columns - int(pad)) for pad in self._prompts.pads]
         self._chains = chains
         self._offered = [chain.stored for chain in chains]
-        self._fed.loaded(columns)
+        self._fed.loaded(columns, np.array(self._offered, np.int64), self._store.facts.layout.block_tokens)
 
     # ---- forward passes ----
     def announce(self, input_ids: torch.Tensor | None, given: Mapping[str, Any]) -> None:
@@ -223,13 +223,16 @@ class StoredCache(DynamicCache):
         return pair
 
     def _forget_prefix(self) -> None:
-        """Discard the loaded KV: the upcoming pass is correct only on an empty cache, so the model computes everything."""
+        """Discard the loaded KV: the upcoming pass is correct only on an empty cache, so the model computes everything.
+
+        The store still holds the blocks, so the tracker keeps comparing the input with their tokens.
+        """
         empty = DynamicCache(config=self._store.model.config).layers
         for old, new in zip(self.layers, empty, strict=True):
             if getattr(old, "record_past", False):  # assisted decoding requests it, so that it can crop past a sliding window
                 new.activate_past_recording()
         self.layers = empty
-        self._fed = InputTracker(self._prompts)
+        self._fed.forget_loaded()
         self.loaded_tokens, self.hit_tokens = 0, [0] * self._prompts.rows
         self._store.incidents.report(
             hooks_metrics.HOOK_PREFIX_UNUSED,

@@ -46,6 +46,7 @@ class InputTracker:
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
         self._ids: Ids = prompts.ids[:, :0]
+        self._stored_ends = prompts.pads
         self._pending: list[_Pass] = []
         self._mask: torch.Tensor | None = None
         self.columns = 0
@@ -70,10 +71,23 @@ class InputTracker:
         """Token ids ``[rows, columns]``, as of the last ``settle``."""
         return self._ids
 
-    def loaded(self, columns: int) -> None:
-        """Start with columns that were loaded from the store."""
+    def loaded(self, columns: int, stored_blocks: Ids, block_tokens: int) -> None:
+        """Start with columns that were loaded from the store.
+
+        Args:
+            columns: their number.
+            stored_blocks: leading blocks that the store holds, per row. They may end after the loaded columns. Later blocks of a
+                row are stored after them, so ``settle`` rejects other tokens at their columns than the prompt has.
+            block_tokens: tokens per block.
+        """
         self._ids = self._prompts.ids[:, :columns]
+        self._stored_ends = self.pads + stored_blocks * block_tokens
         self.columns = columns
+
+    def forget_loaded(self) -> None:
+        """Start again without the loaded columns, before any input was fed."""
+        self._ids = self._prompts.ids[:, :0]
+        self.columns = 0
 
     def starts_over(self, ids: torch.Tensor | None, given: Mapping[str, Any]) -> bool:
         """Check whether the first pass starts at the first token although a prefix was loaded.
@@ -168,10 +182,20 @@ class InputTracker:
                 return "a mask that is more than padding on the left"
         if (self._ids < 0).any():
             return "token ids below 0"
+        if not self._stored_as_announced():
+            return "other tokens than those of blocks that the store holds"
         return None
 
+    def _stored_as_announced(self) -> bool:
+        """Check whether the columns of blocks that the store held before contain the tokens of the prompts."""
+        stop = min(self._ids.shape[1], int(self._stored_ends.max()))
+        columns = np.arange(stop)
+        stored = (columns >= self.pads[:, None]) & (columns < self._stored_ends[:, None])
+        return not (stored & (self._ids[:, :stop] != self._prompts.ids[:, :stop])).any()
+
     def widen(self, prompts: Prompts) -> None:
-        """Replace the batch before any input was fed."""
+        """Replace the batch by one that repeats each of its rows, before any input was fed."""
+        self._stored_ends = np.repeat(self._stored_ends, prompts.rows // self.rows)
         self._prompts = prompts
         self._ids = prompts.ids[:, : self.columns]
 
