@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from client_fakes import FakeMetadata, FakeNode
@@ -73,3 +74,41 @@ def test_hint_thread_that_fails_is_counted(
         assert client.hints.keep("chat", keys)
     wait_until(lambda: client.stats().get("client_bugs_total", 0) == 2, "the thread goes on")
     assert "RuntimeError: a bug" in caplog.text
+
+
+def test_hint_without_session_and_thread_is_not_sent(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The session with the node is lost, and no thread can be started to open another one."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    client, keys = make_client(near), token_chain(spec, 4)
+    near.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert not client.hints.keep("chat", keys)
+    assert client.stats()["client_session_refused_total"] == 1
+    assert "session with the local node not opened: can't start new thread" in caplog.text
+    near.start()
+    wait_until(lambda: client.hints.keep("chat", keys), "a later hint opens a session")
+
+
+def test_hint_that_cannot_start_a_call_frees_its_place(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC starts threads in the thread of the caller."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    client, keys = make_client(near), token_chain(spec, 4)
+    local = client.context.local
+    session = local.session() if local is not None else None
+    assert session is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "stub", SimpleNamespace(Hint=SimpleNamespace(future=refuse)))
+        assert not any(client.hints.keep("chat", keys) for _ in range(MAX_WAITING + 1))
+    assert client.stats()["client_hints_not_sent_total"] == MAX_WAITING + 1
+    assert client.hints.keep("chat", keys)

@@ -1,14 +1,24 @@
-"""Prompts that are awaited and never arrive: cancelled while they wait, also for a thread, and ended when the client closes."""
+"""Prompts that are awaited and never arrive: cancelled while they wait, also for a thread, and ended when the client closes.
+
+A wait that fails, for whatever reason, raises nothing in the engine's thread.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import grpc
 import numpy as np
+import pytest
 from client_fakes import FakeNode
 
 from kvclient import CacheSpec, DeadlineExceeded, KVClient, Outcome
+from kvclient.nodes.local_session import Session
+from kvproto.v1 import node_pb2_grpc
+from kvstore.core.errors import Internal, KVStoreError, LeaseLost
 from support.chains import token_chain
+from support.wait import wait_until
 
 MakeClient = Callable[..., KVClient]
 
@@ -48,3 +58,42 @@ def test_closed_client_cancels_awaited_prompts(spec: CacheSpec, near: FakeNode, 
         result = prompt.take(np.zeros((2, spec.block_bytes), np.uint8))
         assert isinstance(result.error, DeadlineExceeded)
         assert "cancelled by the caller" in str(result.error)
+
+
+def close_channel(session: Session, near: FakeNode) -> None:
+    """As when the node returns under another address."""
+    channel = grpc.insecure_channel(near.address)
+    session.stub = node_pb2_grpc.NodeStub(channel)
+    channel.close()
+
+
+def refuse_thread(session: Session, _near: FakeNode) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    session.stub = SimpleNamespace(AwaitPrompt=fail)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("fail", "error", "bugs"), [(close_channel, LeaseLost, 0), (refuse_thread, Internal, 1)])
+def test_prompt_whose_wait_fails_is_missing(
+    fail: Callable[[Session, FakeNode], None],
+    error: type[KVStoreError],
+    bugs: int,
+    spec: CacheSpec,
+    near: FakeNode,
+    make_client: MakeClient,
+) -> None:
+    client = make_client(near)
+    local = client.context.local
+    assert local is not None
+    session = local.session()
+    assert session is not None
+    fail(session, near)
+    prompt = client.await_prompt(token_chain(spec, 2), deadline_s=LONG_S)
+    assert not prompt.wait()
+    result = prompt.take(np.zeros((2, spec.block_bytes), np.uint8))
+    assert (result.outcomes == Outcome.UNAVAILABLE).all()
+    assert isinstance(result.error, error)
+    assert client.stats().get("client_bugs_total", 0) == bugs
+    prompt.cancel()
+    wait_until(lambda: local.session() is not None, "a session is open")

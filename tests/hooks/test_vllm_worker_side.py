@@ -32,6 +32,7 @@ from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnect
 from kvclient.engines.vllm.worker import worker_connector as worker_side
 from kvclient.engines.vllm.worker.store_worker import StoreWorker
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions, WorkerConnector
+from kvclient.nodes.hints import HintSender
 from kvstore.core.keys import NamespaceKeyMask
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
@@ -254,6 +255,18 @@ def test_hints_of_changed_weights_are_counted(cluster: LocalCluster, find: Find)
     rank.side.begin_step(StepPlan(chain=rank.chain, hints=jobs, weights_check=1))
     assert rank.side.counters.totals()["hints_refused"] == 2
     assert rank.side.clients[0].stats()["client_hints_total"] == 2, "those of the step before"
+    rank.side.close()
+
+
+def test_step_continues_after_hint_that_raises(cluster: LocalCluster, find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    rank = Rank(cluster, [spec()], stores=False)
+    _, keys = find([[spec()]])
+    monkeypatch.setattr(HintSender, "give", fail)
+    rank.side.begin_step(StepPlan(chain=rank.chain, hints=[HintJob(RequestHint("chat"), keys.upto(TOKENS, 4))]))
+    assert rank.side.counters.totals()["bugs"] == 1
     rank.side.close()
 
 

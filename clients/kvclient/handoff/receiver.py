@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
@@ -21,11 +22,13 @@ from kvclient.results import PATH_LOCAL, LoadResult
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.chain import ChainSlice
-from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, Unavailable
+from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, LeaseLost, Unavailable
 from kvstore.core.types import Outcome, Tier
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
+
+_log = logging.getLogger(__name__)
 
 _ANSWER_S = 0.5
 """Seconds in which the node must report the blocks that arrived, after its wait."""
@@ -63,17 +66,24 @@ class PromptReceiver:
         self._future = future
 
     def run(self) -> None:
-        """Wait for the node's answers. For the client, in a thread. Failures of the store are left in outcomes."""
-        local = self._context.local
-        session = local.session() if local is not None else None
-        if session is None or local is None:
-            self._sink.record_error(Unavailable("no node on this host") if local is None else local.unavailable())
-            return
+        """Wait for the node's answers. For the client, in a thread. Raises nothing: failures are left in outcomes."""
         try:
-            session.acquire()
+            self._receive()
         except KVStoreError as error:
             self._sink.record_error(error)
-            return
+        except Exception as error:  # noqa: BLE001  # the edge to the engine: ``wait`` and ``cancel`` would raise it there
+            self._context.incidents.counters.add(client_metrics.BUGS)
+            _log.exception("wait for a prompt failed unexpectedly: its blocks are missing")
+            self._sink.record_error(Internal("unexpected failure in the client", error=repr(error)))
+
+    def _receive(self) -> None:
+        local = self._context.local
+        if local is None:
+            raise Unavailable("no node on this host")
+        session = local.session()
+        if session is None:
+            raise local.unavailable()
+        session.acquire()
         self._session = session
         left_s = max(0.001, self._scope.left_s())
         request = node_pb2.AwaitPromptRequest(
@@ -88,19 +98,21 @@ class PromptReceiver:
         try:
             # More time than the wait itself: the node reports the blocks that arrived even if others did not.
             call = session.stub.AwaitPrompt(request, timeout=left_s + _ANSWER_S)
+        except ValueError as error:  # the channel was closed
+            ended = LeaseLost("the session ended before the wait for the prompt began")
+            local.lost(session, ended)
+            raise ended from error
+        try:
             with self._scope.on_cancel(call.cancel), session.server.waiting(call.cancel):
                 for progress in call:
                     self._record(progress, session, began_s)
         except grpc.RpcError as failed:
-            why = from_rpc_error(cast("FailedCall", failed))
             if self._scope.ended:  # ended by the client: not a failure of the session
-                self._sink.record_error(self._scope.error())
-            else:
-                self._sink.record_error(why)
-                if is_session_lost(why):
-                    local.lost(session, why)
-        except KVStoreError as error:
-            self._sink.record_error(error)
+                raise self._scope.error() from None
+            why = from_rpc_error(cast("FailedCall", failed))
+            if is_session_lost(why):
+                local.lost(session, why)
+            raise why from None
 
     def _record(self, progress: node_pb2.LoadProgress, session: Session, began_s: float) -> None:
         shape, count = self._context.shape, len(self._chain)

@@ -139,7 +139,7 @@ class HintSender:
         request.session_id = session.session_id
         try:
             call = session.stub.Hint.future(request, timeout=context.options.lookup_deadline_s, metadata=inject())
-        except ValueError:  # the channel was closed
+        except (ValueError, RuntimeError):  # the channel was closed, or no more threads
             self._under_way.release()
             counters.add(client_metrics.HINTS_NOT_SENT)
             return False

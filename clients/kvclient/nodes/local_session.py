@@ -295,7 +295,11 @@ class LocalNode:
             if self._closed or busy or not self._pause.allow():
                 return
             self._reopening = threading.Thread(target=self._reopen, name="kvclient-reopen", daemon=True)
-            self._reopening.start()
+            try:
+                self._reopening.start()
+            except RuntimeError as error:  # no more threads: a call after the pause tries again
+                self._pause.failed()
+                self._incidents.report(client_metrics.SESSION_REFUSED, "session with the local node not opened", error)
 
     def _reopen(self) -> None:
         self._pause.failed()  # starts the pause before the next attempt, whether or not this one succeeds

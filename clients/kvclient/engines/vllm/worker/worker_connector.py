@@ -290,6 +290,9 @@ class WorkerConnector:
                 except KVStoreError as error:  # such as a chain of too many blocks
                     self.counters.add("hints_refused")
                     _limited.warning("hint not sent: session %s: %s", hint.session, error)
+                except Exception:  # noqa: BLE001  # the edge to the engine; for example, both halves disagree about namespaces
+                    self.counters.add("bugs")
+                    _log.exception("hint not sent: session %s, unexpected error", hint.session)
 
     def _end_ahead(self, request_id: str) -> None:
         """Release what was read ahead for a request."""
