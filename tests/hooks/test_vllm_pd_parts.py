@@ -414,3 +414,16 @@ def test_changed_weights_end_pending_transfers() -> None:
     assert not plan.sends
     assert made.pop_given_up("a")
     assert made.pop_given_up("b")
+
+
+@pytest.mark.parametrize("incomplete", [set(), {"r"}])
+def test_decode_prompt_known_after_weights_change_stays_ended(incomplete: set[str]) -> None:
+    """The same output of the workers can end the check of the weights and report the prompt."""
+    made, one = decisions(), prompt(9)
+    made.on_new_request(one, HERE, CHAIN)
+    step(made)
+    made.forget()
+    made.on_worker_output(PdWorkerOutput(known={"r": 1}, incomplete=incomplete))
+    assert made.state("r") is TransferState.ENDED
+    assert step(made).drops == ["r"], "once"
+    assert made.pop_given_up("r"), "served like any other request"

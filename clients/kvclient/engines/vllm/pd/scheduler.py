@@ -348,7 +348,7 @@ class PdScheduler:
                 self._pinned.unpin(self._pool, pins.blocks)
         for request_id, workers in answer.known.items():
             receiving = self._receiving.get(request_id)
-            if receiving is None:
+            if receiving is None or receiving.state is not TransferState.AWAITED:  # ended by a change of weights: it is dropped
                 continue
             receiving.answers += workers
             receiving.whole &= request_id not in answer.incomplete
