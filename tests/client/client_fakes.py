@@ -48,6 +48,7 @@ from kvstore.transport.tickets import TicketAuthority
 from support.chains import token_chain
 
 LoadScript = Callable[[node_pb2.LoadRequest, grpc.ServicerContext], Iterator[node_pb2.LoadProgress]]
+PromptScript = Callable[[node_pb2.AwaitPromptRequest, grpc.ServicerContext], Iterator[node_pb2.LoadProgress]]
 PlanScript = Callable[[metadata_pb2.PlanLoadRequest], metadata_pb2.LoadPlan]
 ResidentScript = Callable[[node_pb2.LoadRequest, grpc.ServicerContext], node_pb2.LoadProgress]
 
@@ -149,6 +150,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self.calls: list[tuple[str, Any]] = []
         self.called = threading.Condition()
         self.load_script: LoadScript | None = None
+        self.prompt_script: PromptScript | None = None
         self.all_resident = False
         """Whether ``LoadResident`` answers for blocks that are held; otherwise none is in the arena."""
         self.resident_script: ResidentScript | None = None
@@ -309,7 +311,10 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     def AwaitPrompt(  # noqa: N802
         self, request: node_pb2.AwaitPromptRequest, context: grpc.ServicerContext
     ) -> Iterator[node_pb2.LoadProgress]:
-        """No prompt ever arrives: the call ends when the client ends it."""
+        """Without a script no prompt ever arrives: the call ends when the client ends it."""
+        if self.prompt_script is not None:
+            yield from self.prompt_script(request, context)
+            return
         ended = threading.Event()
         if context.add_callback(ended.set):
             self._enter("AwaitPrompt", request, context)

@@ -5,17 +5,17 @@ A wait that fails, for whatever reason, raises nothing in the engine's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import grpc
 import numpy as np
 import pytest
-from client_fakes import FakeNode
+from client_fakes import FakeNode, payloads
 
 from kvclient import CacheSpec, DeadlineExceeded, KVClient, Outcome
 from kvclient.nodes.local_session import Session
-from kvproto.v1 import node_pb2_grpc
+from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import Internal, KVStoreError, LeaseLost
 from support.chains import token_chain
 from support.wait import wait_until
@@ -97,3 +97,24 @@ def test_prompt_whose_wait_fails_is_missing(
     assert client.stats().get("client_bugs_total", 0) == bugs
     prompt.cancel()
     wait_until(lambda: local.session() is not None, "a session is open")
+
+
+def test_prompt_answer_invalid_is_missing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    """The offset of the second block is outside of the arena, so the answer names no bytes that could be copied."""
+    client, keys = make_client(near), token_chain(spec, 2)
+    near.blocks.hold(keys)
+
+    def answer(_request: node_pb2.AwaitPromptRequest, _context: grpc.ServicerContext) -> Iterator[node_pb2.LoadProgress]:
+        yield near.progress(keys[:1], checksums=True)
+        wrong = near.progress(keys[1:], 1, checksums=True)
+        wrong.runs[0].offsets = near.arena.size().to_bytes(8, "little")
+        yield wrong
+
+    near.prompt_script = answer
+    prompt = client.await_prompt(keys, deadline_s=LONG_S)
+    assert not prompt.wait()
+    buffer = np.zeros((2, spec.block_bytes), np.uint8)
+    result = prompt.take(buffer)
+    assert result.outcomes.tolist() == [Outcome.HIT, Outcome.UNAVAILABLE]
+    assert isinstance(result.error, Internal)
+    assert (buffer == payloads(keys, spec.shape) * np.array([[1], [0]], np.uint8)).all()

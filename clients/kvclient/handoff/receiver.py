@@ -122,8 +122,8 @@ class PromptReceiver:
             if run.count == 0 or run.start + run.count > count:
                 raise Internal("the node answered for blocks that were not requested", start=run.start, count=run.count)
             span = slice(run.start, run.start + run.count)
-            self._sink.outcomes[span] = int(run.outcome)
             if int(run.outcome) != Outcome.HIT:
+                self._sink.outcomes[span] = int(run.outcome)
                 continue
             offsets = unpack_u64(run.offsets, "offsets", run.count)
             if int(offsets.max()) + shape.block_bytes > session.arena.size:
@@ -133,6 +133,7 @@ class PromptReceiver:
             row = shape.layers
             for at in range(run.count):
                 self._checksums[run.start + at] = sums[at * row : (at + 1) * row].tobytes()
+            self._sink.outcomes[span] = Outcome.HIT  # after all checks: one that fails ends the wait, and ``take`` copies hits
         self._lease_end_s = began_s + progress.granted_ms / 1000 + session.lease_s - self._context.options.lease_margin_s
 
     @property
