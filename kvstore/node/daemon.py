@@ -609,8 +609,7 @@ class NodeDaemon:
         self._enforcer.stop(STOP_CALLS_S)
         self._stall_detector.stop(STOP_CALLS_S)
         self._write_back.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
-        self.table.close()
-        self._arena_server.stop()
+        self.table.close()  # before sessions end: their slots must keep their bytes, as engines may still copy
         for server in self._data_servers:
             server.stop()
         for part in (
@@ -624,6 +623,7 @@ class NodeDaemon:
             self._peers,
         ):
             part.close()
+        self._arena_server.stop()
         self._liveness.close()
         self._nixl.close()
         self._lease_expiry_thread.join(2.0)

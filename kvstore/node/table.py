@@ -12,7 +12,8 @@ Theory of operation.
 3. Invariants. A block is in the table exactly while it has a replica. A slot belongs to one block, one store or one mover
    (``validate`` asserts these two). A block with ``pins`` > 0 is evicted from no tier. A dirty block leaves DRAM only after it
    was written back or given up, or because its time to live ended or it was invalidated. A slot given to
-   a writer is reused only after ``complete`` or ``abandon``, never because time has passed.
+   a writer is reused only after ``complete`` or ``abandon``, never because time has passed. After ``close`` no slot of the arena
+   is reused: a node that stops ends sessions whose engines may still copy.
 4. Eviction to free space takes children before their parents. Two exceptions: an operator may evict one volume while children
    stay on other volumes, and children on a volume that accepts no changes stay there.
 
@@ -63,7 +64,6 @@ class BlockTable:
         self._preparing = residency.preparing
         self._loading = residency.loading
         self._writes = residency.writes
-        self._closed = False
         self.on_durable_needing_copy: Callable[[Block], None] = lambda _block: None
         """Called under the lock for each block of a namespace with two copies that became durable here."""
 
@@ -375,7 +375,7 @@ class BlockTable:
         Report each with ``writeback_done`` or ``writeback_failed``.
         """
         with self._lock:
-            if self._writes.empty and not self._closed:
+            if self._writes.empty and not self.residency.closed:
                 self.residency.has_writes.wait(wait_s)
             return self._writes.take(max_blocks, max_bytes)
 
@@ -479,9 +479,9 @@ class BlockTable:
             return len(self._blocks), len(self._writes)
 
     def close(self) -> None:
-        """Wake all waiting threads. Their waits fail."""
+        """Allocate no slot of the arena any more, and wake all waiting threads. Their waits fail."""
         with self._lock:
-            self._closed = True
+            self.residency.closed = True
             self._changed.notify_all()
             self.residency.has_writes.notify_all()
 
@@ -518,4 +518,4 @@ class BlockTable:
     def wait_changed(self, deadline_s: float) -> bool:
         """Wait until space or residency may have changed. The caller holds the lock. False at the deadline."""
         left_s = deadline_s - self.clock.now_s()
-        return left_s > 0 and not self._closed and wait(self._changed, left_s, self._counters)
+        return left_s > 0 and not self.residency.closed and wait(self._changed, left_s, self._counters)

@@ -26,10 +26,12 @@ PIECE_BLOCKS: Final = 64
 
 
 def allocate_dram(residency: Residency, shape: BlockShape, count: int) -> list[Slot] | None:
-    """Allocate slots of the arena for ``count`` blocks. None: no space can be freed now.
+    """Allocate slots of the arena for ``count`` blocks. None: no space can be freed now, or the table is closed.
 
     Dirty blocks that occupy the space are sent to write-back, so that they can be evicted later.
     """
+    if residency.closed:
+        return None
     while (slots := residency.dram.allocate(shape, count)) is None:
         if residency.accounts.has_rules and evict_over_quota(residency):
             continue

@@ -98,6 +98,9 @@ class Residency:
         self.cascades_chains = cascades_chains
         self.evicts_nvme = True
         """Whether blocks may leave a volume to free space for others."""
+        self.closed = False
+        """No slot of the arena is allocated any more: sessions end, and slots that they held are freed while engines may still
+        access them."""
         self.story = TransitionLog()
         self._record = self.story.entries.append
         self._log = log
