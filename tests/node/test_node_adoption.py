@@ -12,17 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.v1 import common_pb2, metadata_pb2
+from kvproto.v1 import common_pb2, metadata_pb2, node_pb2
 from kvstore.core.errors import Conflict, CorruptBlock, Unavailable
-from kvstore.core.types import BlockKey, NodeId, VolumeId
+from kvstore.core.types import BlockKey, NamespaceId, NodeId, StoreOutcome, VolumeId
 from kvstore.node.base.volume_guard import VolumeGuard
+from kvstore.node.control.migrator import BlockMigrator, MigrationRound
+from kvstore.node.control.pull_client import PullClient
 from kvstore.node.durability import adoption
 from kvstore.node.durability.adoption import GAP_S, AdoptionParts, OwnerPresence, OwnerTimer, VolumeAdopter, findings
 from kvstore.node.durability.recovery import VolumeFolder
 from kvstore.node.eviction.volume_commits import by_volume
 from kvstore.node.loads.locate import pin_stored
 from kvstore.node.state.block_states import DramState
-from kvstore.node.state.model import NodeVolume
+from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import BlockRecord
@@ -392,6 +394,56 @@ def test_blocks_known_already_keep_one_durable_replica(bed: Bed) -> None:
     bed.node.table.validate()
 
 
+class Destination:
+    """An empty active node that takes every block that a drain moves: in place of ``PullClient``."""
+
+    node = common_pb2.NodeInfo(node_id=NODE_ID)
+
+    def __init__(self) -> None:
+        self.pulled: list[BlockKey] = []
+
+    def nodes(self) -> list[metadata_pb2.NodeStatus]:
+        status = node_status(alive=True, state=common_pb2.NODE_STATE_ACTIVE)
+        status.node.volumes.add(volume_id="other/nvme1", tier=common_pb2.TIER_NVME, capacity_bytes=1 << 30)
+        status.usages.add(volume_id="other/nvme1")
+        return [status]
+
+    def holders(self, *_: object) -> Iterator[tuple[BlockKey, str]]:
+        return iter(())
+
+    def specs(self) -> dict[NamespaceId, common_pb2.CacheSpec]:
+        return {}
+
+    def pull(self, _: str, blocks: Sequence[Block], __: object) -> node_pb2.PullBlocksResponse:
+        self.pulled += [block.key for block in blocks]
+        return node_pb2.PullBlocksResponse(outcomes=bytes([StoreOutcome.STORED] * len(blocks)))
+
+
+def drained(node: NodeHarness) -> list[BlockKey]:
+    """Return the blocks that a drain of a node moves."""
+    there = Destination()
+    calls = cast("PullClient", there)
+    mover = BlockMigrator(calls, node.counters, window_bytes=MIB, bytes_per_s=0, pause=lambda _: False)
+    assert mover.round(node.table.snapshot()) == MigrationRound(0, "")
+    return there.pulled
+
+
+def test_adopted_blocks_read_before_are_moved_by_drains(bed: Bed) -> None:
+    """The node has read blocks through a mount, so it has copies in DRAM, and adopts their volume afterwards."""
+    keys = bed.node.keys("theirs", 4)
+    bed.make_theirs(keys)
+    table, namespace = bed.node.table, bed.node.namespace
+    table.claim(namespace, keys[:2])
+    slots = table.reserve(SHAPE, 2, bed.node.clock.now_s())
+    assert slots is not None
+    for at, slot in enumerate(slots):
+        copy = Block(namespace, keys[at], keys[at - 1] if at else None, at, checksums_of(keys[at], SHAPE))
+        table.unpin([table.insert_fetched(copy, slot)])
+    assert drained(bed.node) == [], "copies of another node's blocks stay"
+    bed.look_until_absent(bed.adopter())
+    assert drained(bed.node) == keys
+
+
 def test_copy_on_lost_files_keeps_the_adopted_one(bed: Bed) -> None:
     """The files of this node's volume were removed: its blocks end with the process, the adopted ones do not."""
     keys = bed.node.store_durably("c", 4)
@@ -523,6 +575,7 @@ def test_fenced_volume_is_taken_back_after_its_adopter_is_lost(bed: Bed) -> None
     assert not adopter.adopted, "it is its own"
     assert bed.loaded(keys) == 8
     assert bed.registered.changes == [f"-{volume_id(0)}", f"+{volume_id(0)}"]
+    assert drained(bed.node) == keys
     bed.node.table.validate()
 
 

@@ -214,6 +214,7 @@ def _attach(table: BlockTable, node_volume: NodeVolume, namespace: NodeNamespace
             return _Attached.DUPLICATE if block.durable and not block.evicting else _Attached.BUSY
         elif block.namespace is not namespace or block.checksums != record.checksums or block.durable_remotely:
             return _Attached.UNUSED
+        block.produced_here = True  # a copy in DRAM becomes a block of this node, which drains move
         residency.put_on_volume(block, node_volume, slot)
         return _Attached.RESTORED
 
