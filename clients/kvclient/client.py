@@ -130,8 +130,8 @@ class KVClient:
             gds: reads the local node's volumes directly into device memory (``kvclient.gds.LandingRing``). Not used with ``hbm``.
 
         Raises:
-            InvalidArgument: an argument of another type, a malformed address, neither metadata server nor node, or a pool that is
-                smaller than a block.
+            InvalidArgument: an argument of another type, a malformed address, neither metadata server nor node, or a block that
+                is larger than the pool or the arena of the local node.
             Unsupported: GPUDirect Storage is required, which is not available for the volumes of the local node.
             KVStoreError: the metadata server or the local node does not answer, unless ``options.require_store`` is False.
         """

@@ -91,11 +91,18 @@ class BlockTable:
 
         Raises:
             Conflict: the first key is held or being written with another namespace, parent or depth.
+            InvalidArgument: a block does not fit the empty arena.
         """
         grant = SlotGrant(namespace, run, [])
         with self._lock:
             if admitted := admit(self.residency, grant, heads=heads):
-                grant_slots(self.residency, grant, admitted, lambda: self.wait_changed(deadline_s))
+                try:
+                    grant_slots(self.residency, grant, admitted, lambda: self.wait_changed(deadline_s))
+                except BaseException:  # the caller gets no grant to abandon
+                    self._abandon(grant)
+                    for position in admitted:
+                        self._preparing.pop(run.keys[position], None)  # those without a slot
+                    raise
                 self._settle(grant)  # if no slot was granted, neither complete nor abandon will be called
         return grant
 
@@ -134,13 +141,16 @@ class BlockTable:
     def abandon(self, grant: SlotGrant) -> None:
         """Give back the slots of a store that were not completed. Call only when its writer can no longer access them."""
         with self._lock:
-            self._revoke(grant)
-            self.dram.free(grant.revoked)
-            grant.namespace.granted -= len(grant.revoked)
-            if grant.revoked:
-                self._counters.add(node_metrics.STORE_ABANDONED_BLOCKS, len(grant.revoked))
-            grant.revoked.clear()
-            self._changed.notify_all()
+            self._abandon(grant)
+
+    def _abandon(self, grant: SlotGrant) -> None:
+        self._revoke(grant)
+        self.dram.free(grant.revoked)
+        grant.namespace.granted -= len(grant.revoked)
+        if grant.revoked:
+            self._counters.add(node_metrics.STORE_ABANDONED_BLOCKS, len(grant.revoked))
+        grant.revoked.clear()
+        self._changed.notify_all()
 
     def revoke(self, grant: SlotGrant) -> None:
         """Take from a store what it has not completed: others may store its keys, and no load waits for them any more.

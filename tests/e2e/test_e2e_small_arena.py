@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import Engine, Store
+from kvstore.core.errors import InvalidArgument
 from kvstore.embedded.cluster import NodeSpec
 
 MIB = 1 << 20
@@ -45,6 +46,11 @@ def test_small_arena_larger_load_completes(store: Store, seed: int) -> None:
         loaded = engine.load(f"{seed}/0", blocks, deadline_s=SLACK_S)
         assert loaded.hit_blocks == blocks, loaded.error
     assert engine.client.stats().get("client_lease_expired_blocks_total", 0) == 0
+
+
+def test_small_arena_block_above_it_refuses_the_session(store: Store) -> None:
+    with pytest.raises(InvalidArgument, match="does not fit the volume: enlarge the volume, or take fewer tokens per block"):
+        store.engine("n1", layers=LAYERS, layer_bytes=ARENA // 2)
 
 
 @pytest.mark.parametrize("seed", [10, 11])

@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvstore.core.checksum import layer_checksums, verify
+from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape, StoreOutcome, Tier
+from kvstore.node.eviction.allocation import PIECE_BLOCKS
 from kvstore.node.eviction.operator_requests import evict_tier
 from kvstore.node.state.grants import KeyWaiter, SlotGrant
 from kvstore.node.state.model import Block
+from kvstore.tiers.contract import Slot
 from support.chains import key_of, payload_of
-from support.node_harness import DRAM, NodeHarness, volume_id
+from support.node_harness import DRAM, MIB, NodeHarness, volume_id
 
 SHAPES = (BlockShape(2, 2048), BlockShape(3, 4096))
 ARENA_BYTES = 1 << 19  # space for 128 small blocks: everything competes
@@ -54,6 +57,37 @@ def test_pin_stored_block_returns_its_bytes(node: Node) -> None:
         assert block.dram is not None
         assert bytes(node.arena.view(block.dram, SHAPES[0].block_bytes)) == payload_of(key, SHAPES[0])
     node.table.unpin(block for block in blocks if block is not None)
+
+
+def test_prepare_that_fails_holds_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second piece of a store fails, after the first one has its slots and the parent is guarded."""
+    node.store(1, 0, 1)
+    parent, blocks, allocate = node.keys(1, 1), PIECE_BLOCKS + 4, node.arena.allocate
+    used = node.arena.usage().used_bytes
+
+    def failing(shape: BlockShape, count: int) -> list[Slot] | None:
+        if count < PIECE_BLOCKS:
+            raise InvalidArgument("told to")
+        return allocate(shape, count)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node.arena, "allocate", failing)
+        with pytest.raises(InvalidArgument):
+            node.prepare(1, 1, blocks)
+    assert (node.gate.stores_under_way(), node.namespaces[0].granted, node.arena.usage().used_bytes) == (0, 0, used)
+    assert [node.block(key).pins for key in parent] == [0]
+    assert node.store(1, 1, blocks) == [StoreOutcome.STORED] * blocks
+
+
+def test_prepare_block_above_arena_leaves_keys_free() -> None:
+    node = NodeHarness(shapes=(BlockShape(2, MIB),))
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="does not fit"):
+            node.prepare(1, 0, 4)
+    claim = node.table.claim(node.namespace, node.keys(1, 4))
+    assert (claim.busy, claim.claimed_absent) == ([], [0, 1, 2, 3])
+    node.table.unclaim(node.keys(1, 4), ())
+    node.close()
 
 
 def test_store_not_completed_or_abandoned_is_invisible(node: Node) -> None:

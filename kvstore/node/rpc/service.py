@@ -158,6 +158,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             raise InvalidArgument("client_name is too long", limit=MAX_NAME_BYTES)
         spec = spec_from_proto(request.spec)
         require_tenant(spec.tenant)
+        self._table.dram.allocate(spec.shape, 0)  # refuses blocks that do not fit the empty arena
         namespace = self._parts.namespaces.of_spec(spec)
         over_tcp = not context.peer().startswith("unix:")
         session = self._sessions.open(namespace, request.client_name, remote=request.remote, over_tcp=over_tcp)
