@@ -139,7 +139,8 @@ class DurableVolume(Volume):
         """Group commit: atomically remove ``removed`` from the catalog, then add ``stored``.
 
         After it returns, the data of ``stored`` is on stable storage and in the catalog, and slots of ``removed`` may be freed.
-        If it raises ``OSError`` or ``KVStoreError``, the catalog has not changed.
+        If it raises ``OSError`` or ``KVStoreError``, nothing is removed, and ``stored`` does not count. A read-only volume may
+        still accept removals.
         """
 
     @abstractmethod
@@ -165,7 +166,7 @@ class DurableVolume(Volume):
 
     @property
     def read_only(self) -> str | None:
-        """Why blocks can be neither stored nor removed now; None: they can. Blocks in the volume can be read in any case."""
+        """Why blocks cannot be stored now; None: they can. Nothing may be evicted for space. Blocks can be read in any case."""
         return None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvstore.node.control.pull_client import PullClient
 from kvstore.node.durability import adoption
 from kvstore.node.durability.adoption import GAP_S, AdoptionParts, OwnerPresence, OwnerTimer, VolumeAdopter, findings
 from kvstore.node.durability.recovery import VolumeFolder
+from kvstore.node.durability.volume_watch import VolumeWatch
 from kvstore.node.eviction.volume_commits import by_volume
 from kvstore.node.loads.locate import pin_stored
 from kvstore.node.state.block_states import DramState
@@ -31,6 +33,7 @@ from kvstore.tiers.contract import BlockRecord
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.ownership import Claim, ClaimsMissing, Owner, claim, claim_in_force
 from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.slab_io import SlabFile
 from kvstore.tiers.nvme.superblock import UnknownVersion
 from support.chains import checksums_of, payload_of
 from support.node_harness import MIB, NODE_ID, SHAPE, NodeHarness, volume_id
@@ -508,6 +511,19 @@ def fenced(bed: Bed) -> VolumeAdopter:
     assert own.volume.check_files()
     assert own.volume.adopted_by == THIRD
     return bed.adopter(location, own)
+
+
+def test_fenced_volume_that_stores_nothing_is_noticed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_file: SlabFile) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(SlabFile, "sync", fail)
+    bed.node.store_durably("chain", 1)
+    (slab,) = bed.node.slabs
+    assert slab.read_only is not None
+    assert claim(slab.path, 1, OTHER)
+    VolumeWatch(bed.node.table, bed.node.counters, lambda: None).look()
+    assert slab.adopted_by == OTHER
 
 
 def test_fenced_volume_leaves_the_table(bed: Bed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unavailable
-from kvstore.core.types import BlockKey, BlockShape
-from kvstore.node.eviction.operator_requests import evict_down_to, evict_namespace, invalidate
+from kvstore.core.types import BlockKey, BlockShape, Tier
+from kvstore.node.eviction.operator_requests import evict_down_to, evict_namespace, evict_tier, invalidate
+from kvstore.tiers.nvme.slab_io import SlabFile
 from support.chains import key_of
 from support.node_harness import NodeHarness
 
@@ -124,3 +126,37 @@ def test_evict_catalog_fails_keeps_its_blocks(node: NodeHarness, monkeypatch: py
         evict_down_to(node.table, node.table.node_volumes[0], 0)
     assert tiers(node, keys) == ["dn"] * 4
     assert not any(block.evicting for block in node.table.snapshot())
+
+
+def test_evict_claims_unreadable_counts_removal(node: NodeHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = stored(node, 1, 4)
+
+    def stale(_path: Path, _token: int) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as failing:
+        failing.setattr("kvstore.tiers.nvme.slab.is_claimed", stale)
+        assert evict_tier(node.table, Tier.NVME) == 4
+    assert tiers(node, keys) == ["d"] * 4, "what the catalog has removed is not called durable"
+    assert not node.after_restart(0, tmp_path)
+
+
+def test_store_after_failed_sync_evicts_no_durable_block(node: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[BlockKey] = []
+    while not node.counters.get("evicted_nvme_blocks_total"):  # until the volume is full
+        keys += stored(node, len(keys), 12)
+        evict_tier(node.table, Tier.DRAM)
+
+    def fail(_file: SlabFile) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(SlabFile, "sync", fail)
+    stored(node, 1000, 12)
+    durable = node.table.are_durable(keys)
+    assert any(durable)
+    node.table.node_volumes[0].resting_until_s = 0.0
+    for chain in range(1001, 1007):
+        stored(node, chain, 12, durable=False)
+    node.write_back(batch_blocks=72)  # more than there is space for
+    assert node.table.are_durable(keys) == durable
+    assert not node.table.node_volumes[0].takes_changes(node.clock.now_s())

@@ -14,7 +14,7 @@ import pytest
 from kvstore.core.errors import CorruptBlock, Unavailable, Unsupported
 from kvstore.core.types import NodeId, Outcome, VolumeId
 from kvstore.observe.counters import Counters
-from kvstore.testing.mount_suite import Held, fetch, known, put
+from kvstore.testing.mount_suite import Held, drop, fetch, known, put
 from kvstore.testing.volume_suite import SHAPES, block_payload, empty_memory, items_for
 from kvstore.tiers.nvme import slab as slab_module
 from kvstore.tiers.nvme import superblock as superblock_module
@@ -378,12 +378,33 @@ def test_unreadable_claims_after_commit_stop_stores(tmp_path: Path, monkeypatch:
             owner.commit([(slot, record) for slot, record, _ in items], [])
     assert counters.get("fencing_checks_failed_total") == 1
     owner.free(slots)
-    with pytest.raises(Unavailable, match="until it is opened again"):
-        put(owner, range(10, 12), SHAPE)
+    assert owner.allocate(SHAPE, 1) is None
+    assert owner.read_only is not None
+    assert "until it is opened again" in owner.read_only
     owner.close()
     again, held = opened(tmp_path)
     assert set(good(again, held)) <= {0, 1}
     again.close()
+
+
+def test_unreadable_claims_after_removal_count_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, _ = opened(tmp_path)
+    held = put(owner, range(4), SHAPE)
+
+    def fail(_path: Path, _token: int) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(slab_module, "is_claimed", fail)
+        drop(owner, {number: held.pop(number) for number in (0, 1)})
+    assert owner.read_only is None
+    held |= put(owner, range(10, 12), SHAPE)
+    adopter, adopted = adopt(tmp_path)
+    assert adopted.keys() == held.keys(), "a removal that was reported is in the catalog that an adopter copies"
+    with pytest.raises(Unavailable):
+        owner.commit([], [record.key for _, record in held.values()])
+    owner.close()
+    adopter.close()
 
 
 def test_lost_claims_are_refused(tmp_path: Path) -> None:

@@ -164,6 +164,11 @@ def test_failed_sync_stops_further_stores(folder: Path, monkeypatch: pytest.Monk
             slab.commit([(fresh[0][0], fresh[0][1])], [])
     with pytest.raises(Unavailable, match="opened again"):
         slab.commit([(fresh[0][0], fresh[0][1])], [])
+    assert slab.read_only is not None
+    assert "a sync of its slab failed" in slab.read_only
+    assert "read-only" in slab.io_engine
+    assert not slab.resume()
+    assert all(isinstance(error, Unavailable) for error in slab.write(fresh))
     slab.commit([], [items[0][1].key])  # removals and reads go on
     assert_reads_back(slab, items)
     slab.close()

@@ -86,7 +86,7 @@ class VolumeWatch:
     def _keep_open(self, node_volume: NodeVolume) -> None:
         volume = node_volume.volume
         with suppress(VolumeStalled):
-            if volume.read_only is not None or not node_volume.look_in_place():
+            if not node_volume.look_in_place() or volume.read_only is not None:
                 node_volume.guard.change(volume.resume, ignore)
 
     def _write_back(self, node_volume: NodeVolume) -> None:

@@ -16,7 +16,7 @@ transaction changes the catalog; only then may slots of removed blocks be alloca
 the committed blocks are in the volume. A read verifies the slot's header byte for byte and the payload by its checksums.
 
 If a sync of the slab fails, the kernel may have dropped written pages and does not report it again. So the volume stores nothing
-more until it is opened again; reads and removals continue.
+more until it is opened again: it is read-only, and only ``commit`` without new blocks still changes the catalog.
 
 Before each commit, and in ``check_files``, the volume checks that slab and catalog are still at its path. If they were removed,
 moved or mounted over, it is read-only until they are back.
@@ -112,7 +112,8 @@ class NvmeSlab(PooledVolume, DurableVolume):
         self._manifest = SlotManifestWriter(path, superblock, self._listed, counters)
         self._to_drop: list[BlockKey] = []
         self._recovered = False
-        self._sync_failed = False
+        self._stores_nothing: str | None = None
+        """Why no commit can store blocks until the volume is opened again. Removals are still committed."""
         self._places = [(path / SLAB_FILE, os.fstat(parts.file.fd)), (parts.catalog.file, os.stat(parts.catalog.file))]
         self._gone = False
         self._closed = False
@@ -190,7 +191,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
 
     @property
     def io_engine(self) -> str:
-        return self._file.engine if self._read_only is None else f"{self._file.engine}, read-only ({self._read_only})"
+        return self._file.engine if self.read_only is None else f"{self._file.engine}, read-only ({self.read_only})"
 
     @property
     def uid(self) -> bytes:
@@ -204,7 +205,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
 
     @property
     def read_only(self) -> str | None:
-        return self._read_only
+        return self._read_only or self._stores_nothing
 
     @property
     def files_present(self) -> bool:
@@ -314,24 +315,22 @@ class NvmeSlab(PooledVolume, DurableVolume):
         check_shape(shape)
         if not self._recovered:
             raise Internal("allocate was called before recover() had returned all blocks: slots in use could be allocated")
-        return None if self._read_only is not None else super().allocate(shape, count)
+        return None if self.read_only is not None else super().allocate(shape, count)
 
     def plan_eviction(
         self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
     ) -> list[BlockKey] | None:
         check_shape(shape)
-        # a read-only volume cannot evict: its catalog cannot remove entries
-        return None if self._read_only is not None else super().plan_eviction(shape, count, coldest, limit)
+        # a read-only volume would lose blocks for blocks that it cannot store
+        return None if self.read_only is not None else super().plan_eviction(shape, count, coldest, limit)
 
     def coldest_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> Iterator[list[Slot]]:
         check_shape(shape)
-        return iter(()) if self._read_only is not None else super().coldest_spans(shape, cold)
+        return iter(()) if self.read_only is not None else super().coldest_spans(shape, cold)
 
     # ---- bytes ----
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
-        if self._read_only is not None:
-            return [self._refusal(self._read_only)] * len(items)
-        if reason := self._why_not_written():
+        if reason := self.read_only or self._why_not_written():
             return [self._refusal(reason)] * len(items)
         results: list[Exception | None] = [None] * len(items)
         slots: list[SlotIO] = []
@@ -426,7 +425,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
             self._lose()
             raise self._refusal(self._read_only or "its files are gone")
         catalog.commit(entries, removed)
-        self._check_owned_after_commit()
+        self._check_owned_after_commit(stores=bool(entries))
         self._manifest.append(stored, removed)
 
     def _listed(self) -> Iterator[list[tuple[BlockKey, Slot]]]:
@@ -449,30 +448,31 @@ class NvmeSlab(PooledVolume, DurableVolume):
         if reason := self._why_not_written():
             raise self._refusal(reason)
 
-    def _check_owned_after_commit(self) -> None:
-        """Check that a new owner, if there will be one, copies a commit that has just ended."""
+    def _check_owned_after_commit(self, *, stores: bool) -> None:
+        """Check that a new owner, if there will be one, copies a commit that has just ended.
+
+        If the owner is unknown, a commit that only removes counts: the freed slots are written only after a later check.
+        """
         try:
             self._check_owned()
         except Unavailable:
-            if self._adopted_by is None:
-                self._sync_failed = True  # the catalog names slots that callers free now: nothing may be committed on top
-                _log.error(
-                    "volume owner unknown after a commit: %s (the volume is read-only until it is opened again)", self.volume_id
-                )
-            raise
+            if self._adopted_by is not None:
+                raise
+            if stores:  # the catalog names slots that callers free now: nothing may be committed on top
+                self._stores_nothing = "its owner was unknown after a commit; it stores nothing until it is opened again"
+                _log.error("volume became read-only: %s (reason=%s)", self.volume_id, self._stores_nothing)
+                raise
 
     def _refusal(self, reason: str) -> Unavailable:
         return Unavailable("this volume is read-only", volume_id=self.volume_id, reason=reason)
 
     def _sync(self) -> None:
-        if self._sync_failed:
-            raise Unavailable(
-                "a sync of this volume failed; it stores nothing until it is opened again", volume_id=self.volume_id
-            )
+        if self._stores_nothing is not None:
+            raise self._refusal(self._stores_nothing)
         try:
             self._file.sync()
         except OSError as error:
-            self._sync_failed = True
+            self._stores_nothing = "a sync of its slab failed; it stores nothing until it is opened again"
             self._counters.add(volumes_metrics.NVME_SYNC_ERRORS)
             _log.exception(
                 "volume sync failed: %s (error=%s); the volume is read-only until it is opened again",
@@ -524,9 +524,9 @@ class NvmeSlab(PooledVolume, DurableVolume):
 
     def resume(self) -> bool:
         with self._commit_lock:
-            if self._read_only is None:
+            if self.read_only is None:
                 return True
-            if self._closed or not self._recovered or self._adopted_by is not None:
+            if self._stores_nothing is not None or self._closed or not self._recovered or self._adopted_by is not None:
                 return False
             if self._gone:
                 if not all(_is_at(path, file) for path, file in self._places):
