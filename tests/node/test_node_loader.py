@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from kvstore.core.types import Outcome
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import Internal
+from kvstore.core.types import Outcome, Tier
+from kvstore.node.eviction.operator_requests import evict_tier
 from kvstore.node.loads.runs import LoadedRun
 from support.callers import CancellableCall
+from support.node_harness import MIB, NodeHarness
 from support.slow_slab import WAIT_S, SlowNode
+from support.wait import wait_until
 
 BLOCKS = 32
 """Four windows: each is 1/8 of the read-ahead, which is 1/4 of the arena."""
@@ -101,3 +108,37 @@ def test_run_extend_joins_runs_of_one_source_only(node: SlowNode) -> None:
     assert not first.extend(far), "it does not follow"
     for run in (first, *others):
         node.table.unpin(run.pinned())
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "Cannot allocate memory"), Internal("a wrong slot")], ids=repr)
+def test_load_volume_read_fails_frees_its_slots(node: SlowNode, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as failing:
+        failing.setattr(node.slab, "read_with_checksums", raising(error))
+        outcomes = node.outcomes(node.loader.load(node.request(node.chain, WAIT_S)), BLOCKS)
+    assert outcomes == [Outcome.UNAVAILABLE] * BLOCKS
+    assert node.arena.usage().blocks == 0
+    assert node.outcomes(node.loader.load(node.request(node.chain, WAIT_S)), BLOCKS) == [Outcome.HIT] * BLOCKS
+
+
+def test_load_volume_read_bug_frees_slots_of_all_volumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = NodeHarness(tmp_path, volumes=[MIB, MIB], clock=MonotonicClock())
+    node.store("chain", 0, BLOCKS)
+    node.write_back(batch_blocks=1)
+    assert evict_tier(node.table, Tier.DRAM) == BLOCKS
+    keys = node.keys("chain", BLOCKS)
+    assert {block.nvme_volume for block in node.table.snapshot()} == set(node.volumes)
+    for slab in node.slabs:
+        monkeypatch.setattr(slab, "read_with_checksums", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        list(node.loader.load(node.request(keys, WAIT_S)))
+    wait_until(lambda: node.arena.usage().blocks == 0)
+    node.close()
+
+
+def raising(error: Exception) -> Callable[[object], NoReturn]:
+    """Return a function that raises an error."""
+
+    def fail(_: object) -> NoReturn:
+        raise error
+
+    return fail

@@ -345,6 +345,21 @@ def test_giant_block_is_read_through_scratch(folder: Path) -> None:
     slab.close()
 
 
+def test_giant_block_without_scratch_memory_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = open_slab(folder, capacity=64 << 20)
+    items = stored(slab, 1, BlockShape(3, (3 << 20) + 5))
+    targets = emptied(items)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as full:
+        full.setattr("kvstore.tiers.nvme.slab_io.mmap.mmap", refuse)
+        assert slab.read(targets) == [Outcome.UNAVAILABLE]
+    assert_reads_back(slab, items)
+    slab.close()
+
+
 def test_slab_without_io_threads_is_rejected(folder: Path) -> None:
     open_slab(folder).close()
     with pytest.raises(InvalidArgument):

@@ -412,10 +412,16 @@ class Loader:
         by_volume: dict[int, list[_VolumeRead]] = {}
         for (offset, block), slot in zip(todo, slots, strict=True):
             by_volume.setdefault(id(block.nvme_volume), []).append((offset, block, slot))
-        for reads in by_volume.values():
-            node_volume = reads[0][1].nvme_volume
-            assert node_volume is not None
-            self._read_one_volume(request, run, node_volume, reads, in_this_thread=node_volume is reader_volume)
+        waiting = deque(by_volume.values())
+        try:
+            while waiting:
+                reads = waiting.popleft()
+                node_volume = reads[0][1].nvme_volume
+                assert node_volume is not None
+                self._read_one_volume(request, run, node_volume, reads, in_this_thread=node_volume is reader_volume)
+        except BaseException:
+            self._table.unreserve([slot for reads in waiting for _, _, slot in reads])
+            raise
 
     def _read_one_volume(
         self,
@@ -443,6 +449,12 @@ class Loader:
         except VolumeStalled:
             self._mark_unavailable(run, [offset for offset, _, _ in reads])
             return
+        except (OSError, KVStoreError) as error:
+            log.warning("volume read failed: %s (blocks=%d, error=%s)", node_volume.volume_id, len(items), error)
+            answers = [(Outcome.UNAVAILABLE, b"")] * len(items)
+        except BaseException:  # a bug; the read has ended
+            table.unreserve([slot for _, _, slot in reads])
+            raise
         for (offset, block, slot), (outcome, checksums), (nvme_slot, _, _) in zip(reads, answers, items, strict=True):
             run.outcomes[offset] = outcome
             if outcome is Outcome.HIT:

@@ -334,17 +334,17 @@ class SlabFile:
     def _read_run(self, run: list[SlotIO], verify: bool) -> None:
         size = sum(slot.size for slot in run)
         failure: object = "short read"
-        with self._scratch(size) as scratch:
-            pieces, headers, late = _pieces_to_read(run, scratch)
-            try:
+        try:
+            with self._scratch(size) as scratch:
+                pieces, headers, late = _pieces_to_read(run, scratch)
                 with self._in_flight:
                     done = self._timed(self._reader.read, pieces, DATA_START + run[0].offset)
-            except OSError as error:
-                done, failure = -1, error
-            if done == size:
-                for slot, header, copies in zip(run, headers, late, strict=True):
-                    self._judge(slot, header, copies, verify)
-                return
+                if done == size:
+                    for slot, header, copies in zip(run, headers, late, strict=True):
+                        self._judge(slot, header, copies, verify)
+                    return
+        except OSError as error:  # of the read, or no memory for the scratch of a giant slot
+            failure = error
         if len(run) == 1:
             self._counters.add(volumes_metrics.NVME_READ_ERRORS)
             _log.warning("slot not read: %s (offset=%d, error=%s)", self.path, run[0].offset, failure)
@@ -374,15 +374,15 @@ class SlabFile:
         self._in_lanes(slots, lambda pair: self._read_to_device(*pair, verify))
 
     def _read_to_device(self, slot: SlotIO, memory: DeviceMemory, verify: bool) -> None:
-        with self._scratch(slot.size) as scratch:
-            try:
+        try:
+            with self._scratch(slot.size) as scratch:
                 self._fill_device(slot, memory, scratch.take(slot.size), verify)
-            except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a failed device
-                slot.outcome = Outcome.UNAVAILABLE
-                self._counters.add(volumes_metrics.NVME_READ_ERRORS)
-                _log.warning("slot not read into device memory: %s (offset=%d, error=%s)", self.path, slot.offset, error)
-            finally:
-                slot.payload = NOTHING
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a failed device
+            slot.outcome = Outcome.UNAVAILABLE
+            self._counters.add(volumes_metrics.NVME_READ_ERRORS)
+            _log.warning("slot not read into device memory: %s (offset=%d, error=%s)", self.path, slot.offset, error)
+        finally:
+            slot.payload = NOTHING
 
     def _fill_device(self, slot: SlotIO, memory: DeviceMemory, image: memoryview, verify: bool) -> None:
         position = DATA_START + slot.offset
