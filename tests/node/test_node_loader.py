@@ -5,18 +5,26 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+from kvstore.config.node import MountSection
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Internal
-from kvstore.core.types import Outcome, Tier
+from kvstore.core.types import NodeId, Outcome, Tier
+from kvstore.node.base.volume_guard import READERS
+from kvstore.node.durability.recovery import drop_blocks
 from kvstore.node.eviction.operator_requests import evict_tier
-from kvstore.node.loads.runs import LoadedRun
+from kvstore.node.loads.loader import Loader
+from kvstore.node.loads.mounts import Mount, Mounts
+from kvstore.node.loads.peers import PeerAddress
+from kvstore.node.loads.runs import LoadedRun, SourceRange
 from support.callers import CancellableCall
-from support.node_harness import MIB, NodeHarness
+from support.node_harness import MIB, NODE_ID, NodeHarness
+from support.ports import free_ports
 from support.slow_slab import WAIT_S, SlowNode
 from support.wait import wait_until
 
@@ -133,6 +141,40 @@ def test_load_volume_read_bug_frees_slots_of_all_volumes(tmp_path: Path, monkeyp
         list(node.loader.load(node.request(keys, WAIT_S)))
     wait_until(lambda: node.arena.usage().blocks == 0)
     node.close()
+
+
+def test_load_volume_dropped_rest_is_read_from_its_mount(node: SlowNode) -> None:
+    section = MountSection(volume=node.slab.volume_id, path=node.slab.path)
+    with closing(Mount(section, io_threads=2, counters=node.counters, clock=node.clock)) as mount:
+        mounts = Mounts([mount])
+        loader = Loader(NODE_ID, node.table, node.peers, mounts, node.counters, node.clock, window_bytes=MIB, threads=4)
+        runs = loader.load(node.request(node.chain, WAIT_S), ahead=True)  # a window at a time
+        first = next(runs)
+        node.table.unpin(first.pinned())
+        assert drop_blocks(node.table, node.volumes[0]) == 0
+        node.volumes[0].guard.close()
+        rest = BLOCKS - len(first.blocks)
+        assert node.outcomes(runs, BLOCKS)[-rest:] == [Outcome.HIT] * rest
+        assert node.counters.get("mount_read_blocks_total") == rest
+        loader.close()
+
+
+def test_load_volume_dropped_windows_that_wait_are_answered(node: SlowNode) -> None:
+    """All reader threads are busy when the volume is dropped. The only other node that holds the blocks is gone."""
+    guard, proceed = node.volumes[0].guard, threading.Event()
+    for _ in range(READERS):
+        guard.submit(lambda: proceed.wait(WAIT_S))
+    gone = PeerAddress(NodeId("gone"), "", f"127.0.0.1:{free_ports(1)[0]}")
+    request = node.request(node.chain, WAIT_S, sources=(SourceRange(0, BLOCKS, gone),))
+    call = CancellableCall(lambda: node.outcomes(node.loader.load(request), BLOCKS)).waiting()
+    wait_until(lambda: guard.windows == READERS + BLOCKS // 8)
+    assert drop_blocks(node.table, node.volumes[0]) == 0
+    closing_guard = threading.Thread(target=guard.close)
+    closing_guard.start()
+    assert call.answer.result(WAIT_S) == [Outcome.UNAVAILABLE] * BLOCKS
+    assert node.counters.get("peer_fetch_failed_total") > 0
+    proceed.set()
+    closing_guard.join(WAIT_S)
 
 
 def raising(error: Exception) -> Callable[[object], NoReturn]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import closing, nullcontext
@@ -31,7 +31,7 @@ from functools import partial
 from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.cancel_scope import current
 from kvstore.core.clock import Clock
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
 from kvstore.node.ahead.reads import UnaskedKeys, WaitedReads
 from kvstore.node.base.volume_guard import VolumeStalled
@@ -214,13 +214,16 @@ class Loader:
                     self._await(request, *awaited.popleft())
                     continue
                 at = _next_completed(in_flight)
+                window = in_flight[at].window
+                run: LoadedRun | None = None
                 try:
                     run = self._run_of(in_flight[at])
-                except CancelledError:  # the scope was cancelled before the window began
-                    return
-                window = in_flight[at].window
+                except CancelledError:  # before it began: the scope was cancelled, or the node has dropped its volume
+                    windows.appendleft(window)
                 ahead_bytes -= window.nbytes
                 del in_flight[at]
+                if run is None:
+                    continue
                 if run.awaited:
                     complete, waiting = run.split_awaited()
                     ready.extend(complete)
@@ -276,11 +279,21 @@ class Loader:
         return max(1, blocks)
 
     def _submit(self, request: BlockRequest, window: _Window) -> _InFlight:
-        """Begin to fetch a window: in a reader thread of its volume if that answers, else in a thread of the loader."""
-        node_volume = None if window.node_volume is None or window.node_volume.guard.stalled else window.node_volume
-        fetch = partial(copy_context().run, self._fetch_window, request, window, node_volume)
-        future = submit(self._pool, fetch) if node_volume is None else node_volume.guard.submit(fetch)
-        return _InFlight(window, future, node_volume)
+        """Begin to fetch a window: in a reader thread of its volume if that answers, else in a thread of the loader.
+
+        If the node has dropped the volume meanwhile, the window is fetched from mounts and sources.
+        """
+
+        def fetch(node_volume: NodeVolume | None) -> Callable[[], LoadedRun]:
+            return partial(copy_context().run, self._fetch_window, request, window, node_volume)
+
+        node_volume = window.node_volume
+        if node_volume is not None and not node_volume.guard.stalled:
+            try:
+                return _InFlight(window, node_volume.guard.submit(fetch(node_volume)), node_volume)
+            except Unavailable:
+                window = replace(window, sources=request.sources_by_block()[window.first], node_volume=None)
+        return _InFlight(window, submit(self._pool, fetch(None)), None)
 
     def _run_of(self, one: _InFlight) -> LoadedRun:
         """Return the run of a window that has ended, or whose volume is stalled.
@@ -577,7 +590,7 @@ def _next_completed(in_flight: Sequence[_InFlight]) -> int:
         if not futures[0].done() and not wait_for(futures[:1], PATIENCE_S).done:
             while not wait_for(futures, STALL_POLL_S, FIRST_COMPLETED).done:
                 for at, one in enumerate(in_flight):
-                    if one.stalled:
+                    if one.stalled or one.future.cancelled():  # a pool that shuts down cancels without waking ``wait_for``
                         return at
     return next(at for at, future in enumerate(futures) if future.done())
 
