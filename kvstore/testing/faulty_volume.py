@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvstore.core.types import BlockKey, BlockShape, NodeId, Outcome
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, NodeId, Outcome
 from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, Slot, Volume, VolumeUsage
 
 HANG_LIMIT_S = 60.0
@@ -262,6 +262,9 @@ class FaultyVolume(_Faulty, DurableVolume):
         if fault is not None and fault in _WRITE_ERRORS:
             raise _error_of(fault)
         self._inner.remove_replicas(replicas)
+
+    def note_invalid(self, namespace: NamespaceId) -> None:
+        self._inner.note_invalid(namespace)
 
     def recover(self) -> Iterator[tuple[Slot, BlockRecord]]:
         return self._inner.recover()

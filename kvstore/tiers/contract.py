@@ -147,6 +147,12 @@ class DurableVolume(Volume):
     def remove_replicas(self, replicas: Sequence[tuple[BlockKey, Slot]]) -> None:
         """Remove keys from the catalog that still name these slots. The same errors as ``commit``."""
 
+    def note_invalid(self, namespace: NamespaceId) -> None:
+        """Note durably that what was stored of a namespace until now is invalid, so no repair of the volume brings it back.
+
+        It does not remove blocks that are in the volume. The same errors as ``commit``.
+        """
+
     @abstractmethod
     def read_with_checksums(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[tuple[Outcome, bytes]]:
         """As ``read``, verified. One entry per item: the outcome, and for a HIT the verified checksums."""

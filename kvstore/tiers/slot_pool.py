@@ -35,6 +35,12 @@ class SlotPool:
         """Size of a chunk."""
         return self._allocator.chunk_bytes
 
+    @property
+    def next_generation(self) -> int:
+        """Generation of the next slot: those of all earlier ones are lower."""
+        with self._lock:
+            return self._allocator.next_generation
+
     def allocate(self, size: int, count: int) -> list[Slot] | None:
         """See ``SlotAllocator.allocate``."""
         with self._lock:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
+from kvproto.v1 import admin_pb2
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unavailable
-from kvstore.core.types import BlockKey, BlockShape, Tier
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Tier
 from kvstore.node.eviction.operator_requests import evict_down_to, evict_namespace, evict_tier, invalidate
+from kvstore.node.rpc.admin_service import NodeAdminServicer
+from kvstore.tiers.nvme.catalog import invalid_namespaces
+from kvstore.tiers.nvme.fsck import check_volume
+from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.tiers.nvme.slab_io import SlabFile
 from support.chains import key_of
-from support.node_harness import NodeHarness
+from support.node_harness import NodeHarness, volume_id
 
 
 @pytest.fixture
@@ -111,6 +120,44 @@ def test_invalidate_drops_dirty_blocks_and_waits_for_use(node: NodeHarness) -> N
     assert tiers(node, keys) == ["-"] * 8
     assert tiers(node, other) == ["dn"] * 4
     assert node.slabs[0].usage().blocks == 4, "slots of what left are free"
+
+
+def test_invalidated_blocks_stay_away_after_rebuild(node: NodeHarness, tmp_path: Path) -> None:
+    evicted, dropped = stored(node, 1, 4), stored(node, 2, 4)
+    other = stored(node, 1, 4, namespace=1)
+    evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)
+    assert tiers(node, evicted + dropped) == ["-"] * 8
+    dropped = stored(node, 2, 4)
+    assert invalidate(node.table, node.namespaces[0], node.table.clock.now_s() + 30) == (4, 0)
+    later = stored(node, 3, 4)
+    copy = shutil.copytree(tmp_path / "nvme0", tmp_path / "rebuilt")
+    shutil.rmtree(copy / "catalog")
+    check_volume(copy, repair=True)
+    with closing(NvmeSlab.open(copy, volume_id=volume_id(0), capacity_bytes=1 << 20, io_threads=1)) as slab:
+        assert {record.key for _, record in slab.recover()} == {*other, *later}
+
+
+def test_invalidate_not_noted_fails(node: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repair could bring evicted blocks back, so the invalidation is not reported as complete."""
+
+    def refuse(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(node.slabs[0], "note_invalid", refuse)
+    with pytest.raises(OSError, match="No space"):
+        invalidate(node.table, node.namespaces[0], 0.0)
+
+
+def test_invalidate_namespace_unknown_to_the_node_is_noted(node: NodeHarness, tmp_path: Path) -> None:
+    """All its blocks were evicted before the node started, but their bytes are still on the volume."""
+    unknown = NamespaceId(b"not in the table")
+    parts = MagicMock(table=node.table, namespaces=node.registry)
+    parts.config.load_threads = 1
+    admin = NodeAdminServicer(parts)
+    request = admin_pb2.InvalidateNamespaceRequest(operation_id=bytes(16), namespace_id=unknown)
+    assert asyncio.run(admin.InvalidateNamespace(request, MagicMock())).dropped_blocks == 0
+    admin.close()
+    assert invalid_namespaces(tmp_path / "nvme0", node.slabs[0].uid).keys() == {unknown}
 
 
 def test_evict_catalog_fails_keeps_its_blocks(node: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:

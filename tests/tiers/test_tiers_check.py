@@ -13,17 +13,19 @@ import pytest
 
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.errors import Conflict, CorruptBlock, NotFound
-from kvstore.core.types import BlockKey, BlockShape, VolumeId
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, NodeId, VolumeId
 from kvstore.process.lmdb_meta import parse_meta
-from kvstore.testing.volume_suite import Item, assert_reads_back, block_key, block_payload, block_record, items_for
+from kvstore.testing.volume_suite import NAMESPACE, Item, assert_reads_back, block_key, block_payload, block_record, items_for
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.fsck import check_volume
+from kvstore.tiers.nvme.ownership import claim
 from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.tiers.nvme.slot_header import header_bytes, pack_header
 from kvstore.tiers.nvme.superblock import DATA_START
 
 CAPACITY = 16 << 20
 SHAPES = (BlockShape(3, 20_000), BlockShape(600, 16), BlockShape(1, 100))
+OTHER_NAMESPACE = NamespaceId(b"other namespace!")
 
 
 @pytest.fixture
@@ -170,6 +172,71 @@ def test_repair_lost_catalog_is_rebuilt(folder: Path, tmp_path: Path, loss: str)
     assert len(list(slab.recover())) > len(kept)  # evicted blocks came back
     assert (slab.allocate(SHAPES[0], 1) or [])[0].generation > highest
     slab.close()
+
+
+def test_repair_brings_no_invalid_block_back(folder: Path) -> None:
+    """Neither blocks that were removed because of it, nor those that were evicted before. What is stored later is found."""
+    make_volume(folder)
+    slab = open_slab(folder)
+    held = list(slab.recover())
+    slab.note_invalid(OTHER_NAMESPACE)
+    slab.note_invalid(NAMESPACE)
+    slab.commit([], [record.key for _, record in held])
+    slab.free([slot for slot, _ in held])
+    later = items_for(slab.allocate(SHAPES[2], 4) or [], range(900, 904), SHAPES[2])
+    assert slab.write(later) == [None] * 4
+    slab.commit([(slot, record) for slot, record, _ in later], [])
+    slab.close()
+    shutil.rmtree(folder / "catalog")
+    report = check_volume(folder, repair=True)
+    assert (report.good, report.ok) == (4, True)
+    assert_serves(folder, later)
+
+
+def test_adopter_rebuild_brings_no_invalid_block_back(folder: Path) -> None:
+    """The old owner noted it. What the new one notes does not replace that."""
+    make_volume(folder)
+    slab = open_slab(folder)
+    list(slab.recover())
+    slab.note_invalid(NAMESPACE)
+    slab.close()
+    assert claim(folder, 1, NodeId("adopter"))
+    slab = NvmeSlab.open(folder, volume_id=VolumeId("v"), capacity_bytes=0, node_id=NodeId("adopter"))
+    list(slab.recover())
+    slab.note_invalid(OTHER_NAMESPACE)
+    slab.close()
+    shutil.rmtree(folder / "catalog.1")
+    assert check_volume(folder, repair=True, token=1).good == 0
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty"])
+def test_repair_damaged_notes_are_reported(folder: Path, damage: str) -> None:
+    make_volume(folder)
+    slab = open_slab(folder)
+    list(slab.recover())
+    slab.note_invalid(NAMESPACE)
+    slab.close()
+    shutil.rmtree(folder / "catalog")
+    notes = folder / "invalid"
+    content = notes.read_bytes()
+    notes.write_bytes({"flipped": content[:-1] + b"\xff", "cut": content[:-5], "empty": b""}[damage])
+    with pytest.raises(CorruptBlock, match="move it away and invalidate the namespaces again"):
+        check_volume(folder, repair=True)
+    notes.unlink()
+    assert check_volume(folder, repair=True).good > 0
+
+
+def test_repair_ignores_notes_of_an_earlier_volume(folder: Path, tmp_path: Path) -> None:
+    make_volume(folder)
+    slab = open_slab(folder)
+    list(slab.recover())
+    slab.note_invalid(NAMESPACE)
+    slab.close()
+    kept = make_volume(tmp_path / "new")
+    shutil.copy(folder / "invalid", tmp_path / "new")
+    shutil.rmtree(tmp_path / "new" / "catalog")
+    assert check_volume(tmp_path / "new", repair=True).ok
+    assert_serves(tmp_path / "new", kept, exactly=False)
 
 
 def leaves_with(content: bytes, key: bytes) -> list[int]:

@@ -11,11 +11,13 @@ The table's lock is held for ``BATCH`` blocks at a time, so loads and stores con
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
 from kvstore.core.cancel_scope import current
-from kvstore.core.types import BlockKey, Tier
+from kvstore.core.types import BlockKey, NamespaceId, Tier
+from kvstore.node.base.volume_guard import ignore
 from kvstore.node.eviction.volume_commits import evict_from_volume
 from kvstore.node.state.block_states import VolumeReplica
 from kvstore.node.state.model import Block, NodeVolume
@@ -122,10 +124,11 @@ def evict_namespace(
 def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -> EvictionResult:
     """Drop all blocks of a namespace from all tiers, durable or not.
 
-    Waits until the deadline for blocks in use or in write-back. Blocks stored during the call stay.
+    Waits until the deadline for blocks in use or in write-back. Blocks stored during the call stay, unless the catalog of their
+    volume is lost and rebuilt later.
 
     Raises:
-        OSError, KVStoreError: a volume's catalog could not be changed; those blocks stay.
+        OSError, KVStoreError: a volume's catalog could not be changed; those blocks stay. Or see ``note_invalid``.
     """
     doomed = _of(table, namespace)
     dropped = 0
@@ -153,7 +156,18 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
             ready = any(table.residency.is_idle(block) and block.nvme_volume in (None, *table.node_volumes) for block in doomed)
             if table.clock.now_s() >= deadline_s or (doomed and not ready and not table.wait_changed(deadline_s)):
                 break
+    note_invalid(table, namespace.namespace_id)
     return EvictionResult(dropped, len(doomed))
+
+
+def note_invalid(table: BlockTable, namespace_id: NamespaceId) -> None:
+    """Have all volumes note that what they stored of a namespace is invalid, also blocks that were evicted before.
+
+    Raises:
+        OSError, KVStoreError: a volume could not note it, and a repair may bring blocks back.
+    """
+    for node_volume in list(table.node_volumes):
+        node_volume.guard.change(partial(node_volume.volume.note_invalid, namespace_id), ignore)
 
 
 def _of(table: BlockTable, namespace: NodeNamespace) -> list[Block]:

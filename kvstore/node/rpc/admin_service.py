@@ -14,7 +14,7 @@ from kvstore.core.cancel_scope import run_in_pool
 from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.durability.volume_checks import Check, CheckState
-from kvstore.node.eviction.operator_requests import EvictionResult, evict_down_to, evict_namespace, invalidate
+from kvstore.node.eviction.operator_requests import EvictionResult, evict_down_to, evict_namespace, invalidate, note_invalid
 from kvstore.node.hints.session_hints import SessionHints
 from kvstore.node.rpc.hint_request import apply_to_known
 from kvstore.node.rpc.parts import NodeParts
@@ -184,11 +184,14 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         check_id(request.operation_id, "operation_id")
         namespace = self._namespace(request.namespace_id)
         done = EvictionResult(0, 0)
-        if namespace is not None:
+        table = self._parts.table
+        if namespace is None:  # its blocks left the volumes, but not all were overwritten
+            await self._run_in_pool(lambda: note_invalid(table, NamespaceId(request.namespace_id)))
+        else:
             left_s = context.time_remaining()
             wait_s = min(request.wait_ms / 1000, MAX_WAIT_S, MAX_WAIT_S if left_s is None else left_s)
             deadline_s = self._parts.clock.now_s() + wait_s
-            done = await self._run_in_pool(lambda: invalidate(self._parts.table, namespace, deadline_s))
+            done = await self._run_in_pool(lambda: invalidate(table, namespace, deadline_s))
         return pb.InvalidateNamespaceResponse(dropped_blocks=done.blocks, kept_blocks=done.kept)
 
     async def HintSession(self, request: pb.HintSessionRequest, context: Context) -> pb.HintSessionResponse:  # noqa: N802, ARG002

@@ -8,20 +8,29 @@ Two more records are the volume's uid, to detect the catalog of another volume, 
 ``kvstore volumes repair`` repairs a slab whose own copies are both damaged.
 
 One process at a time (the volume's lock), any number of threads.
+
+Beside the catalog is a file of *invalid namespaces* for a rebuild of a lost catalog. It names, for each, the generation below
+which all slots are invalid: a free slot keeps its block until it is used again. An owner writes to a file with its token in the
+name, and a rebuild reads the files of all owners. Such a file is a header {magic, xxh3-64 of the rest}, the volume's uid, and per
+namespace its id and the generation (little-endian uint64).
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import lmdb
+import xxhash
 
 from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, InvalidArgument, KVStoreError, Unavailable
-from kvstore.core.types import BlockKey
+from kvstore.core.types import BlockKey, NamespaceId
 from kvstore.process import lmdb_meta
+from kvstore.process.atomic_file import write_atomically
 from kvstore.tiers.nvme.superblock import Superblock, pack_superblock, parse_superblock
 
 _BLOCKS = b"blocks"
@@ -30,6 +39,12 @@ _SUPERBLOCK = b"superblock"
 _PAGE_ENTRIES = 4096
 _MIN_MAP_BYTES = 256 << 20
 CATALOG_FILE = "data.mdb"
+INVALID_FILE = "invalid"
+_INVALID = re.compile(rf"{INVALID_FILE}(\.\d{{1,18}})?")
+_INVALID_MAGIC = b"kvinval1"
+_INVALID_HEADER = struct.Struct("<8sQ")
+_INVALID_ENTRY = struct.Struct("<16sQ")
+_UID_BYTES = 16
 _LOCK_FILE = "lock.mdb"
 _LOCK_BYTES = 8192
 """Size of LMDB's reader table with the default number of readers."""
@@ -211,6 +226,59 @@ class Catalog:
         if isinstance(error, _DAMAGE):
             return CorruptBlock(f"the catalog is damaged; {mend_hint(self._path.parent)}", reason=text)
         return Unavailable("the catalog cannot be used", reason=text)
+
+
+def note_invalid(path: Path, uid: bytes, namespace: NamespaceId, generation: int) -> None:
+    """Add a namespace to a file of invalid namespaces, synced. A crash leaves the file as it was before or after.
+
+    Args:
+        path: the file.
+        uid: of the volume.
+        namespace: the namespace.
+        generation: slots of lower generations are invalid.
+
+    Raises:
+        CorruptBlock: the file is damaged.
+        OSError: it could not be written.
+    """
+    known = _read_invalid(path, uid) | {namespace: generation}
+    body = uid + b"".join(_INVALID_ENTRY.pack(*entry) for entry in known.items())
+    write_atomically(path, _INVALID_HEADER.pack(_INVALID_MAGIC, xxhash.xxh3_64_intdigest(body)) + body)
+
+
+def invalid_namespaces(folder: Path, uid: bytes) -> dict[NamespaceId, int]:
+    """The invalid namespaces of a volume, as all its owners have noted them, with the generation below which slots are invalid.
+
+    Raises:
+        CorruptBlock: a file is damaged.
+        OSError: a file cannot be read.
+    """
+    found: dict[NamespaceId, int] = {}
+    for name in os.listdir(folder):
+        if _INVALID.fullmatch(name):
+            for namespace, generation in _read_invalid(folder / name, uid).items():
+                found[namespace] = max(generation, found.get(namespace, 0))
+    return found
+
+
+def _read_invalid(path: Path, uid: bytes) -> dict[NamespaceId, int]:
+    """The namespaces in one file; none if it does not exist, or is that of an earlier volume in the folder."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    body = raw[_INVALID_HEADER.size :]
+    if (
+        len(body) < _UID_BYTES
+        or (len(body) - _UID_BYTES) % _INVALID_ENTRY.size
+        or _INVALID_HEADER.unpack_from(raw) != (_INVALID_MAGIC, xxhash.xxh3_64_intdigest(body))
+    ):
+        raise CorruptBlock(
+            "the file of invalid namespaces is damaged; move it away and invalidate the namespaces again", path=path
+        )
+    if body[:_UID_BYTES] != uid:
+        return {}
+    return {NamespaceId(namespace): generation for namespace, generation in _INVALID_ENTRY.iter_unpack(body[_UID_BYTES:])}
 
 
 def mend_hint(path: Path) -> str:

@@ -13,7 +13,8 @@ A repair removes bad blocks from the catalog, which frees their slots, and repai
   with
   a payload that matches all its checksums: a stored payload cannot imitate a block. If two overlap, the newer generation wins.
   The
-  rebuilt catalog may have blocks that were evicted and not yet overwritten; they are valid.
+  rebuilt catalog may have blocks that were evicted and not yet overwritten; they are valid. Blocks that were invalidated stay
+  out (``invalid_namespaces``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvstore.core.errors import CorruptBlock, NotFound, Unavailable
 from kvstore.core.types import BlockKey, NodeId, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
-from kvstore.tiers.nvme.catalog import Catalog, map_bytes_for, mend_hint
+from kvstore.tiers.nvme.catalog import Catalog, invalid_namespaces, map_bytes_for, mend_hint
 from kvstore.tiers.nvme.ownership import (
     CATALOG_FOLDER,
     SLAB_FILE,
@@ -343,11 +344,13 @@ class _Check:
 
     # ---- without a catalog ----
     def _rebuild(self, damage: str) -> None:
+        invalid = invalid_namespaces(self._path, self._superblock_in_force.uid)
         found = sorted(self._scan(), key=lambda header: -header.slot.generation)
         self._report.blocks = len(found)
         good: dict[bytes, bytes | None] = {}
         entries: list[tuple[BlockKey, bytes]] = []
-        for batch in _batches(iter(found)):
+        valid = (header for header in found if header.slot.generation >= invalid.get(header.record.namespace, 0))
+        for batch in _batches(valid):
             for header, matches in self._read(batch):
                 record = header.record
                 if not matches or record.key in good:

@@ -7,9 +7,10 @@ A volume is a folder::
     catalog/   LMDB: block key -> slot header
     lock       flock of the process that has the volume open
     rules      last retention rules of the node (``kvstore.node.control.rules_file``); not used by the volume
+    invalid    invalid namespaces, for a rebuild of a lost catalog (``kvstore.tiers.nvme.catalog``)
     roster     slot manifest for nodes that mount the folder (``kvstore.tiers.nvme.slot_manifest``); derived, a hint
 
-The names of catalog, lock and slot manifest end in ``.N`` if their owner's token N is not 0.
+The names of catalog, lock, ``invalid`` and slot manifest end in ``.N`` if their owner's token N is not 0.
 
 Crash safety follows from the order of writes. First slots are written; then ``commit`` syncs the slab; then one synced
 transaction changes the catalog; only then may slots of removed blocks be allocated again. After a crash at any point, exactly
@@ -39,13 +40,13 @@ from pathlib import Path
 
 from kvstore.core import limits
 from kvstore.core.errors import CorruptBlock, Internal, InvalidArgument, KVStoreError, Unavailable
-from kvstore.core.types import BlockKey, BlockShape, NodeId, Outcome, Tier, VolumeId
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, NodeId, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
-from kvstore.tiers.nvme.catalog import Catalog
+from kvstore.tiers.nvme.catalog import INVALID_FILE, Catalog, note_invalid
 from kvstore.tiers.nvme.ownership import (
     SLAB_FILE,
     Claim,
@@ -56,6 +57,7 @@ from kvstore.tiers.nvme.ownership import (
     claim_in_force,
     home_of,
     is_claimed,
+    name_at,
     next_step,
     remove_old_files,
 )
@@ -408,6 +410,12 @@ class NvmeSlab(PooledVolume, DurableVolume):
         with self._commit_lock:
             header_of = self._open_catalog().header
             self._commit([], [], [key for key, slot in replicas if (found := header_of(key)) and place_in(found) == slot])
+
+    def note_invalid(self, namespace: NamespaceId) -> None:
+        with self._commit_lock:
+            self._open_catalog()  # a volume that was opened read-only does not know its newest generation
+            path = self._path / name_at(INVALID_FILE, self._claim.token)
+            note_invalid(path, self._uid, namespace, self.slot_pool.next_generation)
 
     def _open_catalog(self) -> Catalog:
         if self._catalog is None or self._read_only is not None:
