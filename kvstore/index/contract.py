@@ -415,7 +415,7 @@ class PrefixIndex(ABC):
 
     @property
     def reachable(self) -> bool:
-        """Whether some server of the index answers. It does not wait."""
+        """Whether this process can share what nodes report with the other servers of the index. It does not wait."""
         return True
 
     def backend(self) -> IndexBackend:

@@ -178,7 +178,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         )
 
     def _check_reaches_index(self) -> None:
-        """Reject the call if no shard answers this server, so that the node tries another server."""
+        """Reject the call if this server cannot reach the index, so that the node tries another server."""
         if not self._parts.index.reachable:
             self._parts.counters.add(metadata_metrics.NODES_SENT_ELSEWHERE)
             raise Unavailable("this metadata server cannot reach the index", **{USE_ANOTHER_SERVER: "yes"})

@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import cast
 
+import grpc.aio
 import pytest
+from metadata_harness import Peer
 from monitored import alerts, scraped, selectors, targets
 
 from kvproto.v1 import admin_pb2 as pb
@@ -17,6 +19,7 @@ from kvproto.v1.admin_pb2_grpc import MetadataAdminStub
 from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import BootTimeClock, ManualClock
+from kvstore.core.errors import Unavailable
 from kvstore.core.index_backend import MetadataServerRecord
 from kvstore.core.types import BootId, NodeId
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
@@ -31,6 +34,7 @@ from kvstore.metadata.roles.roles import LeasedRoles
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call_aio, connect_aio
+from kvstore.rpc.errors import USE_ANOTHER_SERVER
 from support.wait import wait_until, wait_until_async
 
 TIMEOUT_S = 10.0
@@ -41,9 +45,10 @@ pytestmark = pytest.mark.skipif(find_server() is None, reason="NO VALKEY HERE: T
 class Asked:
     """A metadata server as an operator sees it."""
 
-    def __init__(self, server: MetadataServer, stub: MetadataAdminStub) -> None:
+    def __init__(self, server: MetadataServer, channel: grpc.aio.Channel) -> None:
         self.server = server
-        self._stub = stub
+        self.channel = channel
+        self._stub = MetadataAdminStub(channel)
 
     async def shards(self) -> pb.DescribeShardsResponse:
         return await call_aio(self._stub.DescribeShards, pb.DescribeShardsRequest(), TIMEOUT_S)
@@ -78,7 +83,7 @@ async def metadata_server(folder: Path, seeds: tuple[str, ...] = ()) -> AsyncIte
     )
     server = MetadataServer(config)
     async with connect_aio(await server.start(), own_connection=True) as channel:
-        yield Asked(server, MetadataAdminStub(channel))
+        yield Asked(server, channel)
     await server.stop(0.0)
 
 
@@ -160,6 +165,32 @@ async def test_server_starts_while_a_shard_is_away(tmp_path: Path) -> None:
             assert away.address in await asked.until("SHARD_AWAY")
             cluster.restart(away)
             await asked.until("SHARD_AWAY", present=False)
+
+
+async def test_small_state_away_heartbeats_are_refused(tmp_path: Path) -> None:
+    """The other shards answer, but without this one no other server would learn of a heartbeat."""
+    with ValkeyServers(tmp_path / "valkey", shards=3) as cluster:
+        async with metadata_server(tmp_path / "server", cluster.seeds) as asked:
+            node = Peer(asked.channel)
+            await node.register()
+
+            async def refused() -> bool:
+                try:
+                    await node.beat()
+                except Unavailable as error:
+                    return USE_ANOTHER_SERVER in error.fields
+                return False
+
+            async def accepted() -> bool:
+                return not await refused()
+
+            assert await accepted()
+            small = next(server for server in cluster.primaries if server.call("EXISTS", "{kv}meta") == 1)
+            small.kill(signal.SIGSTOP)
+            await wait_until_async(refused, "nodes are sent to another server")
+            small.kill(signal.SIGCONT)
+            await wait_until_async(accepted, "heartbeats can be shared again")
+            assert not (await node.beat()).register_again
 
 
 async def test_stopped_replica_is_a_finding_until_it_answers(asked: Asked, cluster: ValkeyServers) -> None:

@@ -114,6 +114,8 @@ LEASES_STALE_S: Final = 3.0
 """Age of the copy from which its leases count as ended."""
 BEATS_STALE_S: Final = 1.0
 """Age of the copy of heartbeats after which it says nothing about which nodes are alive."""
+UNREACHABLE_S: Final = 2.0
+"""Silence of the shard of the small state after which nodes must use another server."""
 _QUIET_POLLS: Final = 10
 """Notes that are not announced are read with every tenth poll: reports of nodes are large."""
 _STATS_POLLS: Final = 50
@@ -535,7 +537,7 @@ class ValkeyIndex(PrefixIndex):
     # ---- servers ----
     @property
     def reachable(self) -> bool:
-        return self._cluster.reachable
+        return self._cluster.reachable and self._small.silent_s < UNREACHABLE_S  # else no heartbeat can be shared
 
     def backend(self) -> IndexBackend:
         return self._audit.with_ranges(self._watch.backend())

@@ -283,6 +283,8 @@ class SmallStateStore:
         """Epoch that this process created; empty: none."""
         self.read_s = float("-inf")
         """When the last read of the tables in ``state`` began (``time.monotonic``)."""
+        self._unanswered_s: float | None = None
+        """When the first call since the last answer began (``time.monotonic``); None: the last call was answered."""
         self._failed_s = float("-inf")
         """When the last failed read began: callers that waited for it fail with it, instead of one after the other."""
         self._leases_seen: dict[ServerRole, tuple[object, float]] = {}
@@ -331,6 +333,11 @@ class SmallStateStore:
                 self.state, self.read_s = found, began_s
         if found is None:
             await self.load()
+
+    @property
+    def silent_s(self) -> float:
+        """How long the shard has answered no call; 0: it answered the last one."""
+        return 0.0 if self._unanswered_s is None else time.monotonic() - self._unanswered_s
 
     async def _read_state(self) -> SmallState | None:
         """The state as it is now; None: there is none."""
@@ -516,8 +523,12 @@ class SmallStateStore:
     async def _run(self, commands: Sequence[bytes], lane: Lane = Lane.READS, call_s: float = CALL_S) -> list[Reply]:
         if not commands:
             return []
-        slot = names.SMALL_SLOT
-        return await self._cluster.run_until([(slot, command) for command in commands], time.monotonic() + call_s, lane)
+        slot, now_s = names.SMALL_SLOT, time.monotonic()
+        if self._unanswered_s is None:
+            self._unanswered_s = now_s
+        replies = await self._cluster.run_until([(slot, command) for command in commands], now_s + call_s, lane)
+        self._unanswered_s = None
+        return replies
 
 
 def _parts(items: Iterable[T]) -> Iterator[list[T]]:
