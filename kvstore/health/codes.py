@@ -127,8 +127,8 @@ SHARD_AWAY: Final = _error(
     "Its records are unknown: some lookups find a few blocks less. New blocks are published without the records that belong"
     " there; nodes compare these ranges after the shard is back. If it has a replica, the cluster promotes the replica within"
     " seconds. While the shard of the small state is away, nothing is published: nodes repeat their changes.",
-    "If it lasts longer than a few seconds, check the server's process and host, and `CLUSTER NODES` on another server. Without a"
-    " replica, start the server again, even without data: nodes send its records again.",
+    "If it lasts longer than a few seconds, check the server's process, host and network, and `CLUSTER NODES` on another server."
+    " Without a replica, start the server again, even without data: nodes send its records again.",
 )
 SHARD_WITHOUT_REPLICA: Final = _warning(
     "SHARD_WITHOUT_REPLICA",

@@ -70,7 +70,7 @@ def _of_server(server: IndexServer) -> Iterator[HealthFinding]:
 
 def _of_primary(server: IndexServer) -> Iterator[HealthFinding]:
     if server.away_s is not None:
-        facts = f"{_named(server)} has not answered for {show_duration(server.away_s)}; {_replicas(server.replicas)}."
+        facts = f"{_named(server)} has served no command for {show_duration(server.away_s)}; {_replicas(server.replicas)}."
         yield HealthFinding(codes.SHARD_AWAY, f"shard {server.shard}", facts)
     elif not server.replicas:
         facts = f"{_named(server)} has no replica that answers."

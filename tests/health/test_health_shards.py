@@ -29,7 +29,7 @@ def test_healthy_cluster_and_index_in_a_file_have_no_findings() -> None:
 @pytest.mark.parametrize(
     ("code", "subject", "server", "words"),
     [
-        ("SHARD_AWAY", "shard 0", replace(WELL, away_s=4.0, replicas=0), "has not answered for 4 s; no replica answers"),
+        ("SHARD_AWAY", "shard 0", replace(WELL, away_s=4.0, replicas=0), "has served no command for 4 s; no replica answers"),
         ("SHARD_WITHOUT_REPLICA", "shard 0", replace(WELL, replicas=0), "The primary h:1 of shard 0 has no replica"),
         ("SHARD_MEMORY_NEARLY_FULL", "h:1", replace(WELL, used_bytes=901), "901 B of 1000 B (maxmemory)"),
         ("SHARD_EVICTS_RECORDS", "h:1", replace(WELL, eviction_policy="volatile-lru"), "maxmemory-policy volatile-lru"),

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import hiredis
 import pytest
 
 from kvstore.core.errors import Unauthenticated, Unavailable, Unsupported
-from kvstore.embedded.valkey import ValkeyServer, ValkeyServers
+from kvstore.embedded.children import start
+from kvstore.embedded.valkey import ServerHost, ValkeyServer, ValkeyServers, find_server
 from kvstore.index.valkey.address import Credentials, ValkeyAddress
 from kvstore.index.valkey.cluster import UNANSWERED, Command, Lane, ValkeyClient
 from kvstore.index.valkey.connection import pack
@@ -135,6 +139,35 @@ async def test_promoted_replica_is_asked_without_a_pause(
             await cluster.run(gets())
             await asyncio.sleep(0.02)
     assert UNANSWERED not in await cluster.run(gets())
+
+
+@pytest.mark.skipif(find_server("valkey-server") is None, reason="no valkey-server here")
+async def test_primary_without_majority_replica_is_asked(tmp_path: Path, counters: Counters) -> None:
+    """The client reaches the former primary, which still names itself as the primary, and is the first of the topology."""
+
+    def start_with_debug(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        return start([*argv, "--enable-debug-command", "yes"], **options)
+
+    hosts, program = [ServerHost(start=start_with_debug)], find_server("valkey-server")
+    with ValkeyServers(tmp_path, shards=3, replicas=1, program=program, hosts=hosts) as servers:
+        cluster = ValkeyClient(ValkeyAddress(servers.seeds), budget_s=2.0, count=counters.add)
+        await cluster.start()
+        try:
+            await cluster.run(sets(b"1"))
+            slot, tag = next(one for one in zip(RANGE_SLOTS, TAGS, strict=True) if cluster.topology.of_slot[one[0]] == 0)
+            await cluster.run([(slot, pack("WAIT", 1, 1_000))], lane=Lane.WRITES)
+            former = next(server for server in servers.servers if server.address == cluster.primary_of(slot))
+            assert former.call("DEBUG", "DROP-CLUSTER-PACKET-FILTER", -2) == b"OK"
+            async with asyncio.timeout(HEAL_S):
+                while cluster.primary_of(slot) == former.address:
+                    await cluster.run([(slot, pack("GET", tag))])
+                    await asyncio.sleep(0.02)
+            assert set(await cluster.run_until(gets(), time.monotonic() + HEAL_S)) == {b"1"}
+            slots = former.call("CLUSTER", "SLOTS")
+            assert isinstance(slots, list)
+            assert former.port in {entry[2][1] for entry in slots}
+        finally:
+            await cluster.close()
 
 
 async def test_slot_moved_is_followed(cluster: ValkeyClient, servers: ValkeyServers, counters: Counters) -> None:

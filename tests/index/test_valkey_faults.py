@@ -42,7 +42,7 @@ needs_valkey = pytest.mark.skipif(find_server() is None, reason="no valkey-serve
 
 
 class Puppet:
-    """A server on the test's event loop: a whole cluster of one shard, which may be silent, slow, or send callers elsewhere."""
+    """A server on the test's event loop: a cluster of one shard, which may be silent, slow, down, or send callers elsewhere."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -50,6 +50,7 @@ class Puppet:
         self.silent = False
         self.delay_s = 0.0
         self.moved_to = ""
+        self.down = False
         self.info = b"1"
         self.commands = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,6 +90,8 @@ class Puppet:
         if words[0] == b"PING":
             return b"+PONG\r\n"
         self.commands += 1
+        if self.down:
+            return b"-CLUSTERDOWN The cluster is down\r\n"
         if self.moved_to:
             return b"-MOVED 1 " + self.moved_to.encode() + b"\r\n"
         return b"$%d\r\n%s\r\n" % (len(self.info), self.info)
@@ -175,6 +178,20 @@ async def test_slow_shard_takes_changes_and_no_lookups(counters: Counters) -> No
         assert cluster.away() == [puppet.address]
         puppet.delay_s = 0.0
         await wait_until_async(lambda: _is_back(cluster), "the shard is fast again")
+
+
+async def test_shard_without_majority_is_lost(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its primary is reached, but rejects all commands."""
+    monkeypatch.setattr(cluster_module, "LOST_S", 0.2)
+    async with Puppet().serve() as puppet, client_of(puppet, counters) as cluster:
+        puppet.down = True
+        assert await cluster.run_without_lost(READ, time.monotonic() + 30.0) == [UNANSWERED]
+        assert cluster.is_lost(READ[0][0])
+        assert cluster.away() == [puppet.address]
+        assert not cluster.reachable
+        puppet.down = False
+        await wait_until_async(lambda: _is_back(cluster), "the shard is back")
+        assert await cluster.run(READ) == [b"1"]
 
 
 async def test_server_of_old_version_is_refused(counters: Counters) -> None:

@@ -1,12 +1,13 @@
 """Batches of commands to a Valkey Cluster: each command goes to the shard of its hash slot, one round trip per batch.
 
-1. A shard that does not answer within the budget of a batch, or whose connection is lost, is *away*: batches no longer wait
-   for it, and its commands come back as ``UNANSWERED``. A background task probes it, and ends that after three quick answers.
+1. A shard that does not answer within the budget of a batch, whose connection is lost, or that says that it cannot reach the
+   majority, is *away*: batches no longer wait for it, and its commands come back as ``UNANSWERED``. A background task probes
+   it, and ends that after three quick answers.
    A shard that answers, but later than the budget of a lookup, is *slow*: only batches with a longer budget ask it. So changes
    go on. If no shard of a lookup's batch answers within the budget, nothing could be found, and perhaps this host is only busy.
    Then the batch waits ``PATIENCE`` times as long.
-2. The topology is read again while a shard is away, after a redirection, and every few seconds. So a promoted replica takes
-   over as soon as the cluster names it.
+2. The topology is read again while a shard is away, after a redirection, and every few seconds, first from shards that are not
+   away: one without the majority knows no promotion. So a promoted replica takes over as soon as the cluster names it.
 3. Redirections (``MOVED``, ``ASK``) are followed within the batch, and within its budget.
 4. The owner of the client is told (``on_moved``) which slots may have other contents than before: their primary changed, or was
    connected again after its connection was lost.
@@ -32,6 +33,7 @@ from kvstore.core.errors import KVStoreError, Unavailable, Unsupported
 from kvstore.index.counts import Count, Observe, observe_nothing
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.connection import Reply, ValkeyConnection, connect, pack, refusal, silence
+from kvstore.index.valkey.keys import SLOTS
 from kvstore.index.valkey.topology import EMPTY, NO_SHARD, Topology, known_address, parse_cluster_slots
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
@@ -60,6 +62,8 @@ HUNG_S: Final = 10.0
 """Time after which a connection without an answer to a probe is replaced."""
 _TRANSIENT: Final = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN", "READONLY", "UNBLOCKED", "NOREPLICAS"})
 """Codes of errors that end by themselves, or with the next topology."""
+_DOWN: Final = "CLUSTERDOWN The cluster is down"
+"""Error of a server that cannot reach the majority. Others of this code are about single slots, or about changes."""
 _ASKING: Final = pack("ASKING")
 
 
@@ -370,10 +374,9 @@ class ValkeyClient:
         Raises:
             Unavailable: no server has the slot.
         """
-        number = self.topology.of_slot[slot]
-        if number == NO_SHARD:
+        if (primary := self.topology.primary_of(slot)) is None:
             raise Unavailable("no Valkey server has the slot", slot=slot)
-        return self.topology.shards[number].primary
+        return primary
 
     async def open_connection(self, address: str) -> ValkeyConnection:
         """Open a connection for the caller alone, for commands that block. The same errors as ``connect``."""
@@ -457,6 +460,8 @@ class ValkeyClient:
             if code in _TRANSIENT:
                 answers[position] = UNANSWERED
                 self._refresh.set()
+                if str(answer) == _DOWN and (number := self.topology.of_slot[commands[position][0]]) != NO_SHARD:
+                    self._mark_away(self._by_number[number], "it cannot reach the majority of the cluster")
             elif code == "MOVED":
                 self._refresh.set()
                 redirected.setdefault(self._target(rest, commands[position][0]), []).append((position, b""))
@@ -497,8 +502,7 @@ class ValkeyClient:
             answers[position] = next(following, UNANSWERED)
 
     def _name_of(self, slot: int) -> str:
-        number = self.topology.of_slot[slot]
-        return f"slot {slot}" if number == NO_SHARD else self._by_number[number].address
+        return self.topology.primary_of(slot) or f"slot {slot}"
 
     # ---- shards
     def _shard(self, address: str) -> ShardPrimary:
@@ -526,9 +530,7 @@ class ValkeyClient:
             limited.warning("Valkey unreachable: %s (%s)", shard.address, error)
             return False
         if shard.reconnected and shard.was_connected:
-            self._tell_moved(
-                [slot for slot, number in enumerate(self.topology.of_slot) if _primary(self.topology, number) == shard.address]
-            )
+            self._tell_moved([slot for slot in range(SLOTS) if self.topology.primary_of(slot) == shard.address])
         shard.was_connected, shard.reconnected = True, False
         return True
 
@@ -560,7 +562,7 @@ class ValkeyClient:
             while (shard := self._shards.get(address)) is not None:
                 await asyncio.sleep(pause_s)
                 try:
-                    answered_s = await self._ping(shard)
+                    answered_s = await self._ask_probe(shard)
                     shard.slow = answered_s is not None and await self._connect_lanes(shard)
                     good = good + 1 if shard.slow and answered_s is not None and answered_s <= self.budget_s else 0
                 except Exception:  # task edge: without a probe, the shard would stay away
@@ -575,21 +577,25 @@ class ValkeyClient:
         finally:
             self._probed.discard(address)
 
-    async def _ping(self, shard: ShardPrimary) -> float | None:
-        """The time until a ping is answered; None: nothing came. A late answer is waited for, so pings do not pile up."""
+    async def _ask_probe(self, shard: ShardPrimary) -> float | None:
+        """The time until a probe is answered; None: none came, or the server cannot reach the majority.
+
+        A late answer is waited for, so probes do not pile up. A probe reads a key: a ping would not show the majority.
+        """
+        tag = self.topology.tag_at(shard.address)
         try:
             connection = shard.connection(Lane.READS) or await self._connect(shard, Lane.READS)
             began_s = time.monotonic()
             async with asyncio.timeout(CONNECT_S):
-                await connection.ask(pack("PING"))
+                (reply,) = await connection.ask(pack("PING") if tag is None else pack("EXISTS", tag))
         except TimeoutError:
             if time.monotonic() - shard.away_since_s > HUNG_S:
-                shard.drop_connections()  # else pings without an answer would pile up on them
+                shard.drop_connections()  # else probes without an answer would pile up on them
             return None
         except KVStoreError as error:
             limited.warning("Valkey unreachable: %s (%s)", shard.address, error)
             return None
-        return time.monotonic() - began_s
+        return None if isinstance(reply, hiredis.ReplyError) and str(reply) == _DOWN else time.monotonic() - began_s
 
     # ---- topology
     async def _keep_topology(self) -> None:
@@ -668,11 +674,7 @@ class ValkeyClient:
             self._shards.pop(address).close()
         if before is EMPTY:
             return
-        moved = [
-            slot
-            for slot, number in enumerate(topology.of_slot)
-            if _primary(topology, number) != _primary(before, before.of_slot[slot])
-        ]
+        moved = [slot for slot in range(SLOTS) if topology.primary_of(slot) != before.primary_of(slot)]
         logger.info(
             "index topology changed: %d shards (slots_moved=%d, primaries=%s)", len(in_use), len(moved), ", ".join(sorted(in_use))
         )
@@ -689,7 +691,3 @@ class ValkeyClient:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _primary(topology: Topology, number: int) -> str | None:
-    return None if number == NO_SHARD else topology.shards[number].primary

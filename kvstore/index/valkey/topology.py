@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.index.valkey.keys import SLOTS
+from kvstore.index.valkey.keys import RANGE_SLOTS, SLOTS, TAGS
 
 NO_SHARD: Final = -1
 
@@ -34,6 +34,15 @@ class Topology:
     def complete(self) -> bool:
         """Whether each slot has a server."""
         return NO_SHARD not in self.of_slot
+
+    def primary_of(self, slot: int) -> str | None:
+        """Address of the primary of a slot; None: no server has the slot."""
+        number = self.of_slot[slot]
+        return None if number == NO_SHARD else self.shards[number].primary
+
+    def tag_at(self, primary: str) -> bytes | None:
+        """Tag of a range that a primary serves; None: it serves no range."""
+        return next((tag for slot, tag in zip(RANGE_SLOTS, TAGS, strict=True) if self.primary_of(slot) == primary), None)
 
 
 EMPTY: Final = Topology((), (NO_SHARD,) * SLOTS)
