@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.checksum import digest_keys, key_range
 from kvstore.core.clock import ManualClock
+from kvstore.core.errors import Unavailable
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.contract import IndexStats, PackedRecords, VolumeEpoch
@@ -27,6 +30,8 @@ from kvstore.metadata.indexing.index_thread import IndexThread
 
 NAMESPACE = NamespaceId(b"n" * 16)
 ROUND_S = 30.0
+PATIENCE_S = 20.0
+SLICES = DIGEST_RANGES // 128
 keys = st.tuples(st.binary(min_size=2, max_size=2), st.binary(min_size=14, max_size=14)).map(b"".join)
 epochs = st.sets(st.integers(1, 2**32 - 1), max_size=9)
 
@@ -53,6 +58,23 @@ def test_other_epochs_equal_a_simple_search(held: dict[bytes, set[int]], known: 
     assert find_other_epochs([value for _, value in records], {VolumeEpoch(one) for one in known}) == expected
 
 
+class Gate:
+    """Stops reads until each of them is let through."""
+
+    def __init__(self) -> None:
+        self._stopped, self._through = threading.Semaphore(0), threading.Semaphore(0)
+
+    def stop(self) -> None:
+        self._stopped.release()
+        assert self._through.acquire(timeout=PATIENCE_S)
+
+    async def wait_stopped(self) -> None:
+        assert await asyncio.to_thread(self._stopped.acquire, timeout=PATIENCE_S)
+
+    def let_through(self, reads: int = 1) -> None:
+        self._through.release(reads)
+
+
 class CountingIndex(LmdbIndex):
     """Counts passes over the index, in ranges, and ranges that are read again."""
 
@@ -63,6 +85,8 @@ class CountingIndex(LmdbIndex):
     """Size that it reports, if it is not the true one."""
     clock: ManualClock | None = None
     """Clock that a read of a range advances by 10 ms."""
+    gate: Gate | None = None
+    """Stops each read of a slice at its end."""
 
     def stats(self) -> IndexStats:
         found = super().stats()
@@ -73,7 +97,10 @@ class CountingIndex(LmdbIndex):
         self.passes += count
         if self.clock is not None:
             self.clock.advance(0.01 * count)
-        return super().records_in_ranges(first, count)
+        found = super().records_in_ranges(first, count)
+        if self.gate is not None:
+            self.gate.stop()
+        return found
 
     def keys_in_range(self, volume_epoch: VolumeEpoch, key_range: int) -> list[BlockKey]:
         self.again += 1
@@ -188,6 +215,42 @@ async def test_slice_that_another_comparison_reads_is_as_good(bed: Bed) -> None:
     found = await asyncio.gather(*(bed.compare(volume, 0.0) for volume in volumes))
     assert found == [[], sorted({key_range(key) for key in lost})]
     assert bed.index.again == 0, "no range is read twice"
+
+
+async def test_digests_cancelled_calls_finish_a_pass(bed: Bed) -> None:
+    volume = bed.volume("v", 300)
+    bed.index.passes, bed.index.gate = 0, Gate()
+    for _ in range(SLICES):
+        call = asyncio.create_task(bed.compare(volume))
+        await bed.index.gate.wait_stopped()
+        call.cancel()
+        await asyncio.wait([call])
+        bed.index.gate.let_through()
+    assert await bed.compare(volume) == []
+    assert bed.index.passes == DIGEST_RANGES, "each slice was read once"
+
+
+async def test_digests_read_begun_before_the_call_is_repeated(bed: Bed) -> None:
+    volume = bed.volume("v", 300)
+    bed.index.gate = Gate()
+    earlier = asyncio.create_task(bed.compare(volume, 0.0))
+    await bed.index.gate.wait_stopped()
+    lost = min(bed.held[volume])
+    bed.index.publish(volume, [], [lost])
+    later = asyncio.create_task(bed.compare(volume, 0.0))
+    await asyncio.sleep(0)  # it waits for the slice that is being read
+    bed.index.gate.let_through(2 * SLICES)
+    assert await later == [key_range(lost)]
+    await earlier
+
+
+async def test_digests_failed_read_begins_again_at_next_call(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = bed.volume("v", 300)
+    with monkeypatch.context() as broken:
+        broken.setattr(CountingIndex, "records_in_ranges", Mock(side_effect=Unavailable("index away")))
+        both = await asyncio.gather(bed.compare(volume), bed.compare(volume), return_exceptions=True)
+    assert [type(one) for one in both] == [Unavailable, Unavailable]
+    assert await bed.compare(volume) == []
 
 
 async def test_stores_after_the_pass_are_no_drift(bed: Bed) -> None:

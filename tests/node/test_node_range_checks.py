@@ -6,10 +6,12 @@ import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
 import grpc
+import pytest
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.checksum import key_range
@@ -135,14 +137,12 @@ class LosingServer(metadata_pb2_grpc.MetadataServicer):
             yield metadata_pb2.PublishResponse(sequence=request.sequence)
 
 
-def test_blocks_of_lost_ranges_are_published_again() -> None:
-    keys = chain("c", 300)
-    lost = {key_range(key) for key in keys[::3]}
-    held = [
-        SimpleNamespace(key=key, parent=keys[at - 1] if at else None, depth=at, namespace_id=bytes(16), dram=object())
-        for at, key in enumerate(keys)
-    ]
-    servicer, counters, volume = LosingServer(lost), Counters(), VolumeId("n/0")
+@contextmanager
+def publishing_to(
+    servicer: metadata_pb2_grpc.MetadataServicer, held: list[SimpleNamespace], counters: Counters
+) -> Iterator[None]:
+    """Run the publisher of a node that holds blocks, and a server."""
+    volume = VolumeId("n/0")
     server = grpc.server(ThreadPoolExecutor(4))
     metadata_pb2_grpc.add_MetadataServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -159,9 +159,59 @@ def test_blocks_of_lost_ranges_are_published_again() -> None:
     )
     publisher.start()
     try:
-        wait_until(lambda: servicer.checked == {77}, "the node reports that it sent them", PATIENCE_S)
-        assert servicer.again == {bytes(key) for key in keys if key_range(BlockKey(key)) in lost}
-        assert counters.get(node_metrics.LOST_RANGE_BLOCKS_SENT) >= len(servicer.again)
+        yield
     finally:
         publisher.stop(PATIENCE_S)
         server.stop(None).wait()
+
+
+def test_blocks_of_lost_ranges_are_published_again() -> None:
+    keys = chain("c", 300)
+    lost = {key_range(key) for key in keys[::3]}
+    held = [
+        SimpleNamespace(key=key, parent=keys[at - 1] if at else None, depth=at, namespace_id=bytes(16), dram=object())
+        for at, key in enumerate(keys)
+    ]
+    servicer, counters = LosingServer(lost), Counters()
+    with publishing_to(servicer, held, counters):
+        wait_until(lambda: servicer.checked == {77}, "the node reports that it sent them", PATIENCE_S)
+        assert servicer.again == {bytes(key) for key in keys if key_range(BlockKey(key)) in lost}
+        assert counters.get(node_metrics.LOST_RANGE_BLOCKS_SENT) >= len(servicer.again)
+
+
+class FailingServer(metadata_pb2_grpc.MetadataServicer):
+    """A metadata server that asks for a comparison of suspect ranges, and fails the first one."""
+
+    def __init__(self) -> None:
+        self.compared: list[int] = []
+        """Number of ranges per call."""
+        self.checked: set[int] = set()
+
+    def RegisterNode(  # noqa: N802
+        self, request: metadata_pb2.RegisterNodeRequest, context: grpc.ServicerContext
+    ) -> metadata_pb2.RegisterNodeResponse:
+        return metadata_pb2.RegisterNodeResponse(heartbeat_interval_ms=20)
+
+    def Heartbeat(  # noqa: N802
+        self, request: metadata_pb2.HeartbeatRequest, context: grpc.ServicerContext
+    ) -> metadata_pb2.HeartbeatResponse:
+        self.checked.update(request.checked)
+        return asking((78, {5, 2_000}, False))
+
+    def CompareDigests(  # noqa: N802
+        self, request: metadata_pb2.CompareDigestsRequest, context: grpc.ServicerContext
+    ) -> metadata_pb2.CompareDigestsResponse:
+        assert not self.checked, "reported before it was compared"
+        self.compared.append(len(request.digests))
+        if len(self.compared) == 1:
+            context.abort(grpc.StatusCode.INTERNAL, "index away")
+        return metadata_pb2.CompareDigestsResponse()
+
+
+def test_failed_check_of_suspects_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.node.publish.publisher.RETRY_MOST_S", 0.01)
+    servicer, counters = FailingServer(), Counters()
+    with publishing_to(servicer, [], counters):
+        wait_until(lambda: servicer.checked == {78}, "the node reports that it compared them", PATIENCE_S)
+    assert servicer.compared == [128, 128, 128], "one call failed, and two parts of key space have suspects"
+    assert counters.get(node_metrics.ANTI_ENTROPY_FAILED) == 1

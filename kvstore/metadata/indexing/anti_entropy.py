@@ -4,15 +4,18 @@ One pass over the index digests the keys of all volume epochs, and serves the co
 nodes allow. So a round costs about the same for one volume as for a hundred. A range that differs from digests of an earlier
 pass may have changed since then, so it is read again before it is reported.
 
-Reading a large index is slow. It runs on a separate thread, in slices, so that neither lookups nor writes wait for it, and a
-cancelled caller stops it. The next pass begins at the earliest after ten times the duration of the last one, and reading ranges
-again takes no longer than the pass. So anti-entropy uses a fifth of a processor at most, for an index of any size.
+Reading a large index is slow. It runs on a separate thread, in slices, so that neither lookups nor writes wait for it. A caller
+that is cancelled (deadline, lost connection) begins no further slice, and the slice that is being read serves the next caller. So
+a pass ends even if a slice takes longer than the deadline of a call. The next pass begins at the earliest after ten times the
+duration of the last one, and reading ranges again takes no longer than the pass. So anti-entropy uses a fifth of a processor at
+most, for an index of any size.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -58,6 +61,8 @@ class IndexDigests:
         """Time since then that reading ranges again took."""
         self._turn = 0
         self._digests: dict[VolumeEpoch, Digests] = {}
+        self._reads: dict[int, asyncio.Task[None]] = {}
+        """Reads of slices, waiting and under way."""
         self._reading = asyncio.Lock()
 
     async def differing(
@@ -108,9 +113,19 @@ class IndexDigests:
         Returns:
             Whether the slice was read after ``asked_s``, for this caller or for another.
         """
+        if self._read_s[number] <= oldest_s and (under_way := self._reads.get(number)) is not None:
+            await asyncio.shield(under_way)  # it may have begun before the caller asked
+        if self._read_s[number] > oldest_s:
+            return self._read_s[number] > asked_s
+        if (read := self._reads.get(number)) is None:
+            read = self._reads[number] = asyncio.create_task(self._read(number))
+            read.add_done_callback(partial(self._read_ended, number))
+        await asyncio.shield(read)
+        return True
+
+    async def _read(self, number: int) -> None:
+        """Read a slice of the index. One slice after the other, so that the duration is that of this slice."""
         async with self._reading:
-            if self._read_s[number] > oldest_s:
-                return self._read_s[number] > asked_s
             now_s = self._clock.now_s()
             found = await self._thread.run(_digest, self._index, number * _SLICE, self._index.stats().blocks)
             part = slice(number * _SLICE, (number + 1) * _SLICE)
@@ -122,7 +137,11 @@ class IndexDigests:
             self._read_s[number], self._took_s[number], self._reread_s[number] = now_s, self._clock.now_s() - now_s, 0.0
             if part.stop == DIGEST_RANGES:
                 self._digests = {epoch: known for epoch, known in self._digests.items() if known[1].any()}
-            return True
+
+    def _read_ended(self, number: int, read: asyncio.Task[None]) -> None:
+        del self._reads[number]
+        if not read.cancelled():
+            read.exception()  # callers that still wait raise it; without any, the next caller reads again
 
 
 _NOTHING: Final[Digests] = np.zeros((2, DIGEST_RANGES), np.uint64)

@@ -32,6 +32,8 @@ from kvstore.rpc.codec import run_to_proto
 log = logging.getLogger(__name__)
 
 RANGES_PER_CALL = 512
+RANGES_PER_READ = 128
+"""Ranges per call if the server must read the index for it."""
 REPAIRS_PER_ROUND = 512
 REPAIR_ATTEMPTS = 3
 REPAIRS_PER_SCAN = 256
@@ -40,7 +42,10 @@ REPAIRS_PER_CALL = 16
 REPAIRED_BLOCKS = 4_096
 """Blocks in one call, unless one range has more."""
 SUSPECT_ATTEMPTS = 8
-RPC_TIMEOUT_S = 5.0
+COMPARE_TIMEOUT_S = 60.0
+"""Reading 128 ranges of an index of 100 million blocks takes 6 s. Half of this time is left for another server."""
+REPAIR_TIMEOUT_S = 5.0
+"""Per range."""
 SETTLE_S = 2.0
 """Time that each attempt to compare suspect ranges waits for the publication of changes."""
 
@@ -84,8 +89,8 @@ class AntiEntropy:
         repaired = 0
         for volume in self._log.volumes:
             drifted: list[int] = []
-            for first in range(0, DIGEST_RANGES, RANGES_PER_CALL):
-                part = self._compare_part(boot_id, volume, first, max_age_s)
+            for numbers in _parts(RANGES_PER_CALL if max_age_s else RANGES_PER_READ):
+                part = self._compare_part(boot_id, volume, numbers, max_age_s)
                 drifted += part.drifted
                 self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, part.busy)
             repaired += self._repair(boot_id, volume, drifted[:REPAIRS_PER_ROUND])
@@ -107,34 +112,35 @@ class AntiEntropy:
                 if not remaining:
                     break
                 self._log.wait_published([volume], time.monotonic() + SETTLE_S)
-                for first in sorted({number // RANGES_PER_CALL * RANGES_PER_CALL for number in remaining}):
-                    part = self._compare_part(boot_id, volume, first, 0.0)
+                for numbers in _parts(RANGES_PER_READ):
+                    if remaining.isdisjoint(numbers):
+                        continue
+                    part = self._compare_part(boot_id, volume, numbers, 0.0)
                     drifted |= remaining.intersection(part.drifted)
                     remaining -= part.compared
             self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, len(remaining))
             repaired += self._repair(boot_id, volume, drifted)
         return repaired
 
-    def _compare_part(self, boot_id: BootId, volume: VolumeId, first: int, max_age_s: float) -> _ComparedPart:
+    def _compare_part(self, boot_id: BootId, volume: VolumeId, numbers: range, max_age_s: float) -> _ComparedPart:
         before = self._log.range_digests(volume)
-        part = range(first, min(first + RANGES_PER_CALL, DIGEST_RANGES))
-        settled = {number for number in part if before.settled[number]}
+        settled = {number for number in numbers if before.settled[number]}
         if not settled:
-            return _ComparedPart(set(), [], len(part))
+            return _ComparedPart(set(), [], len(numbers))
         request = metadata_pb2.CompareDigestsRequest(
             node_id=self._node_id,
             boot_id=boot_id,
             volume_id=volume,
-            first_range=first,
-            digests=before.digests[part.start : part.stop],
-            counts=before.counts[part.start : part.stop],
+            first_range=numbers.start,
+            digests=before.digests[numbers.start : numbers.stop],
+            counts=before.counts[numbers.start : numbers.stop],
             max_age_ms=int(max_age_s * 1000),
         )
-        differing = settled.intersection(call(self._stub.CompareDigests, request, RPC_TIMEOUT_S).differing_ranges)
+        differing = settled.intersection(call(self._stub.CompareDigests, request, COMPARE_TIMEOUT_S).differing_ranges)
         later = self._log.changes(volume) if differing else before.changes
         drifted = [number for number in sorted(differing) if before.changes[number] == later[number]]
         compared = settled - differing | set(drifted)
-        return _ComparedPart(compared, drifted, len(part) - len(compared))
+        return _ComparedPart(compared, drifted, len(numbers) - len(compared))
 
     def _repair(self, boot_id: BootId, volume: VolumeId, ranges: Iterable[int]) -> int:
         """Replace the contents of ranges in the index by the table's. Returns the number of repaired ranges.
@@ -172,7 +178,12 @@ class AntiEntropy:
             ranges=ranges,
             blocks=[run_to_proto(run) for run in runs_of(blocks)],
         )
-        call(self._stub.RepairRanges, request, RPC_TIMEOUT_S * len(ranges))
+        call(self._stub.RepairRanges, request, REPAIR_TIMEOUT_S * len(ranges))
+
+
+def _parts(size: int) -> list[range]:
+    """Divide key space into parts of ``size`` ranges."""
+    return [range(first, min(first + size, DIGEST_RANGES)) for first in range(0, DIGEST_RANGES, size)]
 
 
 def _groups(held: Mapping[int, Sequence[object]]) -> Iterator[list[int]]:

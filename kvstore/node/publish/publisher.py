@@ -427,15 +427,17 @@ class IndexPublisher:
             except Exception:  # thread edge: as above
                 self._counters.add(node_metrics.ANTI_ENTROPY_BUGS)
                 log.exception("anti-entropy failed: unexpected error, trying again")
+            else:
+                continue
+            if check is not None:  # until it succeeds, or the server no longer asks
+                self._stopping.wait(RETRY_MOST_S)
 
     def _compare_suspects(self, check: RequestedCheck) -> None:
         """Compare ranges whose last changes the index may have lost."""
-        try:
-            with self._comparing:
-                repaired = self._anti_entropy.compare_suspects(self._boot_id, check.ranges)
-            log.info("suspect index ranges compared (ranges=%d, repaired=%d)", len(check.ranges), repaired)
-        finally:  # what failed is left to the next regular comparison
-            self._checks.made(check.token)
+        with self._comparing:
+            repaired = self._anti_entropy.compare_suspects(self._boot_id, check.ranges)
+        log.info("suspect index ranges compared (ranges=%d, repaired=%d)", len(check.ranges), repaired)
+        self._checks.made(check.token)
 
     def _log_quota_skips(self) -> None:
         """Log blocks that quotas kept out: engines get no error for them."""
