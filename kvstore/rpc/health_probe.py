@@ -6,12 +6,13 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.rpc.errors import FailedCall
 
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
@@ -21,14 +22,6 @@ SHARED_STATE: Final = "kvstore.v1.SharedState"
 MAX_CHANNELS = 128
 """Number of open channels; the least recently used one is closed."""
 _NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
-
-
-def _has_service(check: Any) -> bool | None:  # noqa: ANN401  # untyped in gRPC
-    """The answer of a health check; None: the server stops, or did not answer."""
-    code = check.code()
-    if code is grpc.StatusCode.OK:
-        return True if check.result().status == health_pb2.HealthCheckResponse.SERVING else None
-    return False if code is grpc.StatusCode.NOT_FOUND else None
 
 
 class HealthProbe:
@@ -47,33 +40,29 @@ class HealthProbe:
         self._closed = False
 
     def __call__(self, address: str, timeout_s: float, ended: Callable[[bool], None]) -> None:
-        """Start a probe. ``ended(answered)`` is called once, from another thread. An error response counts as an answer."""
-        channel = self._open_channel(address)
-        if channel is None:
+        """Start a probe. ``ended(answered)`` is called once, as a rule from another thread. An error is an answer."""
+
+        def probe() -> None:
+            ended(self._check(address, "", timeout_s, wait_for_ready=True)[0] not in _NO_ANSWER)
+
+        if not _start(probe, address):
             ended(False)
-            return
-        check: Any = health_pb2_grpc.HealthStub(channel).Check
-        try:
-            probe = check.future(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
-        except ValueError:  # the channel was closed by another thread
-            ended(False)
-            return
-        probe.add_done_callback(lambda done: ended(done.code() not in _NO_ANSWER))
 
     def ask(self, address: str, service: str, timeout_s: float, told: Callable[[bool | None], None]) -> None:
-        """Ask whether a server has a service. ``told`` is called once, from another thread; None: the server does not say."""
-        channel = self._open_channel(address)
-        if channel is None:
-            told(None)
-            return
-        check: Any = health_pb2_grpc.HealthStub(channel).Check
-        try:
-            asked = check.future(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
-        except ValueError:  # the channel was closed by another thread
-            told(None)
-            return
+        """Ask whether a server has a service. ``told`` is called once, as a rule from another thread.
 
-        asked.add_done_callback(lambda done: told(_has_service(done)))
+        Its argument is None if the server stops, or does not answer.
+        """
+
+        def ask() -> None:
+            code, status = self._check(address, service, timeout_s, wait_for_ready=False)
+            if code is grpc.StatusCode.OK:
+                told(True if status == health_pb2.HealthCheckResponse.SERVING else None)
+            else:
+                told(False if code is grpc.StatusCode.NOT_FOUND else None)
+
+        if not _start(ask, address):
+            told(None)
 
     def close(self) -> None:
         """Close all channels. Running probes end without an answer."""
@@ -83,6 +72,20 @@ class HealthProbe:
             self._channels.clear()
         for channel in channels:
             channel.close()
+
+    def _check(self, address: str, service: str, timeout_s: float, *, wait_for_ready: bool) -> tuple[grpc.StatusCode | None, int]:
+        """Call a server. Returns how the call ended, and the status that the server reports."""
+        channel = self._open_channel(address)
+        if channel is None:
+            return grpc.StatusCode.CANCELLED, 0
+        check: Any = health_pb2_grpc.HealthStub(channel).Check
+        try:
+            found = check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=wait_for_ready)
+        except ValueError:  # the channel was closed by another thread
+            return grpc.StatusCode.CANCELLED, 0
+        except grpc.RpcError as error:
+            return cast("FailedCall", error).code(), 0
+        return grpc.StatusCode.OK, found.status
 
     def _open_channel(self, address: str) -> grpc.Channel | None:
         """The channel to an address; None: it cannot be opened now, for example because TLS files are being replaced."""
@@ -106,3 +109,16 @@ class HealthProbe:
         if retired is not None:
             retired.close()
         return channel
+
+
+def _start(job: Callable[[], None], address: str) -> bool:
+    """Run a job in a thread. Returns False if there are no more threads.
+
+    A gRPC future would start a thread, too. If that fails, all later futures of the channel hang, and so does its ``close``.
+    """
+    try:
+        threading.Thread(target=job, name="kvstore-probe", daemon=True).start()
+    except RuntimeError as error:
+        limited.warning("server not probed: %s (error=%s)", address, error)
+        return False
+    return True

@@ -226,6 +226,26 @@ def test_metadata_server_silent_costs_the_deadline(
     assert lookup.seconds < 5
 
 
+def test_lookup_server_lost_without_threads_is_a_miss(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, start = make_client(near), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvclient-revive":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    metadata.stop()
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        lookup = client.lookup(token_chain(spec, 2))
+    assert isinstance(lookup.error, Unavailable)
+    metadata.runs = [(0, 2, near)]
+    metadata.start()
+    wait_until(lambda: client.lookup(token_chain(spec, 2)).hit_blocks == 2)
+
+
 def test_forgotten_namespace_is_registered_again(
     spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
 ) -> None:

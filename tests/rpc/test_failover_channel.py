@@ -257,6 +257,27 @@ def test_last_server_lost_first_one_is_probed_at_once(pair: Pair, monkeypatch: p
     assert pair.call(LOOKUP, wait_for_ready=True) == first.address
 
 
+def test_servers_lost_without_threads_are_found_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, start = cast("FailoverChannel", pair.channel), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if isinstance(thread, threading.Timer) or thread.name == "kvstore-probe":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        for server in pair.servers:
+            server.stop()
+        with pytest.raises(grpc.RpcError):
+            pair.call(LOOKUP)
+        wait_until(lambda: channel.servers.probes_waiting == 2, "both servers wait for the next call")
+    for server in pair.servers:
+        server.start()
+    wait_until(lambda: channel.servers.pick(CallPlacement.SPREAD) is not None, "calls probe the servers")
+    assert pair.call(LOOKUP) in [server.address for server in pair.servers]
+
+
 def test_call_wait_for_ready_ends_at_its_deadline(pair: Pair) -> None:
     for server in pair.servers:
         server.stop()

@@ -354,7 +354,10 @@ class MetadataClient:
         with self._reviving_lock:
             if not self._closed and (self._reviving is None or not self._reviving.is_alive()):
                 self._reviving = threading.Thread(target=self._await_server, args=(error,), name="kvclient-revive", daemon=True)
-                self._reviving.start()
+                try:
+                    self._reviving.start()
+                except RuntimeError as refused:  # no more threads: the next failed call tries again
+                    _limited.warning("metadata server not awaited (reason=%s)", refused)
 
     def _await_server(self, lost: Unavailable) -> None:
         if self._diagnoser.known(lost) is lost:

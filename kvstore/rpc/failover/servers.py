@@ -116,6 +116,9 @@ class MetadataServers:
         """Servers whose last call timed out; the next answer must be recorded by ``answered``."""
         self._probe = HealthProbe(lambda address: open_channel(address, self.tls_of(address)))
         self._timers: dict[str, threading.Timer] = {}
+        self._untimed: dict[str, Callable[[], None]] = {}
+        """What had no thread for its timer: the first call at ``_untimed_due_s`` or later calls it."""
+        self._untimed_due_s = float("inf")
         self._probing: set[str] = set()
         self._monitor = LivenessMonitor(self._probe, counters)
         self._resolved: dict[str, list[str]] = {}
@@ -143,9 +146,11 @@ class MetadataServers:
     def pick(self, placement: CallPlacement) -> Route | None:
         """Return the server for the next call; None: no server answers."""
         route = self._routes.get(placement)
-        if route is not None and time.monotonic() < self._resolve_due_s:
+        now_s = time.monotonic()
+        if route is not None and now_s < self._resolve_due_s and now_s < self._untimed_due_s:
             return route
         self._resolve_if_due()
+        self._call_untimed_if_due()
         with self._lock:
             self._used.add(placement)
             changes = self._choose()
@@ -230,7 +235,7 @@ class MetadataServers:
     def probes_waiting(self) -> int:
         """Number of servers that will be probed after a pause."""
         with self._lock:
-            return len(self._timers.keys() & set(self._selection.addresses))
+            return len((self._timers.keys() | self._untimed.keys()) & set(self._selection.addresses))
 
     def check_idle(self, timeout_s: float) -> None:
         """Probe the servers that no call goes to, so that ``states`` shows those that are away. Blocks up to ``timeout_s``."""
@@ -258,6 +263,7 @@ class MetadataServers:
             self._closed = True
             timers = list(self._timers.values())
             self._timers.clear()
+            self._untimed.clear()
         for timer in timers:
             timer.cancel()
         self._monitor.close()
@@ -307,6 +313,7 @@ class MetadataServers:
         with self._lock:
             if (timer := self._timers.pop(address, None)) is not None:
                 timer.cancel()
+            self._untimed.pop(address, None)
             if self._closed or address in self._probing:
                 return
             self._probing.add(address)
@@ -325,9 +332,24 @@ class MetadataServers:
 
     def _start_timer(self, key: str, pause_s: float, function: Callable[[str], None], address: str) -> None:
         """Call a function later, unless this is closed before. Call it under the lock."""
-        timer = self._timers[key] = threading.Timer(pause_s, function, (address,))
+        timer = threading.Timer(pause_s, function, (address,))
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError as error:  # no more threads
+            limited.warning("no timer for metadata server: %s, left to the next call (reason=%s)", address, error)
+            self._untimed[key] = partial(function, address)
+            self._untimed_due_s = min(self._untimed_due_s, time.monotonic() + pause_s)
+        else:
+            self._timers[key] = timer
+
+    def _call_untimed_if_due(self) -> None:
+        with self._lock:
+            if time.monotonic() < self._untimed_due_s:
+                return
+            due, self._untimed, self._untimed_due_s = [*self._untimed.values()], {}, float("inf")
+        for function in due:
+            function()
 
     # ---- shared state ----
     def _ask_state(self, address: str) -> None:
