@@ -270,6 +270,32 @@ def test_forgotten_namespace_is_registered_again(
     assert metadata.calls.count("RegisterNamespace") == 2
 
 
+def test_forgotten_namespace_calls_share_the_deadline(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, clock: SkewedClock, make_client: MakeClient
+) -> None:
+    client = make_client(near)
+    metadata.calls.clear()
+    left_s: list[float] = []
+
+    def late(answer: Callable[[Any, grpc.ServicerContext], Any]) -> Callable[[Any, grpc.ServicerContext], Any]:
+        def answer_late(request: object, context: grpc.ServicerContext) -> object:
+            left_s.append(context.time_remaining())
+            clock.ahead_s += 5.0
+            metadata.fail = None if metadata.calls else NotFound("no such namespace")
+            return answer(request, context)
+
+        return answer_late
+
+    metadata.Lookup = late(metadata.Lookup)  # type: ignore[method-assign]
+    metadata.RegisterNamespace = late(metadata.RegisterNamespace)  # type: ignore[method-assign]
+    metadata.stop()
+    metadata.start()
+    metadata.runs = [(0, 2, near)]
+    wait_until(lambda: client.lookup(token_chain(spec, 2), deadline_s=30.0).hit_blocks == 2)
+    assert metadata.calls == ["Lookup", "RegisterNamespace", "Lookup"]
+    assert [left < most for left, most in zip(left_s, (31.0, 26.0, 21.0), strict=True)] == [True] * 3
+
+
 # ---------------------------------------------------------------- the node goes and comes
 def test_restarted_node_is_found_again(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, caplog: pytest.LogCaptureFixture

@@ -165,15 +165,16 @@ class MetadataClient:
         return HeadLookup(heads.keys, _runs(answer, len(heads)), seconds=self._clock.now_s() - started_s)
 
     def _look_up(self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float) -> _Response:
-        """Call the server; a namespace that it does not know is registered first."""
+        """Call the server; a namespace that it does not know is registered first. All calls together have ``timeout_s``."""
+        until_s = self._clock.now_s() + timeout_s
         if not self._registered:  # connect() found no server
             self.register(timeout_s)
         try:
-            return self._call(method, request, timeout_s)
+            return self._call(method, request, until_s - self._clock.now_s())
         except NotFound:  # the server lost its index and with it the namespace
             self._registered = False
-            self.register(timeout_s)
-            return self._call(method, request, timeout_s)
+            self.register(until_s - self._clock.now_s())
+            return self._call(method, request, until_s - self._clock.now_s())
 
     def nodes(self, timeout_s: float) -> list[common_pb2.NodeInfo]:
         """Return the living nodes, by node id.
