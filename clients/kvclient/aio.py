@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from kvclient.call.execution import PreparedCall, Result
+from kvclient.call.handle import left_with_grace_s
 from kvclient.client import Keys, KVClient
 from kvclient.load.paths import Paths
 from kvclient.load.read_ahead import ReadAhead
@@ -165,6 +166,9 @@ class AsyncKVClient:
         """Wait for a call in a thread. A cancellation cancels the call, waits for its end, and is then raised."""
         running = asyncio.wrap_future(self.blocking.runner.start(call))
         try:
+            ended, _ = await asyncio.wait((running,), timeout=left_with_grace_s(call.scope))
+            if not ended:
+                call.scope.cancel()  # a call that still waits for a thread ends at once
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             call.scope.cancel()

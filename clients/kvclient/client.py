@@ -94,8 +94,7 @@ class KVClient:
         )
         self._hints = HintSender(context)
         self._unfinished: weakref.WeakSet[LayerwiseStore | PromptReceiver] = weakref.WeakSet()
-        self._pid = os.getpid()
-        self._closed = False
+        self._pid, self._closed = os.getpid(), False
         self._metrics = self._serve_metrics(options.metrics_listen) if options.metrics_listen is not None else None
 
     @classmethod
@@ -184,6 +183,7 @@ class KVClient:
             accounting=HitAccounting(spec.block_tokens, spec.shape.block_bytes, incidents, options),
             run_ends=RunEndMemory(),
             part_threads=LazyThreadPool(options.part_workers, "kvclient-part"),
+            prompt_threads=LazyThreadPool(options.prompt_workers, "kvclient-prompt"),
         )
         demotions = Demotions(context)
         try:
@@ -600,7 +600,7 @@ class KVClient:
         check_sendable("transfer_id", check_transfer_id(transfer_id))
         scope = self._scope(deadline_s, self._context.options.default_deadline_s)
         prompt = PromptReceiver(self._context, self._slice(keys), scope, transfer_id)
-        prompt.begin(self._context.part_threads.submit(prompt.run))
+        prompt.begin(self._context.prompt_threads.submit(prompt.run))
         self._unfinished.add(prompt)
         return prompt
 

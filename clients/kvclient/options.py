@@ -65,6 +65,7 @@ class ClientOptions:
         max_pending: background calls that may wait or run at once; one more is answered as a miss or skip.
         read_streams: nodes that are read from at once, by all loads of the client.
         part_workers: parts of planned loads under way at once, of all loads of the client; more wait.
+        prompt_workers: prompts awaited at once (``await_prompt``); more wait.
         tcp_streams: connections to each node.
         kv_dscp: DSCP mark of KV traffic, 0 to 63; 8 is CS1, a low class; 0: unmarked.
         compute_cap: maximum bytes per second that this process's client moves to and from other hosts, per direction; 0: no cap.
@@ -106,6 +107,7 @@ class ClientOptions:
     max_pending: int = 64
     read_streams: int = 8
     part_workers: int = 64
+    prompt_workers: int = 64
     tcp_streams: int = 4
     kv_dscp: int = CS1
     compute_cap: int = 0
@@ -133,6 +135,7 @@ class ClientOptions:
             "read_streams",
             "tcp_streams",
             "part_workers",
+            "prompt_workers",
             "load_chunk_bytes",
             "breaker_failures",
         )

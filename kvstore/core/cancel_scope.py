@@ -3,7 +3,7 @@
 The words are trio's. A scope is created for a call and passed along, or made current in a context. Work for the call
 
 * checks ``ended`` before each new step;
-* registers with ``on_cancel`` how to end a wait for something outside, or uses ``wait`` and ``result``;
+* registers with ``on_cancel`` how to end a wait for something outside, or uses ``wait``, ``join`` and ``result``;
 * bounds each wait by ``left_s``, because no timer watches the deadline.
 
 Scopes nest. A scope that is created while another one is current is cancelled together with that one, and its deadline is not
@@ -21,10 +21,11 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future, wait
+from contextlib import suppress
 from contextvars import Context, ContextVar, Token, copy_context
 from types import TracebackType
-from typing import Final, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 from weakref import WeakSet
 
 from kvstore.core.clock import Clock, MonotonicClock
@@ -174,14 +175,25 @@ class CancelScope:
             notified = condition.wait(None if left_s == math.inf else left_s)
         return notified and not self._cancelled
 
+    def join(self, *futures: Future[Any]) -> None:
+        """Wait until all work has ended. Work that has not begun when the scope ends is cancelled."""
+        for future in futures:
+            left_s = self.left_s()
+            with self.on_cancel(future.cancel), suppress(CancelledError):
+                try:
+                    future.exception(None if left_s == math.inf else left_s)
+                except TimeoutError:
+                    future.cancel()
+        wait([future for future in futures if not future.cancelled()])
+
     def result(self, future: Future[Result]) -> Result:
-        """Return ``future.result()``. A cancellation cancels work that has not begun.
+        """Return ``future.result()``. Work that has not begun when the scope ends is cancelled.
 
         Raises:
             CancelledError: the work was cancelled before it began.
         """
-        with self.on_cancel(future.cancel):
-            return future.result()
+        self.join(future)
+        return future.result()
 
     # ---- the current scope ----
     def __enter__(self) -> Self:

@@ -26,7 +26,7 @@ LONG_S = 25.0
 
 
 def test_prompt_cancelled_without_a_thread_ends_at_once(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    client = make_client(near, part_workers=1)
+    client = make_client(near, prompt_workers=1)
     first = client.await_prompt(token_chain(spec, 2), transfer_id="first", deadline_s=LONG_S)
     near.wait_called("AwaitPrompt")
     queued = client.await_prompt(token_chain(spec, 2), transfer_id="queued", deadline_s=LONG_S)
@@ -39,7 +39,7 @@ def test_prompt_cancelled_without_a_thread_ends_at_once(spec: CacheSpec, near: F
 
 
 def test_prompt_taken_without_a_thread_is_missing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    client = make_client(near, part_workers=1)
+    client = make_client(near, prompt_workers=1)
     first = client.await_prompt(token_chain(spec, 2), deadline_s=LONG_S)
     near.wait_called("AwaitPrompt")
     queued = client.await_prompt(token_chain(spec, 2), deadline_s=LONG_S)
@@ -49,7 +49,7 @@ def test_prompt_taken_without_a_thread_is_missing(spec: CacheSpec, near: FakeNod
 
 
 def test_closed_client_cancels_awaited_prompts(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
-    client = make_client(near, part_workers=1)
+    client = make_client(near, prompt_workers=1)
     prompts = [client.await_prompt(token_chain(spec, 2), transfer_id=f"t{at}", deadline_s=LONG_S) for at in range(3)]
     near.wait_called("AwaitPrompt")
     client.close()

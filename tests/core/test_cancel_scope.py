@@ -181,6 +181,16 @@ def test_result_cancels_work_that_has_not_begun() -> None:
     assert scope.result(done) == 3
 
 
+def test_join_cancels_late_work_and_waits_for_running_work() -> None:
+    never: Future[int] = Future()
+    running: Future[int] = Future()
+    running.set_running_or_notify_cancel()
+    threading.Timer(0.02, running.set_result, (3,)).start()
+    CancelScope.after(0.01).join(running, never)
+    assert running.result(0) == 3
+    assert never.cancelled()
+
+
 def test_pool_work_is_cancelled_with_its_coroutine() -> None:
     started, seen = threading.Event(), Future[bool]()
 

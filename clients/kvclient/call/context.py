@@ -42,7 +42,9 @@ class ClientContext:
     accounting: HitAccounting
     run_ends: RunEndMemory
     part_threads: LazyThreadPool
-    """Threads for the parts of planned loads and for prompts that are awaited."""
+    """Threads for the parts of planned loads."""
+    prompt_threads: LazyThreadPool
+    """Threads for prompts that are awaited, which last longer than parts."""
     pool: PoolNamespace | None = None
     """The engine's own pool, nearer than any node."""
     chain_nodes: ChainNodes = field(default_factory=ChainNodes)
@@ -88,6 +90,7 @@ class ClientContext:
     def close(self) -> None:
         """End the threads and close all connections."""
         self.part_threads.close()  # parts end soon after their scopes
+        self.prompt_threads.close()  # prompts were cancelled before
         self.remote_sessions.close()
         self.hint_threads.close()  # hints that wait fail at once, because no session is left
         self.peers.close()

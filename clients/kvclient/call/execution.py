@@ -171,19 +171,37 @@ class CallRunner:
         return self._checked(result)
 
     def start(self, call: PreparedCall[R]) -> Future[R]:
-        """Run a call in a background thread. The future fails only if ``strict``."""
+        """Run a call in a background thread. Cancelling its scope ends it at once if it still waits for a thread.
+
+        Returns:
+            The result, which only the call sets: it cannot be cancelled. It is an exception only if ``strict``.
+        """
         call.scope.cancellable = True
         if not self._pending.acquire(blocking=False):
             error: KVStoreError = CapacityExceeded("too many calls in the background")
             self._incidents.report(client_metrics.CALLS_REFUSED, "call refused: too many in the background")
             return self._refused(call, error)
         try:
-            future = self._threads.submit(self.run, call)
+            queued = self._threads.submit(self.run, call)
         except Unavailable as closed:
             self._pending.release()
             return self._refused(call, closed)
-        future.add_done_callback(lambda _: self._pending.release())
-        return future
+        answer: Future[R] = Future()
+        answer.set_running_or_notify_cancel()
+        registered = call.scope.on_cancel(queued.cancel)
+
+        def ended(_: Future[R]) -> None:
+            registered.unregister()
+            self._pending.release()
+            if queued.cancelled():
+                self._refuse(call, call.scope.error(), answer)
+            elif (raised := queued.exception()) is not None:
+                answer.set_exception(raised)
+            else:
+                answer.set_result(queued.result())
+
+        queued.add_done_callback(ended)
+        return answer
 
     def close(self) -> None:
         """Cancel the calls under way, and wait for those in the background."""
@@ -193,12 +211,15 @@ class CallRunner:
         self._threads.close()
 
     def _refused(self, call: PreparedCall[R], error: KVStoreError) -> Future[R]:
-        future: Future[R] = Future()
+        answer: Future[R] = Future()
+        self._refuse(call, error, answer)
+        return answer
+
+    def _refuse(self, call: PreparedCall[R], error: KVStoreError, answer: Future[R]) -> None:
         try:
-            future.set_result(self._checked(call.refused(error)))
-        except KVStoreError as raised:
-            future.set_exception(raised)
-        return future
+            answer.set_result(self._checked(call.refused(error)))
+        except Exception as raised:  # noqa: BLE001  # the caller gets it from the future
+            answer.set_exception(raised)
 
     def _checked(self, result: R) -> R:
         if self._strict and result.error is not None:

@@ -11,6 +11,14 @@ from kvstore.core.cancel_scope import CancelScope
 
 Result = TypeVar("Result")
 
+GRACE_S = 0.5
+"""Between a call's deadline and the end of its last piece of work."""
+
+
+def left_with_grace_s(scope: CancelScope) -> float:
+    """Return the seconds until a call has ended, unless it still waits for a thread."""
+    return max(0.0, scope.deadline_s - scope.started_s - scope.elapsed_s() + GRACE_S)
+
 
 class CallHandle(Generic[Result]):
     """A call that runs in the background. Thread-safe. A context manager that cancels the call unless it has ended.
@@ -24,7 +32,9 @@ class CallHandle(Generic[Result]):
 
     @property
     def done(self) -> bool:
-        """Whether the call has ended."""
+        """Whether the call has ended. A call that still waits for a thread after its deadline ends here."""
+        if not self._future.done() and left_with_grace_s(self._scope) == 0:
+            self._scope.cancel()
         return self._future.done()
 
     @property
@@ -41,9 +51,8 @@ class CallHandle(Generic[Result]):
         Raises:
             InvalidArgument: ``timeout_s`` is not a number of seconds.
         """
-        if timeout_s is not None:
-            timeout_s = check_seconds("timeout_s", timeout_s, zero=True)
-        if not wait((self._future,), timeout_s).done:
+        left_s = left_with_grace_s(self._scope) if timeout_s is None else check_seconds("timeout_s", timeout_s, zero=True)
+        if not wait((self._future,), left_s).done:
             return self.cancel()
         return self._future.result()
 
@@ -54,7 +63,7 @@ class CallHandle(Generic[Result]):
     def cancel(self) -> Result:
         """Cancel the call and return its result. After that nothing touches the buffer."""
         self._scope.cancel()
-        return self._future.result()  # bounded: the work checks its scope between two pieces
+        return self._future.result()  # bounded: a call without a thread ends at once, others check their scope between two pieces
 
     def __enter__(self) -> Self:
         return self

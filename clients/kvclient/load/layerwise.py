@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from kvclient.call.arguments import check_seconds
 from kvclient.call.execution import CallScope
-from kvclient.call.handle import CallHandle
+from kvclient.call.handle import GRACE_S, CallHandle
 from kvclient.results import LoadResult
 from kvstore.core.errors import InvalidArgument
 
@@ -96,14 +96,10 @@ class LoadHandle(CallHandle[LoadResult]):
         """
         if not isinstance(layer, int) or not 0 <= layer < self._layers:
             raise InvalidArgument("no such layer", layer=layer, layers=self._layers)
-        left_s = self._scope.left_s() + _GRACE_S
+        left_s = self._scope.left_s() + GRACE_S
         arrived = self._barrier.wait(
             layer, left_s if timeout_s is None else min(check_seconds("timeout_s", timeout_s, zero=True), left_s)
         )
         if arrived and self._wait_on_stream is not None:
             self._wait_on_stream(layer)
         return arrived
-
-
-_GRACE_S = 0.5
-"""Between a load's deadline and the end of its last piece of work."""

@@ -78,7 +78,11 @@ class PlannedSource:
             planned_load.run()
         finally:
             if near_done is not None:
-                near_done.result()
+                request.scope.join(near_done)
+        if near_done is not None and near_done.cancelled():
+            end_unread(request, near, sink)
+        elif near_done is not None:
+            near_done.result()
 
     def _fetch_near(self, request: LoadRequest, near: Positions, sink: BlockSink) -> None:
         """Load blocks that need no plan, block by block, while the planned ones arrive."""
@@ -148,7 +152,7 @@ class _PlannedLoad:
         finally:
             for part in self._parts:
                 part.source.scope.cancel()
-            wait([part.future for part in self._parts])  # until then they may write to the buffer
+            wait([part.future for part in self._parts if not part.future.cancel()])  # until then they may write to the buffer
             self._report(finished=True)
 
     def _count_prediction(self, took_s: float) -> None:
@@ -228,9 +232,14 @@ class _PlannedLoad:
         """Until all parts have ended: cancel parts that stall, plan failed ones again, report progress."""
         clock, stall_s = self._context.clock, self._paths.stall_s
         while self._parts:
-            done, _ = wait([part.future for part in self._parts], _WATCH_S, FIRST_COMPLETED)
-            ended = [part for part in self._parts if part.future in done]
-            self._parts = [part for part in self._parts if part.future not in done]
+            wait([part.future for part in self._parts], _WATCH_S, FIRST_COMPLETED)
+            ended: list[_RunningPart] = []
+            running: list[_RunningPart] = []
+            for part in self._parts:
+                if part.source.scope.ended:
+                    part.future.cancel()  # no effect unless the part waits for a thread
+                (ended if part.future.done() else running).append(part)
+            self._parts = running
             for part in ended:
                 self._handle_end(part)
             for part in self._parts:
@@ -254,7 +263,8 @@ class _PlannedLoad:
 
     def _handle_end(self, part: _RunningPart) -> None:
         """Handle a part that has ended: nothing writes to its blocks any more. Find another path for its missing blocks."""
-        part.future.result()  # raises if the part ended by a bug
+        if not part.future.cancelled():
+            part.future.result()  # raises if the part ended by a bug
         source, sink = part.source, self._sink
         left = self._missing(part.positions)
         if not len(left):
@@ -272,9 +282,7 @@ class _PlannedLoad:
         if not len(left) or self._scope.ended:
             self._report_end(part)
             if len(left):
-                sink.outcomes[left] = Outcome.TIMEOUT
-                sink.record_error(self._scope.error())
-                sink.give_up(left)
+                end_unread(self._request, left, sink)
             return
         cause = f"no progress for {self._paths.stall_s:g} s" if part.stalled else source.failure
         why = f"{source.node_id} over {source.path}: {cause}"
@@ -360,6 +368,13 @@ class _PlannedLoad:
     def _arrived(self, plan: Plan, planned: PlannedPart) -> int:
         """Return how much of a part has arrived, in blocks: layers of several blocks add up."""
         return int(self._sink.ready_layers(self._positions(plan, planned)).sum()) // self._context.shape.layers
+
+
+def end_unread(request: LoadRequest, positions: Positions, sink: BlockSink) -> None:
+    """Record that the load ended before some blocks were read."""
+    sink.outcomes[positions] = Outcome.TIMEOUT
+    sink.record_error(request.scope.error())
+    sink.give_up(positions)
 
 
 def may_need_plan(runs: Iterable[Run], local: LocalNode | None) -> bool:

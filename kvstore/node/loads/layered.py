@@ -319,7 +319,7 @@ class LayeredLoader:
                         load.lost.update(run.first + at for at, outcome in enumerate(run.outcomes) if outcome is not Outcome.HIT)
                         yield run
         except CancelledError:
-            return  # the load was cancelled before a read began
+            return  # the load ended before a read began
         finally:
             for _, future in in_flight:  # the caller stopped early, but these reads still write to the slots
                 if not future.cancel():

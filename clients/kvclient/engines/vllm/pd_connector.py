@@ -99,7 +99,7 @@ class KVStorePDConnector(KVStoreConnector):
 
     def _worker_options(self) -> ClientOptions:
         """Return the client options of a worker, with a thread for each awaited prompt."""
-        return replace(super()._worker_options(), part_workers=self._pd_options.max_prompts)
+        return replace(super()._worker_options(), prompt_workers=self._pd_options.max_prompts)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
         """Receive vLLM's block pool, in which pages are pinned while they are stored or handed over."""

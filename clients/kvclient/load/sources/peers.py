@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import wait
-
 import numpy as np
 import numpy.typing as npt
 
@@ -11,7 +9,7 @@ from kvclient.load.sink import BlockSink, LoadRequest, Mask, Positions
 from kvclient.load.sources.local_node import LocalNodeSource
 from kvclient.memory.buffers import pick_blocks
 from kvclient.results import PATH_PREFILL, NodeRef, outcome_table
-from kvstore.core.errors import KVStoreError, Unavailable
+from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.core.types import Outcome
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.transport.contract import LayerProgress, ReadControl, ReadRequest
@@ -105,6 +103,7 @@ class _PeerLoad:
         deadline_s = self._scope.deadline_s
         if may_retry.any():
             deadline_s -= self._scope.left_s() * (1 - _FIRST_TRY_SHARE)
+        scope = self._scope.nested(deadline_s)
         reads = [(self._nodes[number], np.flatnonzero(choice == number)) for number in np.unique(choice[choice >= 0]).tolist()]
         futures = []
         try:
@@ -114,9 +113,13 @@ class _PeerLoad:
         except Unavailable as error:  # the client is being closed
             self._sink.record_error(error)
         finally:
-            wait(futures)  # each ends by the deadline
-        for future in futures:
-            future.result()
+            scope.join(*futures)
+        for (node, positions), future in zip(reads[1:], futures, strict=False):  # the pool may have refused the last ones
+            if future.cancelled():
+                self._record_failure(node, positions, DeadlineExceeded("no thread became free for the read (read_streams)"))
+                self._sink.give_up(positions[~may_retry[positions]])
+            else:
+                future.result()
 
     def _read(self, node: NodeRef, positions: Positions, deadline_s: float, may_retry: Mask) -> None:
         """Read some blocks from one node in one request: between two requests the wire would be idle."""
