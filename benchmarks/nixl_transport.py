@@ -125,7 +125,7 @@ def measure(options: Options, shape: BlockShape, total: int, transports: str, wa
             target=Target("peer", 0.9) if contestant in ("registered", "unverified") else None,
             transport="tcp" if contestant == "tcp" else "nixl",
             verified=contestant != "unverified",
-            notes="the destination is registered for this load only" if contestant == "unregistered" else "",
+            notes="the destination is not registered: through bounce memory" if contestant == "unregistered" else "",
             cpu=meters[contestant].cost(),
         )
 

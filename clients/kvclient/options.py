@@ -69,7 +69,7 @@ class ClientOptions:
         tcp_streams: connections to each node.
         kv_dscp: DSCP mark of KV traffic, 0 to 63; 8 is CS1, a low class; 0: unmarked.
         compute_cap: maximum bytes per second that this process's client moves to and from other hosts, per direction; 0: no cap.
-        nixl: read from nodes that have NIXL by one-sided transfers, unless TLS or a cap is set; None: over TCP.
+        nixl: read from nodes that have NIXL by one-sided transfers, through bounce memory, unless TLS or a cap is set; None: TCP.
         nixl_trusted_network: required for ``nixl``: anyone who reaches this process's ports may read and write its memory.
         breaker_failures: consecutive unanswered calls after which calls to the metadata server fail at once.
         breaker_pause_s: time until one call is let through as a trial.

@@ -32,7 +32,10 @@ Checksums = npt.NDArray[np.uint64]
 
 
 class LateBytes(Internal):
-    """Bytes of a failed read may still arrive. The destination of the read must never be used for anything else."""
+    """Bytes of a failed read may still arrive. The destination of the read must never be used for anything else.
+
+    Raised only for memory whose owner has registered it with the transport, and can set it aside: the slots of a node's arena.
+    """
 
 
 @dataclass(frozen=True, slots=True)

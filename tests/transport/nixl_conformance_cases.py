@@ -61,4 +61,4 @@ class TestUcxTcp(_Nixl):
 
 
 class TestCma(_Nixl):
-    options = NixlOptions(mode="pull")
+    options = NixlOptions(mode="pull", bounce_bytes=256 << 20)

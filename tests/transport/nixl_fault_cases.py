@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -73,9 +73,11 @@ def tell(process: subprocess.Popen[str], line: str) -> None:
 
 
 @contextmanager
-def reader(address: str, options: dict[str, str]) -> Iterator[tuple[NixlPeer, NixlAgent, Counters]]:
+def reader(
+    address: str, options: dict[str, str], regions: Sequence[Region] = ()
+) -> Iterator[tuple[NixlPeer, NixlAgent, Counters]]:
     counters = Counters()
-    port = NixlAgent(NixlOptions(**options), name="reader", counters=counters)  # type: ignore[arg-type]
+    port = NixlAgent(NixlOptions(**options), name="reader", regions=regions, counters=counters)  # type: ignore[arg-type]
     peer = NixlPeer(address, port, counters=counters)
     try:
         yield peer, port, counters
@@ -316,11 +318,13 @@ def test_read_pull_without_cma_uses_connection() -> None:
 
 def test_fence_that_fails_raises_late_bytes(nixl: BreakableNixl) -> None:
     """Another reference keeps the agent and its connections alive, so the memory of the read must not be used again."""
-    with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, port, counters):
-        assert peer.read(read_of(range(64), 1, within_s=60), dense(64, SHAPE)).outcomes.count(Outcome.HIT) == 64
+    arena = dense(64, SHAPE)
+    region = Region(arena.array.ctypes.data, arena.array.nbytes)
+    with child("serve", "{}", "0") as server, reader(heard(server), {}, [region]) as (peer, port, counters):
+        assert peer.read(read_of(range(64), 1, within_s=60), arena).outcomes.count(Outcome.HIT) == 64
         held = nixl.break_agent("check")()
         with pytest.raises(LateBytes):
-            peer.read(read_of(range(64), 1, within_s=60), dense(64, SHAPE))
+            peer.read(read_of(range(64), 1, within_s=60), arena)
         assert counters.get("transport_nixl_fences_broken_total") == 1
         assert counters.get("transport_nixl_fences_total") == 0
         buffer = dense(64, SHAPE)
@@ -329,6 +333,30 @@ def test_fence_that_fails_raises_late_bytes(nixl: BreakableNixl) -> None:
         assert_hits_are_right(result.outcomes, buffer)
         with pytest.raises(Unsupported):
             port.open()
+        del held
+
+
+def test_fence_that_fails_leaves_callers_memory_alone(nixl: BreakableNixl) -> None:
+    """Bytes may arrive in bounce memory only. So the read goes on over the connection, into the same memory."""
+    with child("serve", "{}", "0") as server, reader(heard(server), {"mode": "pull"}) as (peer, _, counters):
+        buffer = dense(64, SHAPE)
+        assert peer.read(read_of(range(64), 1, within_s=60), buffer).outcomes.count(Outcome.HIT) == 64
+        start, held = NixlAgent.start, nixl.break_agent("check")()
+        begin, end = buffer.array.ctypes.data, buffer.array.ctypes.data + buffer.array.nbytes
+        targets: list[int] = []
+
+        def start_noted(self: NixlAgent, epoch: int, operation: Any, ours: Any, *more: Any) -> Any:
+            targets.extend(ours[:, 0].tolist())
+            return start(self, epoch, operation, ours, *more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(NixlAgent, "start", start_noted)
+            result = peer.read(read_of(range(64), 1, within_s=60), buffer)
+        assert counters.get("transport_nixl_fences_broken_total") == 1
+        assert result.outcomes.count(Outcome.HIT) == 64
+        assert_hits_are_right(result.outcomes, buffer)
+        assert targets
+        assert not [target for target in targets if begin <= target < end]
         del held
 
 

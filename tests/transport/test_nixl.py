@@ -7,17 +7,23 @@ NIXL's wheel contains C++ libraries with process-global symbols, among them prot
 from __future__ import annotations
 
 import importlib.util
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstore.config.node import NodeConfig
+from kvstore.core.buffers import DenseBlocks
 from kvstore.core.errors import InvalidArgument
+from kvstore.core.types import BlockShape
 from kvstore.node.loads.nixl import NixlAgents
 from kvstore.observe.counters import Counters
-from kvstore.transport.nixl.agent import Region
+from kvstore.transport.contract import ReadRequest
+from kvstore.transport.nixl.agent import NixlAgent, NixlOptions, Region
+from kvstore.transport.nixl.peer import NixlStripedRead
 
 HERE = Path(__file__).parent
 
@@ -42,6 +48,20 @@ def test_nixl_cases_in_own_process_pass(cases: str, which: str, tmp_path: Path) 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+def test_read_into_callers_memory_is_never_direct() -> None:
+    """Late bytes can arrive only in registered memory, and an engine's is not."""
+    shape = BlockShape(2, 4096)
+    buffer = DenseBlocks(np.zeros((4, 2, 4096), np.uint8))
+    request = ReadRequest(bytes(16), [bytes(16)] * 4, 0, 2, 0, math.inf)
+
+    def read(*regions: Region) -> NixlStripedRead:
+        agent = NixlAgent(NixlOptions(mode="pull"), regions=regions)
+        return NixlStripedRead(request, buffer, 1, verify=True, on_layers=None, agent=agent, max_unit_bytes=shape.block_bytes)
+
+    assert read().registered is None
+    assert read(Region(buffer.array.ctypes.data, buffer.array.nbytes)).registered is not None
 
 
 def test_node_nixl_without_trusted_network_is_refused() -> None:

@@ -204,7 +204,6 @@ class NixlAgent:
         self._remote_users: dict[str, int] = {}  # agent name -> connections that use it
         self._transfers: dict[int, Any] = {}
         self._last = 0
-        self._temporary: dict[Region, int] = {}
         self.slab_bytes = options.bounce_bytes // SLABS // mmap.PAGESIZE * mmap.PAGESIZE
         self._bounce: mmap.mmap | None = None
         self._slabs: list[Slab] = []
@@ -317,7 +316,6 @@ class NixlAgent:
         while self._transfers:
             _release(self._transfers.popitem()[1])  # a local name would keep the handle, which keeps the agent
         self._remote_users.clear()
-        self._temporary.clear()
         epoch, self._epoch = self._epoch, self._epoch + 1
         if self._agent is None:
             return
@@ -336,42 +334,6 @@ class NixlAgent:
         """Return whether ``[begin, end)`` is inside a permanently registered region."""
         begin, end = extent
         return any(region.address <= begin and end <= region.address + region.size for region in self._regions)
-
-    def register(self, epoch: int, region: Region) -> bool:
-        """Register a caller's memory until ``unregister``. False: it overlaps other registered memory, or NIXL refuses it.
-
-        Equal regions are registered once. Regions that only overlap are refused, because NIXL could not tell which one to use.
-        """
-        with self._lock:
-            if self._agent is None or epoch != self._epoch:
-                return False
-            if region not in self._temporary:
-                end = region.address + region.size
-                for other in (*self._regions, *self._temporary):
-                    if region.address < other.address + other.size and other.address < end:
-                        return False
-                try:
-                    self._agent.register_memory([(region.address, region.size, 0, "")], "DRAM")
-                except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class
-                    log.debug("memory not registered: %r", error)
-                    return False
-                self._temporary[region] = 0
-            self._temporary[region] += 1
-            return True
-
-    def unregister(self, epoch: int, region: Region) -> None:
-        """Undo one ``register``. Never raises."""
-        with self._lock:
-            if self._agent is None or epoch != self._epoch or region not in self._temporary:
-                return
-            self._temporary[region] -= 1
-            if self._temporary[region]:
-                return
-            del self._temporary[region]
-            try:
-                self._agent.deregister_memory(self._agent.get_reg_descs([(region.address, region.size, 0, "")], "DRAM"))
-            except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class
-                log.warning("memory not unregistered: %r", error)
 
     def acquire_slab(self, timeout_s: float) -> Slab | None:
         """Return a slab of bounce memory; None: no slab became free in time. The agent must be open."""

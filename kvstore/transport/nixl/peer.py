@@ -1,19 +1,18 @@
 """The reading side of one-sided transfers: a ``TcpPeer`` whose reads move their payload by NIXL if both sides support it.
 
 Each connection sends ATTACH before its first read and after each fence, and the server answers who moves the bytes. Units are
-read directly into the caller's memory if it is registered, or if this side pulls and can register the memory for the time of
-the read because it is one contiguous region. Otherwise they are read into a bounce slab, verified, and copied.
+read directly into the caller's memory only if the agent was made with it as a region, as a node's arena is. Otherwise they are
+read into a bounce slab, verified, and copied, because an engine cannot do without its memory if late bytes may arrive in it.
 
 Any failure of NIXL is counted and logged, and switches this peer to TCP for ``OFF_S``. A unit of which nothing has arrived is
 requested again at once. If bytes may still arrive in memory after a failure, the agent is fenced before the memory is reused. If
-the fence fails, bounce slabs are kept for ever, and a read directly into the caller's memory raises ``LateBytes``.
+the fence fails, bounce slabs are kept for ever, and a read directly into registered memory raises ``LateBytes``.
 Writes to a peer go over the connections.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport.contract import LateBytes, LayerProgress, ReadRequest
 from kvstore.transport.nixl.address_table import AddressTable, address_table_of, consecutive_blocks, copy_rows, paired_rows
-from kvstore.transport.nixl.agent import WAIT_S, NixlAgent, Region, Slab, has_rdma, host_id
+from kvstore.transport.nixl.agent import WAIT_S, NixlAgent, Slab, has_rdma, host_id
 from kvstore.transport.nixl.frames import (
     AttachFrame,
     FetchFrame,
@@ -85,8 +84,7 @@ class NixlStripedRead(StripedRead):
         request: keys, layers and deadline.
         destination: the caller's memory.
         streams: maximum number of connections.
-        agent: registers the caller's memory.
-        mode: who moved the bytes of earlier reads; None: this is the first read.
+        agent: knows the registered memory.
         max_unit_bytes: maximum size of a unit that needs bounce memory.
         more: as ``StripedRead``.
     """
@@ -98,38 +96,20 @@ class NixlStripedRead(StripedRead):
         streams: int,
         *,
         agent: NixlAgent,
-        mode: TransferMode | None,
         max_unit_bytes: int,
         **more: Any,  # noqa: ANN401 - passed on
     ) -> None:
         layout = Layout(destination, writable=True)
-        self._addresses = address_table_of(layout, len(request.keys), request.first_layer, request.layer_count)
-        self.registered = self._addresses is not None and agent.covers(self._addresses.extent(request.layer_count))
-        can_register = mode is TransferMode.PULL and self._addresses is not None and layout.region is not None
-        if self.registered or can_register:
+        addresses = address_table_of(layout, len(request.keys), request.first_layer, request.layer_count)
+        if addresses is not None and not agent.covers(addresses.extent(request.layer_count)):
+            addresses = None
+        self.registered = addresses
+        """Addresses of the destination in registered memory; None: bounce memory is needed."""
+        if addresses is not None:
             max_unit_bytes = DIRECT_UNIT_BYTES
         super().__init__(request, destination, streams, max_unit_bytes=max_unit_bytes, **more)
-        self._agent = agent
-        self._registering = threading.Lock()
-        self._temporary: tuple[int, Region] | None = None
         self.late_bytes = False
-        """Whether bytes may still arrive in the caller's memory after the read."""
-
-    def addresses(self, attachment: _Attachment) -> AddressTable | None:
-        """Return the addresses of the caller's memory if NIXL may access it; None: bounce memory is needed."""
-        if self.registered or self._addresses is None or attachment.mode is TransferMode.PUSH or self.layout.region is None:
-            return self._addresses if self.registered else None
-        with self._registering:
-            if self._temporary is None or self._temporary[0] != attachment.epoch:
-                region = Region(*self.layout.region)
-                self._temporary = (attachment.epoch, region) if self._agent.register(attachment.epoch, region) else None
-            return None if self._temporary is None else self._addresses
-
-    def unregister(self) -> None:
-        """Unregister the caller's memory. All transfers must have ended."""
-        if self._temporary is not None:
-            self._agent.unregister(*self._temporary)
-            self._temporary = None
+        """Whether bytes may still arrive in the registered memory after the read."""
 
 
 class NixlPeer(TcpPeer):
@@ -178,23 +158,20 @@ class NixlPeer(TcpPeer):
             on_bytes=on_bytes,
             max_unit_bytes=self._agent.slab_bytes,
             agent=self._agent,
-            mode=self._mode,
         )
 
     def _run_streams(self, state: StripedRead) -> KVStoreError | None:
         try:
             return super()._run_streams(state)
         finally:
-            if isinstance(state, NixlStripedRead):
-                state.unregister()
-                if state.late_bytes:
-                    raise LateBytes("bytes of an abandoned transfer may still arrive", address=self.address)
+            if isinstance(state, NixlStripedRead) and state.late_bytes:
+                raise LateBytes("bytes of an abandoned transfer may still arrive", address=self.address)
 
     def _max_requests_ahead(self, state: StripedRead) -> int:
         if not self._reads_one_sided(state):
             return super()._max_requests_ahead(state)
         # only one: a server that waits for TAKEN must not receive the next request, and a stream must not hold two slabs
-        return 2 if self._mode is TransferMode.PUSH and isinstance(state, NixlStripedRead) and state.registered else 1
+        return 2 if self._mode is TransferMode.PUSH and isinstance(state, NixlStripedRead) and state.registered is not None else 1
 
     def _reads_one_sided(self, state: StripedRead) -> bool:
         return isinstance(state, NixlStripedRead) and self.one_sided
@@ -213,9 +190,9 @@ class NixlPeer(TcpPeer):
             if refusal.in_step:
                 return super()._send_request(connection, state, unit)
             raise OneSidedFailed("the peer does not support one-sided reads", error=refusal.error) from None
-        slab, registered = None, state.addresses(attachment)
-        if registered is not None:
-            destination = registered.select(np.arange(unit.first, unit.first + unit.count), 0)
+        slab = None
+        if state.registered is not None:
+            destination = state.registered.select(np.arange(unit.first, unit.first + unit.count), 0)
         elif unit.count * request.layer_count * self._layer_bytes(state) > self._agent.slab_bytes:
             self._counters.add(transport_metrics.NIXL_UNFIT_READS)
             return super()._send_request(connection, state, unit)
