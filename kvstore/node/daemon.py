@@ -77,7 +77,7 @@ from kvstore.observe.slow_loads import RecentLoads
 from kvstore.process.ready_file import write_ready_file_aio
 from kvstore.rpc.address import check_listen_address, check_metrics_address, is_unix
 from kvstore.rpc.auth.tokens import TokenSource, tokens_file
-from kvstore.rpc.client import call_cancellable, connect
+from kvstore.rpc.client import call_in_current_scope, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.health_probe import HealthProbe
 from kvstore.rpc.server import METADATA_SERVICE, BoundServer, build_aio_server
@@ -353,7 +353,7 @@ class NodeDaemon:
         server = self._liveness.server(address.control_address)
 
         def ticket() -> bytes:
-            return bytes(call_cancellable(stub.IssueTicket, request, RPC_TIMEOUT_S, server.waiting).ticket)
+            return bytes(call_in_current_scope(stub.IssueTicket, request, RPC_TIMEOUT_S, server.waiting).ticket)
 
         reading = self._nixl.reading
         make = TcpPeer if reading is None else partial(NixlPeer, agent=reading)

@@ -14,7 +14,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar, cast
 
@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 
 from kvstore.core import limits
+from kvstore.core.cancel_scope import CancelScope, current
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.observe.tracing import inject
 from kvstore.process.tls import TlsConfig
@@ -194,6 +195,36 @@ def call_cancellable(
             return future.result()
 
     return call(attempt, request, timeout_s, retry)
+
+
+def cancelled_by(
+    scope: CancelScope, waiting: Callable[[Callable[[], object]], AbstractContextManager[object]]
+) -> Callable[[Callable[[], object]], AbstractContextManager[object]]:
+    """Return the argument ``scope`` of ``call_cancellable`` for a call that a cancel scope ends, besides ``waiting``."""
+
+    @contextmanager
+    def attempt(cancel: Callable[[], object]) -> Iterator[None]:
+        with waiting(cancel), scope.on_cancel(cancel):
+            try:
+                yield
+            except (grpc.FutureCancelledError, grpc.RpcError) as error:
+                if scope.cancelled:
+                    raise scope.error() from error
+                raise
+
+    return attempt
+
+
+def call_in_current_scope(
+    method: Any,  # noqa: ANN401 - gRPC's stubs are untyped here
+    request: object,
+    timeout_s: float,
+    waiting: Callable[[Callable[[], object]], AbstractContextManager[object]],
+    retry: RetryPolicy = NO_RETRY,
+) -> Any:  # noqa: ANN401
+    """As ``call_cancellable``, and not beyond the end of the current cancel scope."""
+    scope = current()
+    return call_cancellable(method, request, max(0.001, min(timeout_s, scope.left_s())), cancelled_by(scope, waiting), retry)
 
 
 async def call_aio(method: AioUnaryMethod[_Req, _Res], request: _Req, timeout_s: float, retry: RetryPolicy = NO_RETRY) -> _Res:

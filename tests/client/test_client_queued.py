@@ -1,4 +1,4 @@
-"""Work that waits for a thread of the client ends with its call: at the deadline, and at once if the call is cancelled."""
+"""Waits for a thread of the client, or for a ticket, end with their call: at the deadline, and at once if it is cancelled."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from client_fakes import FakeMetadata, FakeNode, found, payloads, plan_of
 
 from kvclient import CacheSpec, DeadlineExceeded, KVClient, Outcome, Paths
 from kvclient.aio import AsyncKVClient
+from kvclient.nodes import peers
 from kvclient.store.handle import StoreHandle
-from kvproto.v1 import metadata_pb2
+from kvproto.v1 import metadata_pb2, node_pb2
 from support.chains import token_chain
 from support.wait import wait_until
 
@@ -108,6 +109,35 @@ def test_read_without_thread_is_read_from_other_node(
     assert not busy.done()
     assert result.bytes_by_node == {"first": 4 * spec.block_bytes}
     assert np.array_equal(out, payloads(keys, spec.shape))
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_wait_for_ticket_ends_with_the_load(
+    spec: CacheSpec,
+    make_node: MakeNode,
+    make_client: MakeClient,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    cancelled: bool,
+) -> None:
+    asked, waited = threading.Event(), threading.Event()
+
+    def issue(*_: object) -> node_pb2.IssueTicketResponse:
+        asked.set()
+        if not gate.wait(LONG_S):
+            waited.set()
+        return node_pb2.IssueTicketResponse()
+
+    monkeypatch.setattr(FakeNode, "IssueTicket", issue)
+    monkeypatch.setattr(peers, "_TICKET_TIMEOUT_S", 2 * LONG_S)
+    client, lookup = make_client(None), found(spec, 2, (0, 2, make_node("far")))
+    handle = client.start_load(lookup, np.zeros((2, spec.block_bytes), np.uint8), deadline_s=2 * LONG_S if cancelled else 0.3)
+    assert asked.wait(10)
+    result = handle.cancel() if cancelled else handle.result(2 * LONG_S)
+    assert not waited.is_set()
+    assert result.outcomes.tolist() == [Outcome.TIMEOUT] * 2
+    assert client.stats().get("transport_peer_connect_failures_total", 0) == 0
 
 
 @pytest.fixture

@@ -10,19 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, Final, Protocol, TypeVar
-
-import grpc
 
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, Internal, KVStoreError, Unavailable
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.threads.submission import LazyThreadPool
-from kvstore.rpc.client import NO_RETRY, RetryPolicy, call_cancellable
+from kvstore.rpc.client import NO_RETRY, RetryPolicy, call_cancellable, cancelled_by
 from kvstore.rpc.client import call as call_rpc
 from kvstore.transport.liveness import WatchedServer
 
@@ -91,18 +87,7 @@ def call_within(  # gRPC's stubs are untyped here
             timeout_s -= _HEALTHY_S
             if timeout_s <= 0:
                 raise
-
-    @contextmanager
-    def cancelled_with(cancel: Callable[[], object]) -> Iterator[None]:
-        with server.waiting(cancel), scope.on_cancel(cancel):
-            try:
-                yield
-            except (grpc.FutureCancelledError, grpc.RpcError) as error:
-                if scope.cancelled:
-                    raise scope.error() from error
-                raise
-
-    return call_cancellable(method, request, timeout_s, cancelled_with, retry)
+    return call_cancellable(method, request, timeout_s, cancelled_by(scope, server.waiting), retry)
 
 
 def _nothing() -> None:

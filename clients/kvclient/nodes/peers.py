@@ -22,7 +22,7 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.process.threads.submission import LazyThreadPool
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
+from kvstore.rpc.client import RetryPolicy, call, call_in_current_scope, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.idle_cache import IdleCache
@@ -123,7 +123,7 @@ class PeerPool:
 
         def ticket() -> bytes:
             retry = RetryPolicy(attempts=2)
-            answer = call_cancellable(stub.IssueTicket, self._ticket_request, _TICKET_TIMEOUT_S, server.waiting, retry)
+            answer = call_in_current_scope(stub.IssueTicket, self._ticket_request, _TICKET_TIMEOUT_S, server.waiting, retry)
             return bytes(answer.ticket)
 
         make = TcpPeer if self._nixl is None else partial(NixlPeer, agent=self._nixl)

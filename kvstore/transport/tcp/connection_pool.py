@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.core.limits import MAX_HELD_CONNECTIONS
 from kvstore.observe.counters import Counters
@@ -71,6 +72,63 @@ class Connection:
         return head, header
 
 
+class _Slots:
+    """Number of connections that may still be taken into use. Thread-safe.
+
+    Args:
+        count: how many may be in use at once.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._changed = threading.Condition()
+
+    def acquire(self, scope: CancelScope | None, deadline_s: float, *, wait: bool) -> bool:
+        """Take a slot. False: none is free, nor became so before the deadline or the end of the scope."""
+        with self._changed:
+            while not self._free:
+                left_s = deadline_s - time.monotonic()
+                if not wait or left_s <= 0:
+                    return False
+                scope = CancelScope() if scope is None else scope
+                if scope.ended:
+                    return False
+                scope.wait(self._changed, left_s)
+            self._free -= 1
+            return True
+
+    def release(self) -> None:
+        """Return a slot."""
+        with self._changed:
+            self._free += 1
+            self._changed.notify()
+
+
+class _Opening:
+    """The sockets of a connection that is being opened. Another thread may cancel it."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+        self._cancelled = False
+
+    def add(self, sock: socket.socket) -> None:
+        """Add a socket, which a cancellation shuts.
+
+        Raises:
+            Unavailable: cancelled.
+        """
+        self._sockets.append(sock)
+        if self._cancelled:
+            raise Unavailable("the connection was cancelled while it was opened")
+
+    def cancel(self) -> None:
+        """End the waits for the sockets."""
+        self._cancelled = True
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
 class PeerError(Exception):
     """The peer answered a request with an ERROR frame. ``in_step``: the connection can still be used."""
 
@@ -85,7 +143,8 @@ class ConnectionPool:
 
     Args:
         address: ``host:port``.
-        ticket: sent in HELLO. A callable is called for each new connection, so that tickets may expire.
+        ticket: sent in HELLO. A callable is called for each new connection, so that tickets may expire. The current cancel scope
+            bounds it.
         tls: client side of TLS; None: clear text.
         connect_timeout_s: timeout for TCP connect, TLS and HELLO together.
         max_connections: maximum connections in use, and maximum idle, in addition to held ones.
@@ -123,12 +182,20 @@ class ConnectionPool:
         self._last_ticket = b""
         self._lock = threading.Lock()
         self._max_connections = max_connections
-        self._limits = {False: threading.Semaphore(max_connections), True: threading.Semaphore(max_held)}
+        self._limits = {False: _Slots(max_connections), True: _Slots(max_held)}
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._closed = False
 
-    def acquire(self, deadline_s: float, *, wait: bool = True, fresh: bool = False, held: bool = False) -> Connection | None:
+    def acquire(
+        self,
+        deadline_s: float,
+        *,
+        wait: bool = True,
+        fresh: bool = False,
+        held: bool = False,
+        scope: CancelScope | None = None,
+    ) -> Connection | None:
         """Return an idle or new connection. None: ``wait`` is False and all connections are in use.
 
         Args:
@@ -136,18 +203,21 @@ class ConnectionPool:
             wait: wait for a connection if all are in use.
             fresh: make a new connection, even if one is idle.
             held: the caller computes between the frames of its exchange.
+            scope: ends all waits if it is cancelled; None: only the deadline does.
 
         Raises:
             Unavailable: the server cannot be reached or is hung, the breaker is open, or the pool is closed.
-            DeadlineExceeded: no connection became free in time.
+            DeadlineExceeded: no connection became free in time, or the scope was cancelled.
             Unauthenticated: the server refused the ticket.
         """
         if self._closed:
             raise Unavailable("the data-plane peer is closed", address=self.address)
         limit = self._limits[held]
-        if not limit.acquire(blocking=wait, timeout=max(0.0, deadline_s - time.monotonic()) if wait else None):
+        if not limit.acquire(scope, deadline_s, wait=wait):
             if not wait:
                 return None
+            if scope is not None and scope.cancelled:
+                raise scope.error()
             self._counters.add(transport_metrics.PEER_POOL_TIMEOUTS)
             raise DeadlineExceeded("no data connection became free in time", address=self.address)
         try:
@@ -155,7 +225,7 @@ class ConnectionPool:
                 server.check()
             connection = None if fresh else self._take_idle()
             if connection is None:
-                connection = self._connect_new(deadline_s)
+                connection = self._connect_new(deadline_s, scope)
         except BaseException:
             limit.release()
             raise
@@ -237,24 +307,28 @@ class ConnectionPool:
                 self._busy.discard(connection)
             connection.wire.close()
 
-    def _connect_new(self, deadline_s: float) -> Connection:
+    def _connect_new(self, deadline_s: float, enclosing: CancelScope | None) -> Connection:
         if time.monotonic() >= deadline_s:
             raise DeadlineExceeded("no time left to connect", address=self.address)
         if not self._breaker.allow():
             self._counters.add(transport_metrics.PEER_FAST_FAILURES)
             raise Unavailable("the data-plane peer failed repeatedly; it is tried again after a short time", address=self.address)
         until_s = min(deadline_s, time.monotonic() + self._connect_timeout_s)
+        scope = CancelScope(until_s) if enclosing is None else enclosing.nested(until_s)
         # before the connect: servers close silent connections soon, and a failure to get a ticket is not the peer's failure
-        ticket = self._ticket if isinstance(self._ticket, bytes) else self._ticket()
+        with scope:
+            ticket = self._ticket if isinstance(self._ticket, bytes) else self._ticket()
         self._last_ticket = ticket
         hello = frames.encode_hello(ticket)
         try:
-            connection = self._connect_and_greet(hello, until_s)
+            connection = self._connect_and_greet(hello, until_s, scope)
         except (Unauthenticated, PermissionDenied):
             self._breaker.succeeded()  # the peer answers
             self._counters.add(transport_metrics.PEER_UNAUTHENTICATED)
             raise
         except (OSError, KVStoreError) as error:
+            if scope.cancelled:  # not a failure of the peer
+                raise scope.error() from error
             self._counters.add(transport_metrics.PEER_CONNECT_FAILURES)
             self.record_failure()
             raise Unavailable("cannot connect to a data-plane peer", address=self.address, error=error) from error
@@ -266,19 +340,14 @@ class ConnectionPool:
             connection.wire.shut()
         return connection
 
-    def _connect_and_greet(self, hello: bytes, until_s: float) -> Connection:
-        """Connect and exchange HELLO; cancelled if the server is hung."""
-        sockets: list[socket.socket] = []
-
-        def cancel() -> None:
-            for sock in sockets:
-                with contextlib.suppress(OSError):
-                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
+    def _connect_and_greet(self, hello: bytes, until_s: float, scope: CancelScope) -> Connection:
+        """Connect and exchange HELLO; cancelled with the scope, or if the server is hung."""
+        opening = _Opening()
         with contextlib.ExitStack() as waits:
             for server in self._servers:
-                waits.enter_context(server.waiting(cancel))
-            return self._greet(self._connect(until_s, sockets), hello, until_s)
+                waits.enter_context(server.waiting(opening.cancel))
+            waits.enter_context(scope.on_cancel(opening.cancel))
+            return self._greet(self._connect(until_s, opening), hello, until_s)
 
     def watch(self, server: WatchedServer) -> None:
         """Add a server whose liveness counts for later exchanges."""
@@ -293,7 +362,7 @@ class ConnectionPool:
         until_s = began_s + timeout_s
         try:
             ticket = self._last_ticket or (self._ticket if isinstance(self._ticket, bytes) else self._ticket())
-            self._greet(self._connect(until_s, []), frames.encode_hello(ticket), until_s).wire.close()
+            self._greet(self._connect(until_s, _Opening()), frames.encode_hello(ticket), until_s).wire.close()
             self._last_ticket = ticket
             answered = True
         except (Unauthenticated, PermissionDenied):
@@ -305,13 +374,11 @@ class ConnectionPool:
             time.sleep(max(0.0, began_s + _PROBE_PAUSE_S - time.monotonic()))
         ended(answered)
 
-    def _connect(self, until_s: float, sockets: list[socket.socket]) -> Wire:
-        """Connect. The socket is added to ``sockets`` at once, so that a cancellation can shut it."""
-        left_s = max(until_s - time.monotonic(), 0.001)
-        sock = socket.create_connection((self._host, self._port), timeout=min(left_s, _TCP_CONNECT_S))
-        sock.settimeout(max(until_s - time.monotonic(), 0.001))
-        sockets.append(sock)
+    def _connect(self, until_s: float, opening: _Opening) -> Wire:
+        """Connect, and shake hands with TLS."""
+        sock = self._dial(until_s, opening)
         try:
+            sock.settimeout(max(until_s - time.monotonic(), 0.001))
             set_options(sock)
             if self._traffic is not None:
                 self._traffic.mark(sock)
@@ -320,11 +387,31 @@ class ConnectionPool:
                 wire = PlainWire(sock)
             else:
                 sock = self._tls.wrap(sock, self._host)
+                opening.add(sock)  # in place of the first one, which is detached
                 wire = TlsWire(sock)
             return wire if self._traffic is None else self._traffic.limited(wire, sock)
         except BaseException:
             sock.close()
             raise
+
+    def _dial(self, until_s: float, opening: _Opening) -> socket.socket:
+        """Connect to the first address of the host that accepts."""
+        failed: OSError | None = None
+        for family, kind, protocol, _, address in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                opening.add(sock)
+                sock.settimeout(min(max(until_s - time.monotonic(), 0.001), _TCP_CONNECT_S))
+                sock.connect(address)
+            except OSError as error:
+                sock.close()
+                failed = error
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return sock
+        raise failed if failed is not None else OSError(f"{self._host} has no address")
 
     def _greet(self, wire: Wire, hello: bytes, until_s: float) -> Connection:
         connection = Connection(wire)

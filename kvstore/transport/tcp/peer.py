@@ -66,8 +66,8 @@ class TcpPeer(BlockPeer):
 
     Args:
         address: ``host:port`` of the node's ``TcpServer``.
-        ticket: sent on each new connection. A callable is called for each new connection, also after a ticket has expired. It may
-            raise the errors that ``read`` may raise.
+        ticket: sent on each new connection. A callable is called for each new connection, also after a ticket has expired, in a
+            scope that ends with the call (``cancel_scope.current``). It may raise the errors that ``read`` may raise.
         streams: maximum connections per read. At most half of the ``cores`` are used (at least one), because a stream keeps one
             core busy, and the kernel's work for it a part of another. Measured with both ends on two cores, one stream verifies a
             tenth more bytes per second than two.
@@ -142,6 +142,7 @@ class TcpPeer(BlockPeer):
             self._counters.add(transport_metrics.PEER_BYTES_RECEIVED, size)
 
         state = self._start_read(request, destination, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
+        state.scope = control
         if not request.keys:
             return state.result()
         self._check_open()
@@ -273,7 +274,7 @@ class TcpPeer(BlockPeer):
         fresh = False
         while True:
             try:
-                connection = self._pool.acquire(state.request.deadline_s, wait=not helper, fresh=fresh)
+                connection = self._pool.acquire(state.request.deadline_s, wait=not helper, fresh=fresh, scope=state.scope)
             except KVStoreError as unreachable:
                 return unreachable
             if connection is None:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.buffers import BlockBuffer, Layout
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -134,6 +135,8 @@ class StripedRead:
         self._connections: set[Connection] = set()
         self.connected = False
         """Whether a connection was ever available."""
+        self.scope: CancelScope | None = None
+        """Ends the waits for a connection if it is cancelled."""
         self.cancelled = False
         """Whether the caller cancelled the read. Later failures are not failures of the peer."""
 
