@@ -74,11 +74,16 @@ def passes(prompts: Prompts, start: int, stop: int, **other: object) -> tuple[to
     return ids, {"position_ids": positions, "attention_mask": mask, **other}
 
 
+def load(fed: InputTracker, columns: int) -> None:
+    """Load leading columns, all of which are in stored blocks."""
+    fed.loaded(columns, np.maximum(columns - fed.pads, 0) // BLOCK, BLOCK)
+
+
 @pytest.mark.parametrize("pads", [[0], [0, 5, 12]])
 def test_tracker_plain_pass_is_accepted_and_recorded(pads: list[int]) -> None:
     prompts = batch(pads)
     fed = InputTracker(prompts)
-    fed.loaded(4)
+    load(fed, 4)
     for start, stop in ((4, 12), (12, 13), (13, 14)):
         assert fed.take(*passes(prompts, start, stop)) is None
     assert fed.settle() is None
@@ -96,7 +101,7 @@ def test_tracker_other_prompt_after_load_contradicts() -> None:
     other = Prompts(prompts.ids + 1, prompts.pads)
     for loaded, contradicts in ((0, False), (4, True)):
         fed = InputTracker(prompts)
-        fed.loaded(loaded)
+        load(fed, loaded)
         reason = fed.take(*passes(other, loaded, 12))
         assert (reason is not None, fed.contradicts) == (contradicts, contradicts)
         if not loaded:
@@ -109,7 +114,7 @@ def test_tracker_first_pass_from_start_is_detected(pads: list[int]) -> None:
     prompts = batch(pads)
     fed = InputTracker(prompts)
     assert not fed.starts_over(*passes(prompts, 0, 12))  # nothing was loaded
-    fed.loaded(4)
+    load(fed, 4)
     assert fed.starts_over(*passes(prompts, 0, 12))
     assert fed.starts_over(*passes(prompts, 0, 3))
     ids = torch.from_numpy(prompts.ids)
