@@ -217,6 +217,21 @@ async def test_all_shards_late_lookups_wait_for_them(counters: Counters) -> None
         assert cluster.away() == []
 
 
+async def test_all_shards_slow_lookups_wait_for_them(counters: Counters) -> None:
+    async with Puppet().serve() as puppet, client_of(puppet, counters, budget_s=0.05) as cluster:
+        puppet.delay_s = 2 * PATIENCE * cluster.budget_s
+        assert await cluster.run(READ) == [UNANSWERED]
+        puppet.delay_s = 2 * cluster.budget_s
+        await wait_until_async(lambda: _answers(cluster), "late replies have arrived")
+        for _ in range(5):
+            assert await cluster.run(READ) == [b"1"]
+        assert cluster.away() == [puppet.address]
+
+
+async def _answers(cluster: ValkeyClient) -> bool:
+    return await cluster.run(READ) == [b"1"]
+
+
 async def test_client_closed_ends_calls_at_once(counters: Counters) -> None:
     async with Puppet().serve() as puppet, client_of(puppet, counters) as cluster:
         puppet.silent = True

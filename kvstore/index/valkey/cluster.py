@@ -5,7 +5,7 @@
    it, and ends that after three quick answers.
    A shard that answers, but later than the budget of a lookup, is *slow*: only batches with a longer budget ask it. So changes
    go on. If no shard of a lookup's batch answers within the budget, nothing could be found, and perhaps this host is only busy.
-   Then the batch waits ``PATIENCE`` times as long.
+   Then the batch waits ``PATIENCE`` times as long, also for slow shards if all of its shards are slow or away.
 2. The topology is read again while a shard is away, after a redirection, and every few seconds, first from shards that are not
    away: one without the majority knows no promotion. So a promoted replica takes over as soon as the cluster names it.
 3. Redirections (``MOVED``, ``ASK``) are followed within the batch, and within its budget.
@@ -399,8 +399,9 @@ class ValkeyClient:
         self, sends: Sequence[tuple[ShardPrimary, Sequence[int], bytes]], answers: list[Answer], budget_s: float, lane: Lane
     ) -> None:
         batch = ShardBatch(answers)
+        asks_slow = budget_s > self.budget_s or not any(shard.up for shard, _, _ in sends)
         for shard, positions, packed in sends:
-            asked = (shard.up or (shard.slow and budget_s > self.budget_s)) and not shard.reconnected
+            asked = (shard.up or (shard.slow and asks_slow)) and not shard.reconnected
             connection = shard.connection(lane) if asked else None
             if connection is None:
                 self._probe_if_away(shard)
