@@ -11,6 +11,7 @@ within noise of a bare call. Keep one channel per server and share it.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -171,6 +172,15 @@ def call(method: UnaryMethod[_Req, _Res], request: _Req, timeout_s: float, retry
         left_s = deadline_s - time.monotonic()
 
 
+class ChannelBroken(Unavailable):
+    """gRPC could start no thread for a call. Later calls of the channel hang, and so does its ``close``: see ``abandon``."""
+
+
+def abandon(channel: grpc.Channel) -> None:
+    """Keep a broken channel for ever: gRPC closes a channel that is freed, also at the end of the process, and that would hang."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
+
+
 def call_cancellable(
     method: Any,  # noqa: ANN401 - gRPC's stubs are untyped here
     request: object,
@@ -187,10 +197,16 @@ def call_cancellable(
         scope: called with the function that cancels an attempt; the context manager that it returns surrounds the attempt and
             converts the exception of a cancelled one.
         retry: see ``call``.
+
+    Raises:
+        KVStoreError: as ``call``; ``ChannelBroken`` if this process may start no more threads.
     """
 
     def attempt(request: object, timeout: float | None = None, *, metadata: list[tuple[str, str]] | None = None) -> object:
-        future = method.future(request, timeout=timeout, **({} if metadata is None else {"metadata": metadata}))
+        try:
+            future = method.future(request, timeout=timeout, **({} if metadata is None else {"metadata": metadata}))
+        except RuntimeError as error:
+            raise ChannelBroken("this process may start no more threads", error=error) from error
         with scope(future.cancel):
             return future.result()
 

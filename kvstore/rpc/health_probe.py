@@ -36,7 +36,8 @@ class HealthProbe:
     def __init__(self, connect: Callable[[str], grpc.Channel]) -> None:
         self._connect = connect
         self._lock = threading.Lock()
-        self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()
+        self._channels: OrderedDict[str, tuple[grpc.Channel, Any]] = OrderedDict()
+        """Each with its method, made before another thread can close the channel: gRPC crashes if a closed one makes a method."""
         self._closed = False
 
     def __call__(self, address: str, timeout_s: float, ended: Callable[[bool], None]) -> None:
@@ -70,15 +71,14 @@ class HealthProbe:
             self._closed = True
             channels = list(self._channels.values())
             self._channels.clear()
-        for channel in channels:
+        for channel, _ in channels:
             channel.close()
 
     def _check(self, address: str, service: str, timeout_s: float, *, wait_for_ready: bool) -> tuple[grpc.StatusCode | None, int]:
         """Call a server. Returns how the call ended, and the status that the server reports."""
-        channel = self._open_channel(address)
-        if channel is None:
+        check = self._method(address)
+        if check is None:
             return grpc.StatusCode.CANCELLED, 0
-        check: Any = health_pb2_grpc.HealthStub(channel).Check
         try:
             found = check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=wait_for_ready)
         except ValueError:  # the channel was closed by another thread
@@ -87,28 +87,26 @@ class HealthProbe:
             return cast("FailedCall", error).code(), 0
         return grpc.StatusCode.OK, found.status
 
-    def _open_channel(self, address: str) -> grpc.Channel | None:
-        """The channel to an address; None: it cannot be opened now, for example because TLS files are being replaced."""
+    def _method(self, address: str) -> Any:  # noqa: ANN401  # untyped in gRPC
+        """The health check of an address; None: it has no channel now, for example because TLS files are being replaced."""
+        retired = None
         try:
-            return self._channel(address)
+            with self._lock:
+                if self._closed:
+                    return None
+                if address not in self._channels:
+                    channel = self._connect(address)
+                    self._channels[address] = channel, health_pb2_grpc.HealthStub(channel).Check
+                    if len(self._channels) > MAX_CHANNELS:
+                        retired = self._channels.popitem(last=False)[1][0]
+                self._channels.move_to_end(address)
+                check = self._channels[address][1]
         except Exception as error:  # noqa: BLE001  # the caller's call must not fail
             limited.warning("server not probed: %s (error=%s)", address, error)
             return None
-
-    def _channel(self, address: str) -> grpc.Channel | None:
-        retired = None
-        with self._lock:
-            if self._closed:
-                return None
-            channel = self._channels.get(address)
-            if channel is None:
-                channel = self._channels[address] = self._connect(address)
-                if len(self._channels) > MAX_CHANNELS:
-                    retired = self._channels.popitem(last=False)[1]
-            self._channels.move_to_end(address)
         if retired is not None:
             retired.close()
-        return channel
+        return check
 
 
 def _start(job: Callable[[], None], address: str) -> bool:

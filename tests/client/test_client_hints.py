@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
-from client_fakes import FakeMetadata, FakeNode
+from client_fakes import FakeMetadata, FakeNode, payloads
 
 from kvclient import CacheSpec, KVClient
 from kvclient.nodes.hints import MAX_WAITING
@@ -95,20 +94,20 @@ def test_hint_without_session_and_thread_is_not_sent(
     wait_until(lambda: client.hints.keep("chat", keys), "a later hint opens a session")
 
 
-def test_hint_that_cannot_start_a_call_frees_its_place(
+def test_hint_that_gets_no_thread_costs_the_channel_alone(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC starts threads in the thread of the caller."""
+    """gRPC starts a thread in the thread of the caller. If it gets none, later calls of the channel hang, and so does its close."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     client, keys = make_client(near), token_chain(spec, 4)
-    local = client.context.local
-    session = local.session() if local is not None else None
-    assert session is not None
     with monkeypatch.context() as patch:
-        patch.setattr(session, "stub", SimpleNamespace(Hint=SimpleNamespace(future=refuse)))
-        assert not any(client.hints.keep("chat", keys) for _ in range(MAX_WAITING + 1))
-    assert client.stats()["client_hints_not_sent_total"] == MAX_WAITING + 1
-    assert client.hints.keep("chat", keys)
+        patch.setattr(threading.Thread, "start", refuse)
+        assert not client.hints.keep("chat", keys)
+    assert client.stats()["client_hints_not_sent_total"] == 1
+    wait_until(lambda: client.hints.keep("chat", keys), "a later hint opens a session")
+    near.wait_called("Hint")
+    wait_until(lambda: client.store(keys, payloads(keys, spec.shape)).held_blocks == len(keys))
+    client.close()

@@ -17,6 +17,7 @@ from kvclient import CacheSpec, DeadlineExceeded, KVClient, Outcome
 from kvclient.nodes.local_session import Session
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import Internal, KVStoreError, LeaseLost
+from kvstore.rpc.client import ChannelBroken
 from support.chains import token_chain
 from support.wait import wait_until
 
@@ -68,13 +69,21 @@ def close_channel(session: Session, near: FakeNode) -> None:
 
 
 def refuse_thread(session: Session, _near: FakeNode) -> None:
+    raise_in(session, RuntimeError("can't start new thread"))
+
+
+def fail_otherwise(session: Session, _near: FakeNode) -> None:
+    raise_in(session, LookupError("a bug"))
+
+
+def raise_in(session: Session, error: Exception) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("can't start new thread")
+        raise error
 
     session.stub = SimpleNamespace(AwaitPrompt=fail)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(("fail", "error", "bugs"), [(close_channel, LeaseLost, 0), (refuse_thread, Internal, 1)])
+@pytest.mark.parametrize(("fail", "error", "bugs"), [(close_channel, LeaseLost, 0), (refuse_thread, ChannelBroken, 0), (fail_otherwise, Internal, 1)])
 def test_prompt_whose_wait_fails_is_missing(
     fail: Callable[[Session, FakeNode], None],
     error: type[KVStoreError],

@@ -31,6 +31,7 @@ from kvstore.rpc.failover.connect import connect_metadata, connect_metadata_aio
 from kvstore.rpc.failover.rpc_rules import RULES, Repetition, rule_of
 from kvstore.rpc.failover.selection import CallPlacement, Condition, Failure, ranked
 from kvstore.rpc.failover.servers import MetadataServers
+from kvstore.rpc.health_probe import HealthProbe
 from support.wait import wait_until
 
 LOOKUP = "/kvstore.v1.Metadata/Lookup"
@@ -497,6 +498,35 @@ def test_probe_that_cannot_start_is_sent_again() -> None:
     wait_until(lambda: condition() is Condition.USABLE, "the server was probed")
     servers.close()
     server.stop()
+
+
+def test_probe_makes_no_method_of_a_closed_channel() -> None:
+    """gRPC crashes the process if it does. Here the probe is closed at the moment in which the method is made."""
+    made: list[bool] = []
+
+    def refuse_closed(*_: object, **__: object) -> None:
+        raise ValueError("Cannot invoke RPC on closed channel!")
+
+    class Channel:
+        closed = False
+
+        def unary_unary(self, *_: object, **__: object) -> Callable[..., object]:
+            closing = threading.Thread(target=probe.close, daemon=True)
+            closing.start()
+            closing.join(0.2)
+            made.append(self.closed)
+            return refuse_closed
+
+        unary_stream = unary_unary
+
+        def close(self) -> None:
+            self.closed = True
+
+    probe = HealthProbe(lambda _: Channel())  # type: ignore[arg-type, return-value]
+    ended: queue.Queue[bool] = queue.Queue()
+    probe("server", 0.1, ended.put)
+    assert not ended.get(timeout=TIMEOUT_S)
+    assert made[0] is False
 
 
 def test_tls_of_named_server_expects_the_name(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, LeaseLost, Unavailable
 from kvstore.core.types import Outcome, Tier
 from kvstore.observe.metric_definitions import client as client_metrics
+from kvstore.rpc.client import ChannelBroken
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 
@@ -102,6 +103,10 @@ class PromptReceiver:
             ended = LeaseLost("the session ended before the wait for the prompt began")
             local.lost(session, ended)
             raise ended from error
+        except RuntimeError as error:
+            broken = ChannelBroken("this process may start no more threads", error=error)
+            local.lost(session, broken)
+            raise broken from error
         try:
             with self._scope.on_cancel(call.cancel), session.server.waiting(call.cancel):
                 for progress in call:

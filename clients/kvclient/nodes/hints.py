@@ -24,7 +24,7 @@ from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import InvalidArgument, KVStoreError, LeaseLost, Unavailable
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.tracing import inject
-from kvstore.rpc.client import call_cancellable
+from kvstore.rpc.client import ChannelBroken, call_cancellable
 from kvstore.rpc.codec import keys_from_packed
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 
@@ -139,9 +139,11 @@ class HintSender:
         request.session_id = session.session_id
         try:
             call = session.stub.Hint.future(request, timeout=context.options.lookup_deadline_s, metadata=inject())
-        except (ValueError, RuntimeError):  # the channel was closed, or no more threads
+        except (ValueError, RuntimeError) as error:  # the channel was closed, or no more threads
             self._under_way.release()
             counters.add(client_metrics.HINTS_NOT_SENT)
+            if isinstance(error, RuntimeError) and context.local is not None:
+                context.local.lost(session, ChannelBroken("this process may start no more threads", error=error))
             return False
 
         def ended(done: grpc.Future[Any]) -> None:
