@@ -177,7 +177,7 @@ class ChannelBroken(Unavailable):
 
 
 def abandon(channel: grpc.Channel) -> None:
-    """Keep a broken channel for ever: gRPC closes a channel that is freed, also at the end of the process, and that would hang."""
+    """Keep a broken channel for ever: gRPC closes a channel that is freed, and that would hang, also when the process ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
 
 

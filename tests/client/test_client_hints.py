@@ -97,7 +97,7 @@ def test_hint_without_session_and_thread_is_not_sent(
 def test_hint_that_gets_no_thread_costs_the_channel_alone(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC starts a thread in the thread of the caller. If it gets none, later calls of the channel hang, and so does its close."""
+    """gRPC starts a thread for a call. If it gets none, later calls of the channel hang, and so does its close."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

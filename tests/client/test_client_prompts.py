@@ -83,7 +83,9 @@ def raise_in(session: Session, error: Exception) -> None:
     session.stub = SimpleNamespace(AwaitPrompt=fail)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(("fail", "error", "bugs"), [(close_channel, LeaseLost, 0), (refuse_thread, ChannelBroken, 0), (fail_otherwise, Internal, 1)])
+@pytest.mark.parametrize(
+    ("fail", "error", "bugs"), [(close_channel, LeaseLost, 0), (refuse_thread, ChannelBroken, 0), (fail_otherwise, Internal, 1)]
+)
 def test_prompt_whose_wait_fails_is_missing(
     fail: Callable[[Session, FakeNode], None],
     error: type[KVStoreError],
