@@ -36,13 +36,13 @@ class PeerTls:
         return None if config is None else cls(config)
 
     def wrap(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
-        """Perform the handshake with the server at ``host``, within the socket's timeout.
+        """Return the socket for TLS with the server at ``host``. Its ``do_handshake`` comes next; ``sock`` is detached.
 
         Raises:
-            OSError: the handshake failed; ``ssl.SSLError`` is an OSError.
+            OSError: the connection was lost.
         """
         self._files.renew()
-        return self._files.loaded.wrap_socket(sock, server_hostname=self._server_name or host)
+        return self._files.loaded.wrap_socket(sock, server_hostname=self._server_name or host, do_handshake_on_connect=False)
 
 
 def server_context(config: TlsConfig) -> ssl.SSLContext:

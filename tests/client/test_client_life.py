@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -464,3 +466,29 @@ def test_call_runner_turns_failures_into_misses() -> None:
     wait_until(lambda: caller.start(ScriptedCall(clock, waits)).result(5).hit_blocks == 1)
     caller.close()
     assert isinstance(caller.start(ScriptedCall(clock, waits)).result(5).error, Unavailable)
+
+
+def test_calls_cancelled_in_the_queue_count_until_taken_out() -> None:
+    """Or the queue would grow without a bound. It holds no buffer of such a call."""
+    clock, go_on, began = ManualClock(), threading.Event(), threading.Event()
+    caller = CallRunner(LimitedLog(logging.getLogger("kvclient"), 0.0, clock.now_s), workers=1, max_pending=2, strict=False)
+
+    def waits() -> LoadResult:
+        began.set()
+        go_on.wait(10)
+        return LoadResult(np.full(1, Outcome.HIT, np.uint8))
+
+    first = caller.start(ScriptedCall(clock, waits))
+    assert began.wait(10)
+    queued = ScriptedCall(clock, waits)
+    freed, answer = weakref.ref(queued), caller.start(queued)
+    queued.scope.cancel()
+    assert isinstance(answer.result(5).error, DeadlineExceeded)
+    assert isinstance(caller.start(ScriptedCall(clock, waits)).result(5).error, CapacityExceeded)
+    del queued
+    gc.collect()
+    assert freed() is None
+    go_on.set()
+    assert first.result(5).hit_blocks == 1
+    wait_until(lambda: caller.start(ScriptedCall(clock, waits)).result(5).hit_blocks == 1)
+    caller.close()

@@ -9,8 +9,10 @@ from typing import cast
 import pytest
 
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.checksum import key_range
 from kvstore.core.clock import ManualClock, MonotonicClock
+from kvstore.core.errors import DeadlineExceeded
 from kvstore.core.types import BlockKey, BootId, VolumeId
 from kvstore.node.publish.anti_entropy import AntiEntropy
 from kvstore.node.publish.contract import PublishedBlocks
@@ -67,6 +69,15 @@ def test_block_removed_and_added_again_is_no_drift(meanwhile: bool) -> None:
     assert found.compare(BootId(b"b" * 16)) == (0 if meanwhile else 1)
     assert server.repaired == ([] if meanwhile else [key_range(KEY)])
     assert counters.get("index_ranges_drifted_total") == (0 if meanwhile else 1)
+
+
+def test_compare_ends_with_its_scope() -> None:
+    """A caller that has given up holds no thread for the rest of the index."""
+    node = BusyNode(range(0))
+    with CancelScope() as scope:
+        scope.cancel()
+        with pytest.raises(DeadlineExceeded):
+            node.anti_entropy.compare(BootId(b"b" * 16))
 
 
 @pytest.fixture

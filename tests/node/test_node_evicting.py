@@ -24,7 +24,7 @@ from kvstore.tiers.nvme.fsck import check_volume
 from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.tiers.nvme.slab_io import SlabFile
 from support.chains import key_of
-from support.node_harness import NodeHarness, volume_id
+from support.node_harness import MIB, NodeHarness, volume_id
 
 
 @pytest.fixture
@@ -146,6 +146,21 @@ def test_invalidate_not_noted_fails(node: NodeHarness, monkeypatch: pytest.Monke
     monkeypatch.setattr(node.slabs[0], "note_invalid", refuse)
     with pytest.raises(OSError, match="No space"):
         invalidate(node.table, node.namespaces[0], 0.0)
+
+
+def test_invalidate_is_noted_by_volumes_that_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(NodeHarness(tmp_path, volumes=[MIB, MIB])) as node:
+        refusing, other = (node_volume.volume for node_volume in node.table.node_volumes)
+
+        def refuse(_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(refusing, "note_invalid", refuse)
+        with pytest.raises(OSError, match="No space"):
+            invalidate(node.table, node.namespaces[0], 0.0)
+        assert isinstance(other, NvmeSlab)
+        namespace_id = node.namespaces[0].namespace_id
+        assert invalid_namespaces(tmp_path / "nvme1", other.uid).keys() == {namespace_id}
 
 
 def test_invalidate_namespace_unknown_to_the_node_is_noted(node: NodeHarness, tmp_path: Path) -> None:

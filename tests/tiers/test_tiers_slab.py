@@ -169,6 +169,13 @@ def test_failed_sync_stops_further_stores(folder: Path, monkeypatch: pytest.Monk
     assert "read-only" in slab.io_engine
     assert not slab.resume()
     assert all(isinstance(error, Unavailable) for error in slab.write(fresh))
+    folder.rename(folder.with_name("elsewhere"))
+    with pytest.raises(Unavailable):
+        slab.commit([], [items[0][1].key])
+    assert not slab.files_present
+    folder.with_name("elsewhere").rename(folder)
+    assert not slab.resume()
+    assert slab.files_present
     slab.commit([], [items[0][1].key])  # removals and reads go on
     assert_reads_back(slab, items)
     slab.close()

@@ -13,12 +13,14 @@ import pytest
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.types import BlockShape, NamespaceId, Outcome
 from kvstore.observe.counters import Counters
+from kvstore.process.tls import TlsConfig
 from kvstore.testing.fault_proxy import FaultProxy
 from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload
 from kvstore.transport.contract import ReadControl, ReadRequest
 from kvstore.transport.tcp import connection_pool
 from kvstore.transport.tcp.peer import TcpPeer
 from kvstore.transport.tcp.server import TcpServer
+from kvstore.transport.tls import PeerTls
 
 SHAPE = BlockShape(4, 65536)
 NAMESPACE = NamespaceId(b"n" * 16)
@@ -110,13 +112,15 @@ def start_read(peer: TcpPeer, control: ReadControl) -> tuple[threading.Thread, l
     return reading, outcomes
 
 
-def test_read_cancelled_during_hello_returns() -> None:
+@pytest.mark.parametrize("tls", [None, PeerTls(TlsConfig())], ids=["hello", "tls"])
+def test_read_cancelled_during_handshake_returns(tls: PeerTls | None) -> None:
     """A peer accepts the connection and never answers."""
     control, counters = ReadControl(), Counters()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        peer = TcpPeer(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=50.0, counters=counters)
+        peer = TcpPeer(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=50.0, counters=counters, tls=tls)
         reading, outcomes = start_read(peer, control)
-        with silent.accept()[0]:
+        with silent.accept()[0] as accepted:
+            assert accepted.recv(1)
             control.cancel()
             reading.join(WAIT_S)
             assert not reading.is_alive()

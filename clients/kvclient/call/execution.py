@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
 from kvstore.core.cancel_scope import CancelScope
@@ -166,24 +167,38 @@ class CallRunner:
             error: KVStoreError = CapacityExceeded("too many calls in the background")
             self._incidents.report(client_metrics.CALLS_REFUSED, "call refused: too many in the background")
             return self._refused(call, error)
+        waiting = [call]  # taken out, so that the queue holds no buffer of a cancelled call
+        answer: Future[R] = Future()
+        answer.set_running_or_notify_cancel()
+
+        def run() -> R | None:
+            try:
+                taken = waiting.pop()
+            except IndexError:  # cancelled meanwhile
+                return None
+            return self.run(taken)
+
+        def refuse() -> None:
+            with suppress(IndexError):
+                refused = waiting.pop()
+                self._refuse(refused, refused.scope.error(), answer)
+
         try:
-            queued = self._threads.submit(self.run, call)
+            queued = self._threads.submit(run)
         except Unavailable as closed:
             self._pending.release()
             return self._refused(call, closed)
-        answer: Future[R] = Future()
-        answer.set_running_or_notify_cancel()
-        registered = call.scope.on_cancel(queued.cancel)
+        registered = call.scope.on_cancel(refuse)
 
-        def ended(_: Future[R]) -> None:
+        def ended(_: Future[R | None]) -> None:
             registered.unregister()
             self._pending.release()
             if queued.cancelled():
-                self._refuse(call, call.scope.error(), answer)
+                refuse()
             elif (raised := queued.exception()) is not None:
                 answer.set_exception(raised)
-            else:
-                answer.set_result(queued.result())
+            elif (result := queued.result()) is not None:
+                answer.set_result(result)
 
         queued.add_done_callback(ended)
         return answer

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvstore.core.cancel_scope import current
+from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NamespaceId, Tier
 from kvstore.node.base.volume_guard import ignore
 from kvstore.node.eviction.volume_commits import evict_from_volume
@@ -164,10 +165,16 @@ def note_invalid(table: BlockTable, namespace_id: NamespaceId) -> None:
     """Have all volumes note that what they stored of a namespace is invalid, also blocks that were evicted before.
 
     Raises:
-        OSError, KVStoreError: a volume could not note it, and a repair may bring blocks back.
+        OSError, KVStoreError: a volume could not note it, and a repair may bring blocks back. The others have noted it.
     """
+    failed: Exception | None = None
     for node_volume in list(table.node_volumes):
-        node_volume.guard.change(partial(node_volume.volume.note_invalid, namespace_id), ignore)
+        try:
+            node_volume.guard.change(partial(node_volume.volume.note_invalid, namespace_id), ignore)
+        except (OSError, KVStoreError) as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _of(table: BlockTable, namespace: NodeNamespace) -> list[Block]:

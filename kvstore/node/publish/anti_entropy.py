@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+from kvstore.core.cancel_scope import current
 from kvstore.core.checksum import key_range
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BootId, VolumeId
@@ -84,12 +85,14 @@ class AntiEntropy:
             max_age_s: age up to which the server may compare digests of an earlier pass; 0: it reads the index.
 
         Raises:
-            KVStoreError: the server does not answer, or does not know this boot.
+            KVStoreError: the server does not answer, or does not know this boot; or the current cancel scope has ended.
         """
         repaired = 0
         for volume in self._log.volumes:
             drifted: list[int] = []
             for numbers in _parts(RANGES_PER_CALL if max_age_s else RANGES_PER_READ):
+                if (scope := current()).ended:
+                    raise scope.error()
                 part = self._compare_part(boot_id, volume, numbers, max_age_s)
                 drifted += part.drifted
                 self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, part.busy)

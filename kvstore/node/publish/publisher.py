@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 BATCH_EVENTS = 4096
 _OVER_QUOTA = (node_metrics.STORE_SKIPPED_QUOTA_BLOCKS, node_metrics.WRITE_BACK_BEYOND_QUOTA_BLOCKS)
 RPC_TIMEOUT_S = 5.0
+COMPARE_WAIT_S = 1.0
+"""Time for which an operator's comparison waits for another one."""
 _ACCESS_ERRORS = (Unauthenticated, PermissionDenied)
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 2.0
@@ -190,12 +192,17 @@ class IndexPublisher:
         """Compare and repair now. Returns the number of repaired ranges.
 
         Raises:
-            Unavailable: this node is not registered.
-            KVStoreError: the metadata server does not answer.
+            Unavailable: this node is not registered, or has compared for a while.
+            KVStoreError: the metadata server does not answer, or the current cancel scope has ended.
         """
         if not self._registered.is_set() or not self.connected:
             raise Unavailable("this node is not connected to the metadata server; try again later", node_id=self._node.node_id)
-        return self._compare(0.0)
+        if not self._comparing.acquire(timeout=COMPARE_WAIT_S):
+            raise Unavailable("this node compares its blocks with the index already; try again later", node_id=self._node.node_id)
+        try:
+            return self._anti_entropy.compare(self._boot_id, 0.0)
+        finally:
+            self._comparing.release()
 
     def _compare(self, max_age_s: float) -> int:
         with self._comparing:

@@ -534,12 +534,16 @@ class NvmeSlab(PooledVolume, DurableVolume):
         with self._commit_lock:
             if self.read_only is None:
                 return True
-            if self._stores_nothing is not None or self._closed or not self._recovered or self._adopted_by is not None:
+            if self._closed or not self._recovered or self._adopted_by is not None:
                 return False
             if self._gone:
                 if not all(_is_at(path, file) for path, file in self._places):
                     return False
                 self._gone = False
+                if self._stores_nothing is not None:
+                    self._read_only = None  # that of the lost files
+            if self._stores_nothing is not None:
+                return False
             try:
                 if not self._owned():
                     return False

@@ -386,9 +386,10 @@ class ConnectionPool:
             if self._tls is None:
                 wire = PlainWire(sock)
             else:
-                sock = self._tls.wrap(sock, self._host)
+                sock = secured = self._tls.wrap(sock, self._host)
                 opening.add(sock)  # in place of the first one, which is detached
-                wire = TlsWire(sock)
+                secured.do_handshake()
+                wire = TlsWire(secured)
             return wire if self._traffic is None else self._traffic.limited(wire, sock)
         except BaseException:
             sock.close()
