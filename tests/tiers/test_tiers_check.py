@@ -21,7 +21,7 @@ from kvstore.tiers.nvme.fsck import check_volume
 from kvstore.tiers.nvme.ownership import claim
 from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.tiers.nvme.slot_header import header_bytes, pack_header
-from kvstore.tiers.nvme.superblock import DATA_START
+from kvstore.tiers.nvme.superblock import DATA_START, UnknownVersion
 
 CAPACITY = 16 << 20
 SHAPES = (BlockShape(3, 20_000), BlockShape(600, 16), BlockShape(1, 100))
@@ -221,6 +221,9 @@ def test_repair_damaged_notes_are_reported(folder: Path, damage: str) -> None:
     content = notes.read_bytes()
     notes.write_bytes({"flipped": content[:-1] + b"\xff", "cut": content[:-5], "empty": b""}[damage])
     with pytest.raises(CorruptBlock, match="move it away and invalidate the namespaces again"):
+        check_volume(folder, repair=True)
+    notes.write_bytes(content.replace(b"kvinval1", b"kvinval2"))
+    with pytest.raises(UnknownVersion, match="another version of kvstore"):
         check_volume(folder, repair=True)
     notes.unlink()
     assert check_volume(folder, repair=True).good > 0

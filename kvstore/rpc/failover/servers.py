@@ -1,7 +1,7 @@
 """The metadata servers of one channel: which of them is in use, probes of those that are away, DNS.
 
-Runs ``ServerSelection`` for the calls of a channel. Calls do not wait here: probes are made and names are resolved in threads. Only a
-call before the first resolution of a name waits for it, up to its own deadline.
+Runs ``ServerSelection`` for the calls of a channel. Calls do not wait here: probes are made and names are resolved in threads.
+Only a call before the first resolution of a name waits for it, up to its own deadline.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ One process at a time (the volume's lock), any number of threads.
 
 Beside the catalog is a file of *invalid namespaces* for a rebuild of a lost catalog. It names, for each, the generation below
 which all slots are invalid: a free slot keeps its block until it is used again. An owner writes to a file with its token in the
-name, and a rebuild reads the files of all owners. Such a file is a header {magic, xxh3-64 of the rest}, the volume's uid, and per
-namespace its id and the generation (little-endian uint64).
+name, and a rebuild reads the files of all owners. Such a file is a header {magic with the version, xxh3-64 of the rest}, the
+volume's uid, and per namespace its id and the generation (little-endian uint64).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, Invali
 from kvstore.core.types import BlockKey, NamespaceId
 from kvstore.process import lmdb_meta
 from kvstore.process.atomic_file import write_atomically
-from kvstore.tiers.nvme.superblock import Superblock, pack_superblock, parse_superblock
+from kvstore.tiers.nvme.superblock import Superblock, UnknownVersion, pack_superblock, parse_superblock
 
 _BLOCKS = b"blocks"
 _META = b"meta"
@@ -238,7 +238,7 @@ def note_invalid(path: Path, uid: bytes, namespace: NamespaceId, generation: int
         generation: slots of lower generations are invalid.
 
     Raises:
-        CorruptBlock: the file is damaged.
+        CorruptBlock: the file is damaged, or of another version (``UnknownVersion``).
         OSError: it could not be written.
     """
     known = _read_invalid(path, uid) | {namespace: generation}
@@ -250,7 +250,7 @@ def invalid_namespaces(folder: Path, uid: bytes) -> dict[NamespaceId, int]:
     """The invalid namespaces of a volume, as all its owners have noted them, with the generation below which slots are invalid.
 
     Raises:
-        CorruptBlock: a file is damaged.
+        CorruptBlock: a file is damaged, or of another version (``UnknownVersion``).
         OSError: a file cannot be read.
     """
     found: dict[NamespaceId, int] = {}
@@ -268,6 +268,11 @@ def _read_invalid(path: Path, uid: bytes) -> dict[NamespaceId, int]:
     except FileNotFoundError:
         return {}
     body = raw[_INVALID_HEADER.size :]
+    if raw[:7] == _INVALID_MAGIC[:7] and raw[7:8] != _INVALID_MAGIC[7:]:
+        raise UnknownVersion(
+            "the file of invalid namespaces was written by another version of kvstore: use that version", path=path,
+            found=raw[7:8].decode(errors="replace"), known=_INVALID_MAGIC[7:].decode(),
+        )  # fmt: skip
     if (
         len(body) < _UID_BYTES
         or (len(body) - _UID_BYTES) % _INVALID_ENTRY.size
