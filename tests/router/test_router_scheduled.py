@@ -21,6 +21,7 @@ from kvstore.core.errors import Unavailable
 from kvstore.embedded.cluster import LocalCluster
 from kvstore.lab.fake_engine import Behaviour
 from kvstore.router.engines import EngineConfig, Role
+from kvstore.router.health.engine_metrics import EngineMetrics
 from kvstore.router.main import make_context
 from kvstore.router.placement.local_placement import LocalPlacement
 from kvstore.router.placement.placement import PlacementRequest
@@ -34,6 +35,9 @@ from support.wait import wait_until_async
 def store(tmp_path: Path) -> Iterator[LocalCluster]:
     with LocalCluster([], tmp_path, metadata_settings=(("beta_tokens", "1000"), ("engine_ttl", "2s"))) as cluster:
         yield cluster
+
+
+ROLES = (("p0", Role.PREFILL), ("d0", Role.DECODE))
 
 
 class Scheduler:
@@ -489,3 +493,37 @@ async def test_assignment_of_cancelled_request_is_returned(turns: int, cancels: 
             placement.release(place.result())
             await asyncio.wait(context.background)
         assert client.cancelled == [client.asked]
+
+
+async def test_oversized_prompt_skips_the_scheduler(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+    router = await bed(prefill=("p0",), decode=("d0",), **scheduled(store))
+    await known(scheduler, 2)
+    release = asyncio.Event()
+    router["d0"].default = Behaviour(hold=release)
+    first = asyncio.create_task(router.complete())
+    await router["d0"].until_requests(1)
+    oversized = asyncio.create_task(router.complete("word " * 400_000))
+    await router["d0"].until_requests(2)  # at once, though the engine is not idle
+    third = asyncio.create_task(router.complete())
+    await router["d0"].until_requests(3)
+    release.set()
+    assert [(await one).status_code for one in (first, oversized, third)] == [200] * 3
+    assert await router.counter("router_unscheduled_total") == 1
+
+
+@pytest.mark.parametrize(("prompt", "output", "expected"), [(100, 512_000_000, 125), (990, 512, 10), (100, 20, 20)])
+async def test_pair_output_reservation_is_bounded(prompt: int, output: int, expected: int) -> None:
+    engines = [EngineConfig(name, f"http://{name}", role, f"host-{name}") for name, role in ROLES]
+    context = make_context(RouterConfig(**engine_settings(engines), policy="scheduler", metadata="127.0.0.1:1"))
+    for engine, tokens in zip(engines, (100_000, 1_000), strict=True):  # the prefill engine is larger, and does not count
+        context.health.check_succeeded(engine.name, context.now_s(), [])
+        context.metrics[engine.name] = EngineMetrics(capacity_tokens=tokens)
+    async with AssigningScheduler() as client:
+        placement = ScheduledPlacement(context, client, LocalPlacement(context, round_robin=False))
+        place = asyncio.create_task(placement.place(PlacementRequest("a", "m", prompt, {}, 0, output)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert client.asked is not None
+        assert (client.asked.prompt_tokens, client.asked.expected_output_tokens) == (prompt, expected)
+        place.cancel()
+        await asyncio.wait((place,))

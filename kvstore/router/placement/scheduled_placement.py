@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+from dataclasses import replace
 from functools import partial
 
 from kvclient import Assignment, AsyncSchedulerClient, DeadlineExceeded, EngineRequest, KVStoreError
@@ -24,6 +25,8 @@ _MAX_ASSIGNMENTS = 3
 """Assignments per attempt, if the assigned engines were ejected in the meantime. After them this router chooses."""
 _MAX_OUTPUT_TOKENS = 1 << 31
 """Largest output that is reported to the scheduler. An engine rejects requests for more."""
+_OUTPUT_DIVISOR = 8
+"""Pairs: at most an eighth of the largest decode engine is reserved for the outputs of one request."""
 _MAX_CACHED_ENGINES = 64
 """Most engines named to the scheduler as holding a prefix: those with the longest one."""
 
@@ -48,6 +51,14 @@ class ScheduledPlacement:
 
     async def place(self, request: PlacementRequest) -> PlacedRequest:
         deadline_s = self._context.now_s() + self._context.config.assign_timeout_ms / 1000
+        largest = self._largest_decode_engine()
+        if largest is not None:
+            if request.prompt_tokens >= largest:  # it would stop the queue, and an engine rejects it soon: reserve nothing for it
+                self._context.counters.add(router_metrics.UNSCHEDULED)
+                _log.warning("request placed without the scheduler: its prompt exceeds every decode engine")
+                return self._local.place_now(replace(request, prompt_tokens=1, output_tokens=0))
+            most = min(largest // _OUTPUT_DIVISOR, largest - request.prompt_tokens)
+            request = replace(request, output_tokens=min(request.output_tokens, most))
         for _ in range(_MAX_ASSIGNMENTS):
             if self.reporter.scheduler_down.is_set() or not self._can_schedule(request):
                 break
@@ -173,19 +184,23 @@ class ScheduledPlacement:
                 return False
         return True
 
+    def _largest_decode_engine(self) -> int | None:
+        """Return the most KV that fits a healthy decode engine, in tokens; None if that is unknown, or without pairs."""
+        if not self._context.config.pairs:
+            return None
+        metrics = [self._context.metrics.get(name) for name in self._context.health.healthy(Role.DECODE)]
+        if any(one is None or not one.capacity_tokens for one in metrics):
+            return None  # the scheduler counts such an engine as one that fits everything
+        return max((one.capacity_tokens for one in metrics if one is not None), default=None)
+
     def _engine_request(self, request: PlacementRequest) -> EngineRequest:
-        prompt, output = request.prompt_tokens, min(request.output_tokens, _MAX_OUTPUT_TOKENS)
-        if self._context.config.pairs:  # a request that fits no engine would wait until its timeout; the engine itself rejects it
-            sizes = [metrics.capacity_tokens for metrics in self._context.metrics.values() if metrics.capacity_tokens]
-            if sizes:
-                prompt = max(1, min(prompt, max(sizes)))
-                output = min(output, max(sizes) - prompt)
+        prompt = request.prompt_tokens
         longest = sorted(request.cached_tokens.items(), key=lambda item: -item[1])[:_MAX_CACHED_ENGINES]
         return EngineRequest(
             next(self._request_ids),
             prompt,
             hit_tokens=min(request.hit_tokens, prompt),
-            expected_output_tokens=output,
+            expected_output_tokens=min(request.output_tokens, _MAX_OUTPUT_TOKENS),
             cached_tokens={self.reporter.name_of(engine): min(tokens, prompt) for engine, tokens in longest},
         )
 
