@@ -269,6 +269,19 @@ def test_weights_are_hashed_unless_epoch_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "arguments"), [("modeling_own.py", {"trust_remote_code": True}), ("preprocessor_config.json", {})]
+)
+def test_named_weights_differ_by_own_code_or_processor(tmp_path: Path, name: str, arguments: dict[str, Any]) -> None:
+    folder = model_folder(tmp_path / "m")
+
+    def text(content: str) -> str:
+        (folder / name).write_text(content)
+        return model_text(server_of(folder, **arguments), draft=False, sample=False, make_unique=lambda: "x")
+
+    assert text("1") == text("1") != text("2")
+
+
+@pytest.mark.parametrize(
     "typed", [lambda path: [path], lambda path: [f"n={path}"], lambda path: {"n": path}, lambda path: [{"lora_path": path}]]
 )
 def test_adapters_at_server_start_change_namespace(tmp_path: Path, typed: Any) -> None:

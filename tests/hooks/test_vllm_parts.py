@@ -467,6 +467,30 @@ def test_model_digest_depends_on_length_if_rope_does() -> None:
     assert digest_of({"rope_type": "llama3"}, 4096) == digest_of({"rope_type": "llama3"}, 8192)
 
 
+def test_model_digest_depends_on_preparation_of_images(tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+
+    def digest_of(content: str = "", **options: Any) -> str:
+        scales.write_text(content)
+        config = SimpleNamespace(to_dict=dict)
+        media = SimpleNamespace(**options)
+        model = SimpleNamespace(hf_config=config, quantization=None, dtype="f", max_model_len=1, multimodal_config=media)
+        return model_digest(model, SimpleNamespace(cache_dtype="auto"), "")
+
+    engines: list[dict[str, Any]] = [
+        {},
+        {"mm_processor_kwargs": {"max_pixels": 1}},
+        {"mm_processor_kwargs": {"max_pixels": 2}},
+        {"media_io_kwargs": {"video": {"num_frames": 40}}},
+        {"video_pruning_rate": 0.5},
+        {"mm_encoder_attn_dtype": "fp8"},
+        {"mm_encoder_fp8_scale_path": str(scales), "content": "1"},
+        {"mm_encoder_fp8_scale_path": str(scales), "content": "2"},
+    ]
+    assert len({digest_of(**engine) for engine in engines}) == len(engines)
+    assert digest_of(skip_mm_profiling=True) == digest_of()
+
+
 def engine_of(folder: Path, load_format: str = "auto", **fields: Any) -> Any:
     """vLLM's description of an engine that starts now with the model in a folder."""
     mark_engine_start()
@@ -513,10 +537,11 @@ def test_files_text_named_weights_differs_by_load_options(tmp_path: Path) -> Non
     assert {files_text(engine, named=False) for engine in engines} == {""}, "the weights in memory tell"
 
 
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("kind", ["trust_remote_code", "is_multimodal_model"])
-def test_files_text_own_code_or_images_depends_on_lists(tmp_path: Path, kind: str) -> None:
+def test_files_text_own_code_or_images_depends_on_lists(tmp_path: Path, kind: str, named: bool) -> None:
     def text() -> str:
-        return files_text(engine_of(tmp_path, **{kind: True}), named=False)
+        return files_text(engine_of(tmp_path, **{kind: True}), named=named)
 
     (tmp_path / "modeling_own.py").write_text("old")
     old = text()
@@ -524,10 +549,10 @@ def test_files_text_own_code_or_images_depends_on_lists(tmp_path: Path, kind: st
     assert text() == old
     (tmp_path / "modeling_own.py").write_text("new")
     engine = engine_of(tmp_path, **{kind: True})
-    new = files_text(engine, named=False)
-    assert new == files_text(engine, named=False) != old
+    new = files_text(engine, named=named)
+    assert new == files_text(engine, named=named) != old
     (tmp_path / "modeling_own.py").write_text("old")  # perhaps after the engine read it
-    assert files_text(engine, named=False) not in {old, new}
+    assert files_text(engine, named=named) not in {old, new}
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 5), st.booleans()), max_size=5))

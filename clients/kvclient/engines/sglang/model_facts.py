@@ -29,6 +29,8 @@ _ARGUMENTS = (
 """Arguments that change the KV computed from the same files."""
 _DRAFT = "speculative_draft_"
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
+_PROCESSORS = "*processor_config.json"
+"""Files of models that read images, video or audio: how these are prepared."""
 _MOST_CONFIG_BYTES = 16 << 20
 _DIGEST_CHARS = 16
 
@@ -91,7 +93,10 @@ def _of_files(arguments: Any, whose: str, *, sample: bool, make_unique: Callable
         config = None
     if isinstance(config, dict):
         config = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
-    return [config, source.weights_digest(make_unique) if sample else source.load_options]
+    if sample:
+        return [config, source.weights_digest(make_unique)]
+    has_lists = getattr(arguments, "trust_remote_code", False) or any(source.folder.glob(_PROCESSORS))
+    return [config, source.load_options, *([source.lists_digest(make_unique)] if has_lists else [])]
 
 
 def _adapter_paths(given: Any) -> Iterator[str]:  # noqa: ANN401  # as it was typed, or as SGLang understood it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,16 @@ _ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "deepseek_yarn", "
 """Of these vLLM's positions do not depend on ``max_model_len``; of others they may (``longrope`` does)."""
 _WHOLE_PROMPTS_ONLY = {"CPU_MLA"}
 """Backends that ignore the pages before a prompt's new tokens, so that they compute wrong tokens after a loaded prefix."""
+_MEDIA_OPTIONS = (
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_backend",
+    "mm_encoder_attn_dtype",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+"""Options of vLLM's multimodal configuration that change the KV of an image, and not its identifier."""
 
 
 def check_steps(vllm_config: Any) -> None:  # noqa: ANN401
@@ -128,11 +139,10 @@ def files_text(vllm_config: Any, *, named: bool) -> str:  # noqa: ANN401
         elsewhere=str(getattr(model, "model_weights", "") or ""),
         cache=str(load.download_dir or ""),
     )
+    lists = files.lists_digest(lambda: secrets.token_hex(8)) if model.trust_remote_code or model.is_multimodal_model else ""
     if named:
-        return f"{files.load_options}:{getattr(model.hf_config, '_commit_hash', None) or model.revision}"
-    if model.trust_remote_code or model.is_multimodal_model:
-        return files.lists_digest(lambda: secrets.token_hex(8))
-    return ""
+        return f"{files.load_options}:{getattr(model.hf_config, '_commit_hash', None) or model.revision}{lists and f':{lists}'}"
+    return lists
 
 
 def _rope_kinds(config: Any) -> set[str]:  # noqa: ANN401
@@ -157,7 +167,11 @@ def model_digest(model: Any, cache: Any, files: str) -> str:  # noqa: ANN401
         model: vLLM's configuration of the model: as it is in force, with overrides, quantization and revision.
         cache: vLLM's configuration of the cache.
         files: see ``files_text``.
+
+    Raises:
+        OSError: the file with the scales of the image encoder cannot be read.
     """
+    media = getattr(model, "multimodal_config", None)
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
     return digest(
         {
@@ -168,8 +182,20 @@ def model_digest(model: Any, cache: Any, files: str) -> str:  # noqa: ANN401
             "cache": cache.cache_dtype,
             # some models turn all positions by other factors where longer contexts are allowed
             "max_model_len": 0 if _rope_kinds(config) <= _ROPE_OF_ANY_LENGTH else model.max_model_len,
+            **({} if media is None else {"media": _media_facts(media)}),
         }
     )
+
+
+def _media_facts(media: Any) -> list[str]:  # noqa: ANN401
+    """Collect how vLLM prepares and encodes images: its identifiers of images do not cover it.
+
+    Raises:
+        OSError: the file with the scales of the encoder cannot be read.
+    """
+    scales = getattr(media, "mm_encoder_fp8_scale_path", None)
+    content = hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales else ""
+    return [*(f"{name}={getattr(media, name, None)!r}" for name in _MEDIA_OPTIONS), content]
 
 
 def _layer(vllm_config: Any, group: GroupView) -> Any:  # noqa: ANN401
