@@ -217,6 +217,17 @@ def test_requests_with_adapters_are_unknown() -> None:
     assert not len(requests)
 
 
+@pytest.mark.parametrize(
+    ("media", "streamed", "named", "kept"),
+    [(1, False, False, False), (0, True, False, False), (0, False, False, True), (1, True, True, True)],
+)
+def test_requests_with_unnamed_media_are_unknown(media: int, streamed: bool, named: bool, kept: bool) -> None:
+    requests = TierRequests()
+    one = SimpleNamespace(request_id="r", lora_request=None, mm_features=[object()] * media, resumable=streamed)
+    assert requests.add(one, media_named=named) is kept
+    assert len(requests) == kept
+
+
 # ---- jobs ----
 def test_job_ends_once_with_what_arrived(jobs: ChunkJobs, counters: TierCounters) -> None:
     jobs.submit(job(1), part(FakeStore(KEYS[:3]), KEYS), LATER_S)

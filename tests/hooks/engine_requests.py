@@ -26,6 +26,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     num_prompt_tokens: int = 0
     skip_reading_prefix_cache: bool = False
+    resumable: bool = False
 
     @property
     def num_tokens(self) -> int:

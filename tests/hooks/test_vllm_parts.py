@@ -21,7 +21,14 @@ from kvclient.engines.model_files import sampled_digest
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
-from kvclient.engines.vllm.identity.engine_facts import check_launcher, check_steps, files_text, model_digest, whole_prompts_only
+from kvclient.engines.vllm.identity.engine_facts import (
+    are_media_named,
+    check_launcher,
+    check_steps,
+    files_text,
+    model_digest,
+    whole_prompts_only,
+)
 from kvclient.engines.vllm.identity.keys import RequestKeys, is_hashable, request_extras
 from kvclient.engines.vllm.identity.kv_groups import GroupView
 from kvclient.engines.vllm.identity.model_weights import ModelWeights
@@ -213,6 +220,17 @@ def test_extras_contain_adapters_salts_and_images() -> None:
         asks(mm_features=[image(7, 1, "x")]), None, 4
     )
     assert request_extras(asks(), None, 4) == {}
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "named"), [(0, False, False), (0.0, None, False), (0, True, True), (4, False, True)]
+)
+def test_media_without_caches_are_not_named(cache_gb: float, prefix_caching: bool | None, named: bool) -> None:
+    model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb))
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching))
+    assert are_media_named(config) is named
+    model.multimodal_config = None
+    assert are_media_named(config)
 
 
 @given(st.binary(min_size=16, max_size=16), st.lists(st.binary(min_size=16, max_size=16), max_size=9))

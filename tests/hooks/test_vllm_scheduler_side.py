@@ -92,6 +92,17 @@ def plan(made: SchedulerConnector, one: Request, tokens: int, ids: list[list[int
     return found
 
 
+def test_request_with_unnamed_media_is_not_shared() -> None:
+    made = side(Shelf(hits=3), Pool(9))
+    made.media_named = False
+    one = request(17)
+    one.mm_features = [object()]
+    made.on_new_request(one)
+    assert made.get_num_new_matched_tokens(one, 0) == (0, False)
+    assert plan(made, one, 17, [[1, 2, 3, 4, 5]]).stores == []
+    assert made.counters.totals()["media_unnamed"] == 1
+
+
 def test_hit_is_offered_and_planned_once() -> None:
     observed = Observed()
     made = side(Shelf(hits=3), None, observed)

@@ -21,6 +21,7 @@ from kvclient.engines.vllm.announcements.observer import RequestObserver
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapter_mixing import AdapterMixing
 from kvclient.engines.vllm.identity.engine_facts import (
+    are_media_named,
     check_launcher,
     check_steps,
     group_facts,
@@ -169,6 +170,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 counters=counters,
                 weights=WeightsEpoch(self._options, vllm_config.parallel_config.world_size, counters.add),
             )
+            self._scheduler.media_named = are_media_named(vllm_config)
             if getattr(vllm_config, "lora_config", None) is not None:
                 self._scheduler.adapters.watch()
             self._scheduler.adapters.mixing = AdapterMixing(vllm_config)

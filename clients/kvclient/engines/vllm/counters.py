@@ -48,6 +48,7 @@ COUNTERS = {
     "store_bytes": "Bytes that were stored: not those that the store held already.",
     "store_seconds": "Seconds that stores took, added up.",
     "adapters_unknown": "Requests neither loaded nor stored, since their adapter's weights are not known for certain.",
+    "media_unnamed": "Requests neither loaded nor stored, since vLLM does not name their media by content.",
     "stores_unsure": "Stores and handoffs cancelled: the adapter or its files changed (per worker), or a CPU mixed adapters up.",
     "stores_failed": "Stores after which the store lacks some of the blocks.",
     "stores_not_begun": "Stores of steps whose end vLLM did not report, per worker.",

@@ -115,7 +115,7 @@ class KVStorePDConnector(KVStoreConnector):
             super().on_new_request(request)
             return
         adapter = self.scheduler_side.adapters.weights(request.lora_request) if request.lora_request is not None else None
-        if not is_hashable(request, adapter):
+        if not is_hashable(request, adapter, media_named=self.scheduler_side.media_named):
             super().on_new_request(request)
             return
         self._pd_side.on_new_request(request, transfer, finder.chain, adapter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvclient.engines.vllm.identity.kv_groups import GroupView
 from kvclient.engines.vllm.identity.namespaces import GroupFacts, digest
 from kvclient.engines.vllm.memory.pages import Pages, page_order
 
+_log = logging.getLogger(__name__)
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope"}
 """Of these vLLM's positions do not depend on ``max_model_len``; of others they may (``longrope`` does)."""
@@ -47,6 +49,15 @@ def check_steps(vllm_config: Any) -> None:  # noqa: ANN401
     if getattr(vllm_config, "speculative_config", None) is not None:
         # vLLM asks for failures before the step has ended, and would use pages of a failed load for drafts
         raise InvalidArgument("layerwise loads with speculative decoding are not supported: use load_mode async")
+
+
+def are_media_named(vllm_config: Any) -> bool:  # noqa: ANN401
+    """Whether vLLM names images by their content. If its prefix cache and its processor cache are off, it numbers them."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    named = media is None or media.mm_processor_cache_gb != 0 or bool(vllm_config.cache_config.enable_prefix_caching)
+    if not named:
+        _log.warning("requests with media are not shared: vLLM does not hash media without prefix caching and processor cache")
+    return named
 
 
 def check_launcher(parallel_config: Any) -> None:  # noqa: ANN401

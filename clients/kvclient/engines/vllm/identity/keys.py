@@ -29,15 +29,28 @@ class VllmRequest(Protocol):
     lora_request: Any
     cache_salt: str | None
     prompt_embeds: Any
+    resumable: bool
     skip_reading_prefix_cache: bool
 
 
-def is_hashable(request: VllmRequest, adapter: AdapterWeights | None) -> bool:
+def is_hashable(request: VllmRequest, adapter: AdapterWeights | None, *, media_named: bool = True) -> bool:
     """Check whether tokens and extras determine the KV of a request.
 
-    They do not for embeddings in place of tokens, or for an adapter with unknown weights.
+    They do not for embeddings in place of tokens, for an adapter with unknown weights, or for media without names.
+
+    Args:
+        request: vLLM's request.
+        adapter: the weights of its adapter, if they are known.
+        media_named: see ``engine_facts.are_media_named``.
     """
-    return request.prompt_embeds is None and (request.lora_request is None or adapter is not None)
+    if request.prompt_embeds is not None or (request.lora_request is not None and adapter is None):
+        return False
+    return media_named or not may_have_media(request)
+
+
+def may_have_media(request: Any) -> bool:  # noqa: ANN401
+    """Whether a request has media, or may still receive them: a streamed input."""
+    return bool(request.mm_features or request.resumable)
 
 
 def request_extras(request: VllmRequest, adapter: AdapterWeights | None, block_tokens: int) -> dict[int, bytes]:

@@ -78,6 +78,8 @@ class SchedulerConnector:
         self.counters = counters or ConnectorCounters()
         self.adapters = Adapters(self.counters)
         self.weights = weights or WeightsEpoch(options)
+        self.media_named = True
+        """See ``engine_facts.are_media_named``."""
         self._options = options
         self._blocks = blocks
         self._block_tokens = blocks.block_tokens
@@ -162,7 +164,9 @@ class SchedulerConnector:
         if self._prefix_lookup is None:
             return
         adapter = self.adapters.of_request(request.lora_request) if request.lora_request is not None else None
-        if not is_hashable(request, adapter):
+        if not is_hashable(request, adapter, media_named=self.media_named):
+            if not self.media_named and request.mm_features:
+                self.counters.add("media_unnamed")
             return
         keys = RequestKeys(self._prefix_lookup.chain, request_extras(request, adapter, self._blocks.key_tokens))
         state = self._requests[request.request_id] = RequestState(request, keys, adapter)

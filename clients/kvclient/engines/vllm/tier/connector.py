@@ -31,7 +31,7 @@ from kvclient import CacheSpec, InvalidArgument, KVClient, KVStoreError, Unavail
 from kvclient.engines.engine_log import share_handlers
 from kvclient.engines.vllm.announcements.messages import engine_hash_name
 from kvclient.engines.vllm.identity.adapter_mixing import AdapterMixing
-from kvclient.engines.vllm.identity.engine_facts import check_launcher
+from kvclient.engines.vllm.identity.engine_facts import are_media_named, check_launcher
 from kvclient.engines.vllm.identity.model_weights import ModelWeights, gather_digests, later_digest
 from kvclient.engines.vllm.identity.weights_check import combined_digest
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch, given_name, is_named
@@ -156,6 +156,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         self._tier: KVStoreTier | None = tier_of(self.connector_scheduler) if role == KVConnectorRole.SCHEDULER else None
         if self._tier is not None:
             self._tier.mixing = AdapterMixing(vllm_config)
+            self._tier.media_named = are_media_named(vllm_config)
         if self._tier is not None and self._config.cache.blocks_per_chunk > 1:
             self.connector_scheduler = WholeChunksScheduler.of(self.connector_scheduler, self._tier.counters)
 

@@ -75,6 +75,8 @@ class KVStoreTier(SecondaryTierManager):
         self.stores: dict[int, ChunkStore] = {}
         """By group; empty: not open."""
         self._requests = TierRequests()
+        self.media_named = True
+        """See ``engine_facts.are_media_named``."""
         self.mixing = AdapterMixing()
         """Whether KV of requests without an adapter, of which alone chunks are stored, may be wrong."""
         self.counters = TierCounters()
@@ -199,7 +201,7 @@ class KVStoreTier(SecondaryTierManager):
 
     def begin_request(self, request: Any) -> None:  # noqa: ANN401
         """Receive a request itself: vLLM's hook does not have it."""
-        if not self._requests.add(request):
+        if not self._requests.add(request, media_named=self.media_named):
             self.counters.add("requests_skipped")
 
     def on_request_finished(self, req_context: Any) -> None:  # noqa: ANN401

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvclient import Lookup
+from kvclient.engines.vllm.identity.keys import may_have_media
 from kvclient.engines.vllm.tier.facts import TierGroup
 
 
@@ -90,7 +91,7 @@ class TierRequest:
 
 
 class TierRequests:
-    """All requests, except those with adapters: vLLM's keys do not cover an adapter's weights."""
+    """All requests, except those whose KV vLLM's keys do not determine: with adapters, or with media without names."""
 
     def __init__(self) -> None:
         self._known: dict[str, TierRequest] = {}
@@ -100,9 +101,12 @@ class TierRequests:
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, request: Any) -> bool:  # noqa: ANN401
-        """Remember a request, unless it uses an adapter, and return whether it was remembered."""
-        if getattr(request, "lora_request", None) is not None:
+    def add(self, request: Any, *, media_named: bool = True) -> bool:  # noqa: ANN401
+        """Remember a request, unless vLLM's keys do not determine its KV, and return whether it was remembered.
+
+        ``media_named``: see ``engine_facts.are_media_named``.
+        """
+        if getattr(request, "lora_request", None) is not None or (not media_named and may_have_media(request)):
             return False
         self.forget(request.request_id)
         self._known[request.request_id] = self._new(request)
@@ -117,7 +121,7 @@ class TierRequests:
         return len(self._failed)
 
     def get(self, request_id: str) -> TierRequest | None:
-        """Return a request; None: it has ended, or uses an adapter."""
+        """Return a request; None: it has ended, or was not remembered."""
         return self._known.get(request_id)
 
     def forget(self, request_id: str) -> None:
