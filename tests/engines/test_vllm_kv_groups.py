@@ -38,6 +38,7 @@ from kvclient.engines.vllm.identity.kv_groups import check_handoffs, group_block
 from kvclient.engines.vllm.memory.device_pages import device_pages, make_pages
 from kvclient.engines.vllm.memory.pages import GroupPages, Pages
 from kvclient.engines.vllm.options import ConnectorOptions
+from kvclient.engines.vllm.tier.facts import tier_groups
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")
 NO_CONNECTOR = "run the engine without a connector"
@@ -217,6 +218,10 @@ def refuse_groups(*specs: Any, **parallel: int) -> Callable[[], object]:
     return lambda: read_groups(engine(**parallel), groups_of(*specs))
 
 
+def refuse_chunks(*specs: Any) -> Callable[[], object]:
+    return lambda: tier_groups(SimpleNamespace(groups=[]), groups_of(*specs))
+
+
 def refuse_steps(**change: Any) -> Callable[[], object]:
     def call() -> object:
         config = engine(pipeline_parallel_size=change.get("pipeline", 1))
@@ -254,7 +259,14 @@ REFUSALS: dict[str, tuple[Callable[[], object], str, str]] = {
     "encoder": (refuse_groups(of_kind(interface.EncoderOnlyAttentionSpec)), "encoder attention", NO_CONNECTOR),
     "cross attention": (refuse_groups(of_kind(interface.CrossAttentionSpec)), "cross attention", NO_CONNECTOR),
     "sink pages": (refuse_groups(of_kind(interface.SinkFullAttentionSpec, sink_len=4)), "sink pages", TIER),
-    "reference windows": (refuse_groups(of_kind(interface.RSWASpec, rswa_window=64)), "RSWASpec", TIER),
+    "reference windows": (refuse_groups(of_kind(interface.RSWASpec, rswa_window=64)), "windows over the answer", NO_CONNECTOR),
+    "tier reference windows": (
+        refuse_chunks(of_kind(interface.RSWASpec, rswa_window=64)),
+        "windows over the answer",
+        NO_CONNECTOR,
+    ),
+    "prefix LM": (refuse_groups(full(non_causal=True)), "later tokens", NO_CONNECTOR),
+    "tier prefix LM": (refuse_chunks(full(), full(non_causal=True)), "later tokens", NO_CONNECTOR),
     "page sizes": (refuse_groups(full(), replace(full(), block_size=48)), "multiples of the smallest", TIER),
     "NVFP4": (refuse_groups(full(kv_quant_mode=interface.KVQuantMode.NVFP4)), "quantization", "use another kv_cache_dtype"),
     "no KV cache": (refuse_groups(), "without a KV cache", NO_CONNECTOR),

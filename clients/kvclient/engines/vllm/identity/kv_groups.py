@@ -126,11 +126,33 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # n
                 "context parallelism is not supported, since it spreads the tokens of a page over ranks: use tensor parallelism",
                 option=name,
             )
+    check_causal(kv_cache_config)
     groups = [part for table, group in enumerate(kv_cache_config.kv_cache_groups) for part in _parts(table, group)]
     if not groups:
         raise InvalidArgument("models without a KV cache are not supported: run the engine without a connector")
     group_blocks(groups)
     return groups
+
+
+def check_causal(kv_cache_config: Any) -> None:  # noqa: ANN401
+    """Check that the KV of a block depends on no later tokens, as its key does not.
+
+    Raises:
+        InvalidArgument: it does, in some layer.
+    """
+    from vllm.v1 import kv_cache_interface as interface
+
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in _layer_specs(group).values():
+            if getattr(spec, "non_causal", False):
+                raise InvalidArgument(
+                    f"attention to later tokens of a prompt (prefix LM) is not supported: {_NO_CONNECTOR}",
+                    kind=type(spec).__name__,
+                )
+            if isinstance(spec, interface.RSWASpec):
+                raise InvalidArgument(
+                    f"windows over the answer alone (R-SWA) are not supported: {_NO_CONNECTOR}", kind=type(spec).__name__
+                )
 
 
 def group_blocks(groups: Sequence[GroupView]) -> GroupBlocks:

@@ -20,7 +20,7 @@ from kvclient.engines.vllm.identity.engine_facts import (
     model_name,
     whole_prompts_only,
 )
-from kvclient.engines.vllm.identity.kv_groups import GroupView
+from kvclient.engines.vllm.identity.kv_groups import GroupView, check_causal
 from kvclient.engines.vllm.identity.namespaces import digest
 from kvclient.engines.vllm.tier.canonical import CanonicalChunk
 
@@ -138,9 +138,13 @@ def tier_groups(config: Any, kv_cache_config: Any) -> list[TierGroup]:  # noqa: 
     Args:
         config: vLLM's ``OffloadingConfig``.
         kv_cache_config: vLLM's configuration of the KV cache.
+
+    Raises:
+        InvalidArgument: the key of a chunk does not determine its KV.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_cache_spec_kind
 
+    check_causal(kv_cache_config)
     groups = []
     for group in config.groups:
         spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
