@@ -107,6 +107,17 @@ def test_adapter_with_changed_files_is_not_shared(tmp_path: Path) -> None:
     assert tally.totals() == {"adapters_unknown": 2}
 
 
+def test_adapter_digest_depends_on_target_modules(tmp_path: Path) -> None:
+    """vLLM applies the adapter to other modules with ``--lora-target-modules``."""
+    folder, digests = adapter_folder(tmp_path / "a"), []
+    for modules in ((), ("q_proj",), ("q_proj", "v_proj"), ("v_proj", "q_proj")):
+        adapters = Adapters(ConnectorCounters())
+        adapters.target_modules = modules
+        digests.append(digest_in(adapters, folder))
+    assert digests[2] == digests[3]
+    assert len(set(digests)) == 3
+
+
 def test_adapter_number_of_two_folders_is_not_shared(tmp_path: Path) -> None:
     """vLLM computes with the first folder."""
     adapters = Adapters(ConnectorCounters())

@@ -171,7 +171,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 weights=WeightsEpoch(self._options, vllm_config.parallel_config.world_size, counters.add),
             )
             self._scheduler.media_named = are_media_named(vllm_config)
-            if getattr(vllm_config, "lora_config", None) is not None:
+            if (lora := getattr(vllm_config, "lora_config", None)) is not None:
+                self._scheduler.adapters.target_modules = tuple(lora.target_modules or ())
                 self._scheduler.adapters.watch()
             self._scheduler.adapters.mixing = AdapterMixing(vllm_config)
 

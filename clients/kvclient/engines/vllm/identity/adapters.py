@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,6 +88,8 @@ class Adapters:
         self.mixing = AdapterMixing()
         self.blind = False
         """Whether adapters may be added to the engine without being seen here: then none is shared."""
+        self.target_modules: tuple[str, ...] = ()
+        """The only modules of the model to which vLLM applies adapters; empty: all."""
 
     def weights(self, adapter: Adapter | Any) -> AdapterWeights | None:  # noqa: ANN401
         """Return the weights that this engine certainly holds for an adapter; None: unknown."""
@@ -100,7 +102,7 @@ class Adapters:
                         "too many adapters: %s (most=%d); its requests are neither loaded nor stored", path, _MOST_ADAPTERS
                     )
                     return None
-                read = self._known[path] if path in self._known else _read(path)
+                read = self._known[path] if path in self._known else self._read(path)
                 self._known.setdefault(path, read)
                 self._known.setdefault(number, read)
             weights, same = self._known[number], self._known[path]
@@ -115,6 +117,13 @@ class Adapters:
                 self._known[weights.path] = None
         _log.warning("adapter files changed: %s (path=%s); its requests are neither loaded nor stored", adapter.lora_name, path)
         return None
+
+    def _read(self, path: str) -> AdapterWeights | None:
+        """Identify the part of an adapter that the engine applies; None: not possible."""
+        read = _read(path)
+        if read is None or not self.target_modules:
+            return read
+        return replace(read, digest=f"{read.digest}:{','.join(sorted(self.target_modules))}")
 
     def _distrust(self, number: int, path: str) -> None:
         """Forget the weights of a number, and those of a folder: vLLM's prefix cache may have KV of others under its path."""
@@ -148,7 +157,7 @@ class Adapters:
         number, path = int(adapter.lora_int_id), str(adapter.lora_path)
         with self._lock:
             if path not in self._known and len(self._known) < 2 * _MOST_ADAPTERS:
-                self._known[path] = _read(path)
+                self._known[path] = self._read(path)
             old, new = self._known.get(number), self._known.get(path)
             if new is not None and not new.unchanged():
                 new = self._known[path] = None
