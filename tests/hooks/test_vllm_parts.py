@@ -26,6 +26,7 @@ from kvclient.engines.vllm.identity.engine_facts import (
     check_launcher,
     check_steps,
     files_text,
+    keeps_drafts,
     model_digest,
     whole_prompts_only,
 )
@@ -231,6 +232,14 @@ def test_extras_contain_adapters_salts_and_images() -> None:
         asks(mm_features=[image(7, 1, "x")]), None, 4
     )
     assert request_extras(asks(), None, 4) == {}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "asynchronous", "kept"), [(None, False, False), (object(), True, False), (object(), False, True)]
+)
+def test_drafts_are_kept_by_synchronous_scheduling(drafts: object, asynchronous: bool, kept: bool) -> None:
+    scheduler = SimpleNamespace(async_scheduling=asynchronous)
+    assert keeps_drafts(SimpleNamespace(speculative_config=drafts, scheduler_config=scheduler)) is kept
 
 
 @pytest.mark.parametrize(

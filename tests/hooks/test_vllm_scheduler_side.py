@@ -103,6 +103,17 @@ def test_request_with_unnamed_media_is_not_shared() -> None:
     assert made.counters.totals()["media_unnamed"] == 1
 
 
+@pytest.mark.parametrize(("streamed", "keeps_drafts", "stores"), [(True, True, 0), (True, False, 1), (False, True, 1)])
+def test_streamed_input_with_drafts_is_not_stored(streamed: bool, keeps_drafts: bool, stores: int) -> None:
+    made = side(Shelf(), Pool(9))
+    made.keeps_drafts = keeps_drafts
+    one = request(17)
+    one.resumable = streamed
+    made.on_new_request(one)
+    made.get_num_new_matched_tokens(one, 0)
+    assert len(plan(made, one, 17, [[1, 2, 3, 4, 5]]).stores) == stores
+
+
 def test_hit_is_offered_and_planned_once() -> None:
     observed = Observed()
     made = side(Shelf(hits=3), None, observed)

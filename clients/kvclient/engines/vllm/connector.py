@@ -26,6 +26,7 @@ from kvclient.engines.vllm.identity.engine_facts import (
     check_steps,
     group_facts,
     has_replica_of_lower_rank,
+    keeps_drafts,
     kernel_of,
     whole_prompts_only,
 )
@@ -171,6 +172,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 weights=WeightsEpoch(self._options, vllm_config.parallel_config.world_size, counters.add),
             )
             self._scheduler.media_named = are_media_named(vllm_config)
+            self._scheduler.keeps_drafts = keeps_drafts(vllm_config)
             if (lora := getattr(vllm_config, "lora_config", None)) is not None:
                 self._scheduler.adapters.target_modules = tuple(lora.target_modules or ())
                 self._scheduler.adapters.watch()

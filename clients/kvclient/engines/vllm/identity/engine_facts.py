@@ -60,6 +60,16 @@ def are_media_named(vllm_config: Any) -> bool:  # noqa: ANN401
     return named
 
 
+def keeps_drafts(vllm_config: Any) -> bool:  # noqa: ANN401
+    """Whether a streamed input may go on after KV of other tokens.
+
+    If an answer ends within accepted drafts, synchronous scheduling still counts the later ones as computed. The next part of the
+    input then takes their places.
+    """
+    asynchronous = getattr(vllm_config.scheduler_config, "async_scheduling", False)
+    return getattr(vllm_config, "speculative_config", None) is not None and not asynchronous
+
+
 def check_launcher(parallel_config: Any) -> None:  # noqa: ANN401
     """Check that the scheduler receives the output of all workers.
 

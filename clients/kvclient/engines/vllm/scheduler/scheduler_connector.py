@@ -80,6 +80,8 @@ class SchedulerConnector:
         self.weights = weights or WeightsEpoch(options)
         self.media_named = True
         """See ``engine_facts.are_media_named``."""
+        self.keeps_drafts = False
+        """See ``engine_facts.keeps_drafts``."""
         self._options = options
         self._blocks = blocks
         self._block_tokens = blocks.block_tokens
@@ -171,6 +173,7 @@ class SchedulerConnector:
         keys = RequestKeys(self._prefix_lookup.chain, request_extras(request, adapter, self._blocks.key_tokens))
         state = self._requests[request.request_id] = RequestState(request, keys, adapter)
         state.features = len(request.mm_features)
+        state.store_ended = request.resumable and self.keeps_drafts
         state.preemptions = request.num_preemptions
         if self._options.hook.load and look_up:
             self._begin_lookup(state)
