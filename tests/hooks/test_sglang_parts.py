@@ -268,6 +268,50 @@ def test_weights_are_hashed_unless_epoch_is_named(tmp_path: Path) -> None:
     assert model_text(None, draft=False, sample=True, make_unique=str) == "", "no server"
 
 
+def test_kv_scales_are_identified_by_content(tmp_path: Path) -> None:
+    folder, scales, drawn = model_folder(tmp_path / "m"), tmp_path / "scales.json", iter(range(9))
+
+    def text() -> str:
+        server = server_of(folder, quantization_param_path=str(scales))
+        return model_text(server, draft=False, sample=False, make_unique=lambda: str(next(drawn)))
+
+    assert text() != text(), "no file"
+    scales.write_text("1")
+    first = text()
+    assert first == text()
+    scales.write_text("2")
+    assert text() != first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "shared"),
+    [
+        ({"quantization": "modelopt_fp8"}, {}, False),
+        ({"quantization": "modelopt_fp8"}, {"quantization_config": {}}, True),
+        ({"modelopt_checkpoint_restore_path": "/a"}, {"quantization_config": {}}, False),
+        ({"quantize_and_serve": True}, {}, False),
+        ({"quantization": "fp8"}, {}, True),
+    ],
+)
+def test_weights_of_modelopt_are_shared_only_if_named(
+    tmp_path: Path, arguments: dict[str, Any], config: dict[str, Any], shared: bool
+) -> None:
+    folder, drawn = model_folder(tmp_path / "m", config=config), iter(range(9))
+
+    def text(*, sample: bool) -> str:
+        server = server_of(folder, **arguments)
+        return model_text(server, draft=False, sample=sample, make_unique=lambda: str(next(drawn)))
+
+    assert (text(sample=True) == text(sample=True)) is shared
+    assert text(sample=False) == text(sample=False)
+
+
+def test_named_weights_differ_by_restored_checkpoint(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    servers = [server_of(folder, modelopt_checkpoint_restore_path=path) for path in ("/a", "/b", None)]
+    assert len({model_text(server, draft=False, sample=False, make_unique=str) for server in servers}) == 3
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"), [("modeling_own.py", {"trust_remote_code": True}), ("preprocessor_config.json", {})]
 )

@@ -63,6 +63,10 @@ def model_text(arguments: Any, *, draft: bool, sample: bool, make_unique: Callab
     if arguments is None:
         return ""
     facts: dict[str, Any] = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
+    if scales := facts["quantization_param_path"]:
+        facts["quantization_param_path"] = _of_scales(Path(scales), make_unique)
+    if restored := getattr(arguments, "modelopt_checkpoint_restore_path", None):
+        facts["modelopt_checkpoint_restore_path"] = restored
     facts["model"] = _of_files(arguments, "", sample=sample, make_unique=make_unique)
     if draft and getattr(arguments, f"{_DRAFT}model_path", None):
         facts["draft"] = _of_files(arguments, _DRAFT, sample=sample, make_unique=make_unique)
@@ -93,10 +97,29 @@ def _of_files(arguments: Any, whose: str, *, sample: bool, make_unique: Callable
         config = None
     if isinstance(config, dict):
         config = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
+    if sample and not whose and _quantizes(arguments, config, source.folder):
+        _log.warning("weights not identified: no KV is shared unless weights_epoch names them (ModelOpt makes them at start)")
+        return [config, make_unique()]
     if sample:
         return [config, source.weights_digest(make_unique)]
     has_lists = getattr(arguments, "trust_remote_code", False) or any(source.folder.glob(_PROCESSORS))
     return [config, source.load_options, *([source.lists_digest(make_unique)] if has_lists else [])]
+
+
+def _quantizes(arguments: Any, config: object, folder: Path) -> bool:  # noqa: ANN401
+    """Whether ModelOpt quantizes the model at the start, or restores a checkpoint that is not among the model's files."""
+    if getattr(arguments, "modelopt_checkpoint_restore_path", None) or getattr(arguments, "quantize_and_serve", False):
+        return True
+    quantized = (isinstance(config, dict) and "quantization_config" in config) or (folder / "hf_quant_config.json").is_file()
+    return str(getattr(arguments, "quantization", None) or "").startswith("modelopt") and not quantized
+
+
+def _of_scales(path: Path, make_unique: Callable[[], str]) -> str:
+    """Return a digest of the file with the scales of the KV cache."""
+    if not path.is_file():
+        return make_unique()
+    content = hashlib.sha256(path.read_bytes()).hexdigest()
+    return content if replaced_path(path) is None else make_unique()
 
 
 def _adapter_paths(given: Any) -> Iterator[str]:  # noqa: ANN401  # as it was typed, or as SGLang understood it
