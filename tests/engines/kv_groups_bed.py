@@ -21,6 +21,7 @@ BLOCKS = 9
 def engine(layout: str = "LBNHC", **parallel: int) -> Any:
     """The parts of vLLM's configuration that groups and allocation depend on."""
     return SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=None),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, async_scheduling=False),
         attention_config=SimpleNamespace(hisparse_config=None),
         parallel_config=SimpleNamespace(**parallel),
