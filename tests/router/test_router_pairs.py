@@ -105,6 +105,16 @@ async def test_prefill_unreachable_decode_computes_prompt(bed: Make) -> None:
     assert await router.counter("router_without_prefill_total") == 1
 
 
+async def test_prefill_unreachable_client_names_no_source(bed: Make) -> None:
+    """A client must not choose from where the decode engine gets KV."""
+    router = await bed(prefill=("p0",), decode=("d0",))
+    await router["p0"].stop()
+    router["d0"].script.append(Behaviour(hold=asyncio.Event()))
+    answer = await router.complete(kv_transfer_params={"do_remote_prefill": True, "remote_host": "10.0.0.1"})
+    assert answer.status_code == 200
+    assert router["d0"].requests[-1]["kv_transfer_params"] == {}
+
+
 @FLOWS
 async def test_prefill_only_one_failing_is_ejected(bed: Make, flow: str) -> None:
     router = await bed(prefill=("p0",), decode=("d0",), flow=flow)

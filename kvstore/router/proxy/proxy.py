@@ -236,8 +236,11 @@ class ProxyRequest:
         self._context.counters.add(router_metrics.ATTEMPTS)
         if placed.prefill is not None:
             return await PrefillDecodeRequest(self._context, self._placement, self._body, self._headers).run(placed)
+        raw = self._raw
+        if self._context.config.pairs and "kv_transfer_params" in self._body.fields:
+            raw = self._body.for_decode(None)  # a client must not choose the source of a decode engine's KV
         upstream = self._context.upstreams[placed.engine]
-        return await upstream.post(self._body.path, self._raw, self._headers), placed.engine
+        return await upstream.post(self._body.path, raw, self._headers), placed.engine
 
     # ---- response
     async def _forward(self, client: ClientConnection, placed: PlacedRequest, response: EngineResponse) -> AttemptFailure | None:
