@@ -200,6 +200,8 @@ class LocalCluster:
         self.valkey: ValkeyServers | None = None
         names = [_METADATA, *(f"{_METADATA}-{number}" for number in range(2, servers + 1))]
         self._metadata_addresses = dict.fromkeys(names, f"{metadata_host.host}:0")
+        self._first_listen: str | None = None
+        """Address at which the first metadata server listens, with the port of its first start."""
         self._admin: tuple[tuple[tuple[str, str], ...], tuple[str, ...]] = (), ()
         """Settings and arguments of the admin server, with the address of its last start."""
 
@@ -241,16 +243,20 @@ class LocalCluster:
             raise NotFound("unknown metadata server of this cluster", name=name)
         if name != _METADATA and self._metadata_addresses[name].endswith(":0"):
             self._metadata_addresses[name] = f"{self._metadata_host.host}:{self._port_beside_first()}"
-        own_settings = [(key, value) for key, value in self._metadata_settings if name == _METADATA or key not in _ONE_EACH]
+        own_settings = {key: value for key, value in self._metadata_settings if name == _METADATA or key not in _ONE_EACH}
+        if "listen" in own_settings and self._first_listen is not None:
+            own_settings["listen"] = self._first_listen
         settings = [
             f"metadata.listen={self._metadata_addresses[name]}",
             f"metadata.index_path={self._index_path_of(name)}",
             f"metadata.metrics_listen={LOOPBACK}:0",
             *([] if self.valkey is None else [f"metadata.engine={self.valkey.url}"]),
             *self._metadata_host.insecure("metadata"),
-            *(f"metadata.{key}={value}" for key, value in own_settings),
+            *(f"metadata.{key}={value}" for key, value in own_settings.items()),
         ]
         daemon = self._start(name, "metadata", settings, self._metadata_host)
+        if name == _METADATA:
+            self._first_listen = daemon.address
         host, _, port = daemon.address.rpartition(":")
         if host in _EVERY_HOST:
             host = self._metadata_host.host

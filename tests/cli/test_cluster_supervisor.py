@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.core.errors import Internal
 from kvstore.embedded import restarts
+from kvstore.embedded.cluster import LocalCluster
 from kvstore.embedded.ports import port_after
 from kvstore.embedded.restarts import MOST_ENDS, ClusterSupervisor, SoleDaemon
 
@@ -123,3 +124,12 @@ def test_port_after_skips_ports_in_use() -> None:
         found = port_after(port - 1)
         assert found != port
         assert port_after(65_535) == 0
+
+
+def test_restarted_metadata_keeps_port_of_listen_zero(tmp_path: Path) -> None:
+    """Nodes and clients know the port that the first start chose; ``kvstore up`` passes ``listen`` as a setting."""
+    with LocalCluster([], tmp_path, metadata_settings=[("listen", "127.0.0.1:0")]) as cluster:
+        known = cluster.metadata_address
+        cluster.kill("metadata")
+        assert cluster.restart("metadata").address == known
+        assert cluster.metadata_address == known
