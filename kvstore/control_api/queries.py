@@ -113,11 +113,15 @@ class Queries:
         status = await self._rpc.node(node_id)
         planning = await self._rpc.planning()
         queue = next((queue for queue in planning.queues if queue.node_id == node_id), None)
-        asked = await self._rpc.ask_nodes([status], describe)
+
+        async def ask(node: NodeRpc) -> models.NodeProcess:
+            return serializers.node_process(await describe(node))
+
+        asked = await self._rpc.ask_nodes([status], ask)
         found = asked.answers.get(node_id)
         return models.NodeDetail(
             **serializers.node_fields(status, queue),
-            process=None if found is None else serializers.node_process(found),
+            process=found,
             unreached=None if found is not None else _why_unreached(asked.failed.get(node_id)),
         )
 
@@ -138,27 +142,30 @@ class Queries:
         The result is not paged; ``known_nodes`` counts all nodes.
         """
 
-        async def ask(node: NodeRpc) -> tuple[pb.DescribeNodeResponse, node_pb2.GetNodeStatsResponse, pb.ListSlowLoadsResponse]:
+        async def ask(node: NodeRpc) -> tuple[models.Activity, list[models.Volume], list[models.SlowLoad]]:
             found, stats, loads = await asyncio.gather(
                 describe(node),
                 node(node.node_stub.GetNodeStats, node_pb2.GetNodeStatsRequest()),
                 node(node.stub.ListSlowLoads, pb.ListSlowLoadsRequest(limit=most)),
             )
-            return found, stats, loads
+            node_id = node.status.node.node_id
+            volumes = [serializers.volume(node.status, volume, found) for volume in node.status.node.volumes]
+            return serializers.activity(node_id, found, stats.counters), volumes, serializers.slow_loads(node_id, loads)
 
         planning, asked = await asyncio.gather(self._rpc.planning(), self._rpc.ask_nodes(statuses, ask))
-        answers = {node_id: asked.answers[node_id] for node_id in sorted(asked.answers)}
-        described = {node_id: node for node_id, (node, _, _) in answers.items()}
-        volumes = [
-            serializers.volume(status, volume, described.get(status.node.node_id))
+        answers = [asked.answers[node_id] for node_id in sorted(asked.answers)]
+        volumes = [volume for _, current, _ in answers for volume in current]
+        volumes += [
+            serializers.volume(status, volume, None)
             for status in statuses
+            if status.node.node_id not in asked.answers
             for volume in status.node.volumes
         ]
         return models.Overview(
             nodes=_with_queues(statuses, planning),
-            activity=[serializers.activity(node_id, node, stats.counters) for node_id, (node, stats, _) in answers.items()],
+            activity=[activity for activity, _, _ in answers],
             volumes=sorted(volumes, key=lambda volume: volume.volume_id),
-            slow_loads=serializers.slow_loads({node_id: loads for node_id, (_, _, loads) in answers.items()}, most),
+            slow_loads=serializers.slowest((loads for _, _, loads in answers), most),
             unreached=serializers.unreached(asked.failed),
             known_nodes=len(statuses),
             next_cursor=None,
@@ -178,8 +185,14 @@ class Queries:
     async def volumes(self, known: Sequence[tuple[NodeStatus, VolumeInfo]]) -> list[models.Volume]:
         """Volumes with current values, or those of the last heartbeat if the node does not answer."""
         owners = {status.node.node_id: status for status, _ in known}
-        asked = await self._rpc.ask_nodes(owners.values(), describe)
-        return [serializers.volume(status, volume, asked.answers.get(status.node.node_id)) for status, volume in known]
+
+        async def ask(node: NodeRpc) -> dict[str, models.Volume]:
+            found = await describe(node)
+            return {info.volume_id: serializers.volume(node.status, info, found) for info in node.status.node.volumes}
+
+        asked = await self._rpc.ask_nodes(owners.values(), ask)
+        current = {volume_id: one for answer in asked.answers.values() for volume_id, one in answer.items()}
+        return [current.get(info.volume_id) or serializers.volume(status, info, None) for status, info in known]
 
     async def volume(self, node_id: str, name: str) -> models.Volume:
         """A volume.
@@ -245,8 +258,9 @@ class Queries:
         """
         await self._rpc.namespace(namespace_id)
 
-        async def ask(node: NodeRpc) -> pb.DescribeUsageResponse:
-            return await node(node.stub.DescribeUsage, pb.DescribeUsageRequest(namespace_id=namespace_id))
+        async def ask(node: NodeRpc) -> list[models.UsageEntry]:
+            found = await node(node.stub.DescribeUsage, pb.DescribeUsageRequest(namespace_id=namespace_id))
+            return serializers.usage_entries(node.status.node.node_id, found)
 
         asked = await self._rpc.ask_nodes((await self._rpc.nodes()).values(), ask)
         return serializers.usage(namespace_id.hex(), asked.answers, asked.failed)
@@ -302,11 +316,13 @@ class Queries:
     async def slow_loads(self, most: int) -> models.SlowLoads:
         """The slowest loads of the last minute with the cause of their duration, at most 50."""
 
-        async def ask(node: NodeRpc) -> pb.ListSlowLoadsResponse:
-            return await node(node.stub.ListSlowLoads, pb.ListSlowLoadsRequest(limit=most))
+        async def ask(node: NodeRpc) -> list[models.SlowLoad]:
+            found = await node(node.stub.ListSlowLoads, pb.ListSlowLoadsRequest(limit=most))
+            return serializers.slow_loads(node.status.node.node_id, found)
 
         asked = await self._rpc.ask_nodes((await self._rpc.nodes()).values(), ask)
-        return models.SlowLoads(items=serializers.slow_loads(asked.answers, most), unreached=serializers.unreached(asked.failed))
+        answers = [asked.answers[node_id] for node_id in sorted(asked.answers)]
+        return models.SlowLoads(items=serializers.slowest(answers, most), unreached=serializers.unreached(asked.failed))
 
 
 def _why_unreached(error: KVStoreError | None) -> str:

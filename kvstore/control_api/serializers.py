@@ -288,13 +288,14 @@ def rule_to_proto(rule: retention_models.Rule) -> metadata_pb2.NamespaceRule:
     )
 
 
-def usage(namespace_id: str, answers: Mapping[str, pb.DescribeUsageResponse], failed: Mapping[str, KVStoreError]) -> models.Usage:
+def usage_entries(node_id: str, found: pb.DescribeUsageResponse) -> list[models.UsageEntry]:
+    """Usage of a namespace on one node."""
+    return [_shown(models.UsageEntry, one, node_id=node_id, tier=tier_name(one.tier)) for one in found.usages]
+
+
+def usage(namespace_id: str, answers: Mapping[str, list[models.UsageEntry]], failed: Mapping[str, KVStoreError]) -> models.Usage:
     """Usage of a namespace."""
-    entries = [
-        _shown(models.UsageEntry, one, node_id=node_id, tier=tier_name(one.tier))
-        for node_id, answer in sorted(answers.items())
-        for one in answer.usages
-    ]
+    entries = [entry for node_id in sorted(answers) for entry in answers[node_id]]
     tiers: list[models.TierName] = sorted({entry.tier for entry in entries})
     totals = [
         models.TierTotal(
@@ -405,16 +406,19 @@ def decision(found: pb.PlanDecision) -> models.Decision:
 
 
 # ---- loads ----
-def slow_loads(answers: Mapping[str, pb.ListSlowLoadsResponse], most: int) -> list[models.SlowLoad]:
-    """Slow loads of all nodes, slowest first."""
-    found = [
+def slow_loads(node_id: str, found: pb.ListSlowLoadsResponse) -> list[models.SlowLoad]:
+    """Slow loads of one node."""
+    return [
         _shown(
             models.SlowLoad, load, node_id=node_id, ago_s=load.ago_seconds, action=load.action or None, figures=dict(load.figures)
         )
-        for node_id, answer in answers.items()
-        for load in answer.loads
+        for load in found.loads
     ]
-    return sorted(found, key=lambda load: -load.seconds)[:most]
+
+
+def slowest(answers: Iterable[Sequence[models.SlowLoad]], most: int) -> list[models.SlowLoad]:
+    """The ``most`` slowest loads of all nodes, slowest first."""
+    return sorted((load for loads in answers for load in loads), key=lambda load: -load.seconds)[:most]
 
 
 # ---- changes ----

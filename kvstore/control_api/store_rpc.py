@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unauth
 from kvstore.health.findings import HealthFinding
 from kvstore.health.server_indexes import differing_indexes
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import admin as admin_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.auth.interceptor import ON_BEHALF
@@ -29,6 +31,9 @@ from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
 from kvstore.rpc.failover.aio_channel import AioFailoverChannel
 from kvstore.rpc.failover.connect import connect_metadata_aio, states_of
 from kvstore.rpc.failover.servers import MetadataServerState
+
+logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)
 
 T = TypeVar("T")
 _Metadata = list[tuple[str, str]]
@@ -334,7 +339,11 @@ class StoreRpc:
         *,
         changes: bool = False,
     ) -> NodeReplies[T]:
-        """Call several nodes, except caches of engines; an error of one does not affect the others."""
+        """Call several nodes, except caches of engines; an error of one does not affect the others.
+
+        ``ask`` also converts the answer. If it raises ``ValueError``, for example because a duration is negative, the node
+        counts as failed.
+        """
         found: NodeReplies[T] = NodeReplies({}, {})
 
         async def one(status: metadata_pb2.NodeStatus) -> None:
@@ -344,6 +353,10 @@ class StoreRpc:
             except KVStoreError as error:
                 self._counters.add(admin_metrics.NODES_UNREACHED)
                 found.failed[node_id] = error
+            except ValueError as error:
+                limited.warning("invalid answer: node (node_id=%s, error=%.300s)", node_id, error)
+                self._counters.add(admin_metrics.NODES_UNREACHED)
+                found.failed[node_id] = Unavailable("the node sent an invalid answer", node_id=node_id)
 
         await asyncio.gather(*(one(status) for status in statuses if status.node.control_address))
         return found

@@ -6,12 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import grpc
 import pytest
 
 from kvproto.v1 import admin_pb2 as pb
-from kvproto.v1.common_pb2 import NodeInfo
+from kvproto.v1 import node_pb2
+from kvproto.v1.admin_pb2_grpc import NodeAdminServicer, add_NodeAdminServicer_to_server
+from kvproto.v1.common_pb2 import TIER_DRAM, NodeInfo, VolumeInfo
 from kvproto.v1.metadata_pb2 import NodeStatus
+from kvproto.v1.node_pb2_grpc import NodeServicer, add_NodeServicer_to_server
 from kvstore.control_api.commands import Commands
+from kvstore.control_api.queries import Queries
 from kvstore.control_api.store_rpc import NODES_AT_ONCE, NodeRpc, StoreEndpoint, StoreRpc
 from kvstore.core.errors import DeadlineExceeded
 from kvstore.observe.counters import Counters
@@ -79,3 +84,74 @@ async def test_invalidate_silent_node_takes_one_timeout() -> None:
     assert done.evicted_blocks == 5
     assert [node.node_id for node in done.unreached] == ["silent"]
     await rpc.close()
+
+
+class FixedNode(NodeAdminServicer, NodeServicer):
+    """A node whose loads took ``seconds``, and whose usage lies in ``tier``."""
+
+    def __init__(self, seconds: float, tier: Any) -> None:
+        self.seconds, self.tier = seconds, tier
+
+    async def DescribeNode(self, request: object, context: object) -> pb.DescribeNodeResponse:  # noqa: N802
+        loads = pb.LoadTimes(reach="dram", total_seconds=self.seconds, counts=[1])
+        return pb.DescribeNodeResponse(loads=[loads])
+
+    async def ListSlowLoads(self, request: object, context: object) -> pb.ListSlowLoadsResponse:  # noqa: N802
+        return pb.ListSlowLoadsResponse(loads=[pb.SlowLoad(request_id="r", seconds=self.seconds)])
+
+    async def DescribeUsage(self, request: object, context: object) -> pb.DescribeUsageResponse:  # noqa: N802
+        return pb.DescribeUsageResponse(usages=[pb.NamespaceUsage(volume_id="v", tier=self.tier)])
+
+    async def GetNodeStats(self, request: object, context: object) -> node_pb2.GetNodeStatsResponse:  # noqa: N802
+        return node_pb2.GetNodeStatsResponse()
+
+
+class FixedNodesRpc(StoreRpc):
+    """Calls to a store whose metadata server knows the given nodes."""
+
+    def __init__(self, known: dict[str, NodeStatus]) -> None:
+        super().__init__(StoreEndpoint(), Counters())
+        self.known = known
+
+    async def nodes(self) -> dict[str, NodeStatus]:
+        return self.known
+
+    async def planning(self, **_wanted: object) -> pb.DescribePlanningResponse:
+        return pb.DescribePlanningResponse()
+
+    async def namespace(self, namespace_id: bytes) -> pb.NamespaceDescription:
+        return pb.NamespaceDescription()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+async def test_invalid_answer_leaves_out_only_its_node(seconds: float) -> None:
+    servers, known = [], {}
+    for node_id, node in {"wrong": FixedNode(seconds, 99), "well": FixedNode(2.0, TIER_DRAM)}.items():
+        server = grpc.aio.server()
+        add_NodeAdminServicer_to_server(node, server)
+        add_NodeServicer_to_server(node, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        servers.append(server)
+        volume = VolumeInfo(volume_id=f"{node_id}/dram", tier=TIER_DRAM)
+        info = NodeInfo(node_id=node_id, boot_id=bytes(16), control_address=address, volumes=[volume])
+        known[node_id] = NodeStatus(alive=True, node=info)
+    rpc = FixedNodesRpc(known)
+    queries, statuses = Queries(rpc), list(known.values())
+    try:
+        overview = await queries.overview(statuses, 10)
+        assert [one.node_id for one in overview.activity] == ["well"]
+        assert [one.volume_id for one in overview.volumes] == ["well/dram", "wrong/dram"]
+        assert [one.node_id for one in overview.slow_loads] == ["well"]
+        activities = await queries.activities(statuses)
+        assert [one.node_id for one in activities.items] == ["well"]
+        slow = await queries.slow_loads(10)
+        assert [one.node_id for one in slow.items] == ["well"]
+        usage = await queries.usage(bytes(16))
+        assert [one.node_id for one in usage.volumes] == ["well"]
+        for answer in (overview, activities, slow, usage):
+            assert [(one.node_id, one.detail) for one in answer.unreached] == [("wrong", "the node sent an invalid answer")]
+    finally:
+        await rpc.close()
+        for server in servers:
+            await server.stop(None)

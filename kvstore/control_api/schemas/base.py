@@ -6,9 +6,9 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class ResponseModel(BaseModel):
-    """Base class of responses."""
+    """Base class of responses. JSON has no NaN and no infinity."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 _MOST_FIELDS = 64
