@@ -298,6 +298,28 @@ def test_up_settings_reach_daemons(tmp_path: Path) -> None:
         assert hint in refused.stderr
 
 
+def test_up_under_nohup_ignores_hangup(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvstore.cli", "up", "--data-dir", str(tmp_path), "--dram", "64MiB", "--nvme", "0"]
+        + [f"--set={name}=127.0.0.1:0" for name in ("metadata.listen", "metadata.metrics_listen", "node.metrics_listen")]
+        + ["--set=node.node_id=here", "--set=admin.listen=none"],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("The store is up.")
+        said = Path(f"/proc/{process.pid}/status").read_text()
+        ignored = int(said.split("SigIgn:", 1)[1].split()[0], 16)
+        assert ignored & 1 << signal.SIGHUP - 1
+        process.terminate()
+        assert "stopping" in process.communicate(timeout=40)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_demo_signalled_removes_its_files(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(

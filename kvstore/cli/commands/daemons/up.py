@@ -111,8 +111,10 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None, se
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a signal ignored by nohup stays ignored
+        signal.signal(signal.SIGHUP, on_signal)
     output.note(f"starting {describe_metadata(servers, shards)}, a node and an admin server …")
     with LocalCluster(
         [node],
