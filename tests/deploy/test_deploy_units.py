@@ -112,6 +112,8 @@ def test_units_of_http_servers_hide_the_node(name: str, extra: set[str]) -> None
     assert set(hidden.split()) == {f"-{node.node.run_dir}", f"-{node.data_dir}"} | extra
     named = systemd_daemon(name).environment.values()
     assert not any(value.startswith(path.removeprefix("-")) for value in named for path in hidden.split())
+    assert "kvstore-node.service" in settings["Unit.After"][0].split(), "the folder exists when it is hidden"
+    assert unit(SYSTEMD / "kvstore-node.service")["Service.RuntimeDirectoryPreserve"] == ["yes"], "and stays the same"
 
 
 def test_host_commands_use_daemon_configuration() -> None:
