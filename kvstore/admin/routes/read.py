@@ -43,8 +43,22 @@ TAGGED: Final[Responses] = {
     }
 }
 MOST_LOADS: Final = 50
-_ID_DIGITS: Final = 19
+_MAX_ID: Final = (1 << 64) - 1
 MOST_DECISIONS: Final = 256
+
+
+def _id_after(which: str, cursor: str | None) -> int:
+    """Number of the entry after which the page begins; 0: first page.
+
+    Raises:
+        InvalidArgument: the cursor is invalid for this list.
+    """
+    behind = after(which, cursor)
+    if behind is None:
+        return 0
+    if not (behind.isascii() and behind.isdecimal() and len(behind) <= len(str(_MAX_ID)) and int(behind) <= _MAX_ID):
+        raise InvalidArgument("invalid cursor for this list; start without a cursor", field="cursor")
+    return int(behind)
 
 
 class Routes(APIRouter):
@@ -164,10 +178,7 @@ class Reads:
         limit: Limit = USUAL,
     ) -> Page[ClusterEventEntry]:
         """Nodes, findings and operators' orders, oldest first. They survive a restart of the metadata server."""
-        behind = after("cluster-events", cursor) or "0"
-        if not behind.isdigit() or len(behind) > _ID_DIGITS:
-            raise InvalidArgument("invalid cursor for this list; start without a cursor", field="cursor")
-        events, more = await self._queries.cluster_events(int(behind), since, limit)
+        events, more = await self._queries.cluster_events(_id_after("cluster-events", cursor), since, limit)
         return Page(items=events, next_cursor=cursor_for("cluster-events", events[-1].id) if more and events else None)
 
     async def history(
@@ -278,10 +289,7 @@ class Reads:
     # ---- planning and loads ----
     async def plans(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.LivePlan]:
         """Plans by id."""
-        behind = after("plans", cursor)
-        if behind is not None and not (behind.isascii() and behind.isdecimal() and len(behind) < 20):
-            raise InvalidArgument("invalid cursor for this list; start without a cursor", field="cursor")
-        found = await self._rpc.planning(live=limit, after_plan=int(behind or 0))
+        found = await self._rpc.planning(live=limit, after_plan=_id_after("plans", cursor))
         following = cursor_for("plans", str(found.live[-1].plan_id)) if found.more else None
         return Page[models.LivePlan](items=[serializers.live_plan(plan) for plan in found.live], next_cursor=following)
 
