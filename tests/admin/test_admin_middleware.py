@@ -426,10 +426,8 @@ async def test_unknown_paths_and_bugs_get_problem_responses(
         problem(await client.get("/v1/nodes?limit=0"), 400, "invalid_argument")
         problem(await client.get("/v1/nodes?limit=501"), 400, "invalid_argument")
         problem(await client.get("/v1/nodes?cursor=%00"), 400, "invalid_argument")
-        for forged, which in product(("", "-1", "²", str(1 << 64)), ("cluster-events", "plans")):
+        for forged, which in product(("", "-1", "²", "9" * 20), ("cluster-events", "plans")):
             problem(await client.get(f"/v1/{which}?cursor={cursor_for(which, forged)}"), 400, "invalid_argument")
-        largest = cursor_for("plans", str((1 << 64) - 1))
-        problem(await client.get(f"/v1/plans?cursor={largest}"), 503, "unavailable")
         misspelt = problem(await client.get("/v1/volumes?nod=a"), 400, "invalid_argument")
         assert misspelt["detail"].startswith("unknown query parameter; this path takes: cursor, limit, node")
         problem(await client.delete("/v1/tenants/quota?tenant=a&ttenant=b"), 400, "invalid_argument")

@@ -43,7 +43,7 @@ TAGGED: Final[Responses] = {
     }
 }
 MOST_LOADS: Final = 50
-_MAX_ID: Final = (1 << 64) - 1
+_ID_DIGITS: Final = 19
 MOST_DECISIONS: Final = 256
 
 
@@ -56,7 +56,7 @@ def _id_after(which: str, cursor: str | None) -> int:
     behind = after(which, cursor)
     if behind is None:
         return 0
-    if not (behind.isascii() and behind.isdecimal() and len(behind) <= len(str(_MAX_ID)) and int(behind) <= _MAX_ID):
+    if not (behind.isascii() and behind.isdecimal() and len(behind) <= _ID_DIGITS):
         raise InvalidArgument("invalid cursor for this list; start without a cursor", field="cursor")
     return int(behind)
 
