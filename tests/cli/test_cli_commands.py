@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -281,6 +282,19 @@ def test_up_address_in_use_names_address(tmp_path: Path) -> None:
     assert "--set metadata.listen=127.0.0.1:" in first
     assert "earlier run" not in done.stderr
     assert ".cc:" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["up", "--nvme", "0"], ["node"]])
+def test_linked_folder_of_sockets_is_refused(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # `up` uses a folder in /tmp instead of a long path
+        link = Path(short, "kvstore")
+        link.symlink_to(tmp_path / "elsewhere")
+        done = run(*command, "--set", f"data_dir={tmp_path}", XDG_RUNTIME_DIR=short, timeout=30)
+    assert done.returncode == 1
+    assert f"{link} is a link or belongs to another user" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_up_settings_reach_daemons(tmp_path: Path) -> None:

@@ -285,6 +285,25 @@ def test_socket_folders_are_short_and_distinct(monkeypatch: pytest.MonkeyPatch) 
     assert all(len(name) <= 32 and "/" not in name and ".." not in name for name in short)
 
 
+def test_run_dir_is_made_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    wanted = folders.run_dir("a")
+    before = os.umask(0)
+    try:
+        folders.make_run_dir(wanted)
+        modes = [one.stat().st_mode & 0o777 for one in (wanted.parent, wanted)]
+    finally:
+        os.umask(before)
+    assert modes == [0o700, 0o700]
+    wanted.parent.chmod(0o775)
+    folders.make_run_dir(wanted)
+    assert wanted.parent.stat().st_mode & 0o777 == 0o700
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(InvalidArgument, match="belongs to another user"):
+        folders.make_run_dir(wanted)
+
+
 def test_config_show_prints_values_and_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kvstore.toml").write_text('node.policy = "lru"')

@@ -7,11 +7,13 @@ import hashlib
 import os
 import re
 import socket
+import stat
 import tempfile
 from pathlib import Path
 from typing import Final
 
 from kvstore.config.model import Config
+from kvstore.core.errors import InvalidArgument
 
 _MAX_FOLDER_NAME = 32
 _MAX_RUN_DIRS = 48
@@ -46,6 +48,33 @@ def short_run_dirs() -> Path:
     """Return ``run_dirs``, or a folder in /tmp if socket paths below it would be too long."""
     usual = run_dirs()
     return usual if len(str(usual)) <= _MAX_RUN_DIRS else Path("/tmp") / f"kvstore-{os.getuid()}"  # noqa: S108  # made with 0700
+
+
+def make_run_dir(folder: Path) -> None:
+    """Make ``run_dirs``, ``short_run_dirs`` or a folder in one of them, which only this user may write.
+
+    Their names can be guessed, so another user could make them first, and later replace the sockets in them.
+
+    Raises:
+        InvalidArgument: a level of the folder is a link, or belongs to another user.
+        OSError: the folder cannot be made.
+    """
+    base = next((one for one in (run_dirs(), short_run_dirs()) if folder.is_relative_to(one)), folder)
+    levels = [base]
+    for part in folder.relative_to(base).parts:
+        levels.append(levels[-1] / part)
+    for level in levels:
+        with contextlib.suppress(FileExistsError):
+            level.mkdir(parents=True, mode=0o700)
+        found = level.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise InvalidArgument(
+                f"the folder of unix sockets {level} is a link or belongs to another user: "
+                "remove it, or set XDG_RUNTIME_DIR to a folder of your own with a short path",
+                owner=found.st_uid,
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # made by an earlier version under a umask such as 002
+            level.chmod(0o700)
 
 
 def node_socket(config: Config) -> Path:

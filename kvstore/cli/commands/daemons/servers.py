@@ -6,6 +6,7 @@ import click
 
 from kvstore.cli.support.build_config import metadata_config, node_config, set_up_process, set_up_traces
 from kvstore.cli.support.config_options import setting_option, with_provenance
+from kvstore.cli.support.folders import make_run_dir
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.logs import set_up_logs
 from kvstore.config.model import Config
@@ -57,5 +58,7 @@ def node(config: Config, provenance: Provenance) -> None:
 
     set_up_logs(config.log)
     settings = node_config(config, provenance)
+    if config.node.run_dir is None:
+        make_run_dir(settings.run_dir)
     set_up_traces(config, "kvstore-node", node=settings.node_id)
     run(settings)

@@ -15,7 +15,7 @@ import click
 from kvstore.cli.support import output, param_types
 from kvstore.cli.support.config_options import handed_on, with_quiet_config
 from kvstore.cli.support.folders import data_dir as configured_data_dir
-from kvstore.cli.support.folders import short_run_dirs
+from kvstore.cli.support.folders import make_run_dir, short_run_dirs
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.scale_options import describe_metadata, scale_options
 from kvstore.config.base import TlsSection
@@ -104,6 +104,8 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None, se
             ("metrics_listen", config.node.metrics_listen or "none"),
         ),
     )
+    socket_dir = short_run_dirs()
+    make_run_dir(socket_dir)
     arguments = handed_on({**_DECIDED, **_DECIDED_WITH_SHARDS} if shards else _DECIDED)
     metadata_settings = (("listen", config.metadata.listen), ("metrics_listen", config.metadata.metrics_listen or "none"))
     stop = threading.Event()
@@ -121,7 +123,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None, se
         folder,
         metadata_settings=metadata_settings,
         arguments=arguments,
-        socket_dir=short_run_dirs(),
+        socket_dir=socket_dir,
         servers=servers,
         shards=shards,
     ) as cluster:
