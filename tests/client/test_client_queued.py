@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from client_fakes import FakeMetadata, FakeNode, found, payloads, plan_of
+from client_fakes import FakeMetadata, FakeNode, SkewedClock, found, payloads, plan_of
 
 from kvclient import CacheSpec, DeadlineExceeded, KVClient, Outcome, Paths
 from kvclient.aio import AsyncKVClient
@@ -82,31 +82,40 @@ def test_awaited_prompt_occupies_no_thread_of_loads(
 
 
 def test_read_without_thread_ends_at_deadline(
-    spec: CacheSpec, make_node: MakeNode, make_client: MakeClient, gate: threading.Event
+    spec: CacheSpec, clock: SkewedClock, make_node: MakeNode, make_client: MakeClient, gate: threading.Event
 ) -> None:
     client, first, second, keys = make_client(None, read_streams=1), make_node("first"), make_node("second"), token_chain(spec, 4)
     for node in (first, second):
         node.blocks.hold(keys)
-    lookup, out = found(spec, 4, (0, 2, first), (2, 2, second)), np.zeros((4, spec.block_bytes), np.uint8)
-    assert client.load(lookup, out, deadline_s=LONG_S).hit_blocks == 4, "connections are open"
-    busy, reads = client.context.peers.submit(gate.wait, LONG_S), second.provider.reads
-    result = client.load(lookup, out, deadline_s=0.5)
+
+    def pass_deadline(_: object) -> None:
+        clock.ahead_s = 2 * LONG_S
+
+    first.provider.before_read = pass_deadline
+    busy = client.context.peers.submit(gate.wait, LONG_S)
+    lookup = found(spec, 4, (0, 2, first), (2, 2, second))
+    result = client.load(lookup, np.zeros((4, spec.block_bytes), np.uint8), deadline_s=LONG_S)
     assert not busy.done()
     assert result.outcomes.tolist() == [Outcome.HIT] * 2 + [Outcome.TIMEOUT] * 2
     assert "read_streams" in str(result.error)
-    assert second.provider.reads == reads
+    assert second.provider.reads == 0
 
 
 def test_read_without_thread_is_read_from_other_node(
-    spec: CacheSpec, make_node: MakeNode, make_client: MakeClient, gate: threading.Event
+    spec: CacheSpec, clock: SkewedClock, make_node: MakeNode, make_client: MakeClient, gate: threading.Event
 ) -> None:
     client, first, second, keys = make_client(None, read_streams=1), make_node("first"), make_node("second"), token_chain(spec, 4)
     for node in (first, second):
         node.blocks.hold(keys)
+
+    def pass_first_try(_: object) -> None:
+        clock.ahead_s = 1.3 * LONG_S
+
+    first.provider.before_read = pass_first_try
     busy = client.context.peers.submit(gate.wait, LONG_S)
     lookup = found(spec, 4, (0, 2, first), (2, 2, second), (2, 2, first))
     out = np.zeros((4, spec.block_bytes), np.uint8)
-    result = client.load(lookup, out, deadline_s=2.0)
+    result = client.load(lookup, out, deadline_s=2 * LONG_S)
     assert not busy.done()
     assert result.bytes_by_node == {"first": 4 * spec.block_bytes}
     assert np.array_equal(out, payloads(keys, spec.shape))
@@ -134,7 +143,7 @@ def test_wait_for_ticket_ends_with_the_load(
     monkeypatch.setattr(peers, "_TICKET_TIMEOUT_S", 2 * LONG_S)
     client, lookup = make_client(None), found(spec, 2, (0, 2, make_node("far")))
     handle = client.start_load(lookup, np.zeros((2, spec.block_bytes), np.uint8), deadline_s=2 * LONG_S if cancelled else 0.3)
-    assert not cancelled or asked.wait(10)
+    assert not cancelled or asked.wait(10)  # the deadline counts from the start, whether or not the node was asked before it
     result = handle.cancel() if cancelled else handle.result(2 * LONG_S)
     assert not waited.is_set()
     assert result.outcomes.tolist() == [Outcome.TIMEOUT] * 2

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 BATCH_EVENTS = 4096
 _OVER_QUOTA = (node_metrics.STORE_SKIPPED_QUOTA_BLOCKS, node_metrics.WRITE_BACK_BEYOND_QUOTA_BLOCKS)
 RPC_TIMEOUT_S = 5.0
-COMPARE_WAIT_S = 1.0
+COMPARE_WAIT_S = 10.0
 """Time for which an operator's comparison waits for another one."""
 _ACCESS_ERRORS = (Unauthenticated, PermissionDenied)
 RETRY_FIRST_S = 0.05
