@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +22,7 @@ from scripted_server import ScriptedServer, answer, forward, hang, lose_connecti
 
 from kvproto.v1 import admin_pb2, metadata_pb2
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect
@@ -206,6 +209,22 @@ def test_call_sent_elsewhere_leaves_the_server_for_a_while(pair: Pair) -> None:
     first.behaviour = send_elsewhere
     assert [pair.call(LOOKUP) for _ in range(3)] == [second.address] * 3
     assert first.calls["Lookup"] == 1, "later calls go to the other server at once"
+
+
+def test_servers_that_all_refuse_calls_log_one_change(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They answer probes, so each call goes to all of them."""
+    monkeypatch.setattr("kvstore.rpc.failover.servers.LimitedLog", partial(LimitedLog, interval_s=3_600.0))
+    with closing(Pair()) as pair:
+        pair.preferred(LOOKUP)
+        for server in pair.servers:
+            server.behaviour = send_elsewhere
+
+        def call() -> None:
+            assert code_of(lambda: pair.call(LOOKUP)) is grpc.StatusCode.UNAVAILABLE
+
+        with caplog.at_level(logging.WARNING, "kvstore.rpc.failover.servers"):
+            wait_until(lambda: pair.counters.get(common_metrics.FAILOVER_CHANGES) >= 6, step=call)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["metadata server changed"]
 
 
 def test_call_timed_out_is_repeated_within_its_deadline(pair: Pair) -> None:

@@ -1,7 +1,7 @@
 """The metadata servers of one channel: which of them is in use, probes of those that are away, DNS.
 
-Runs ``ServerSelection`` for the calls of a channel. Calls do not wait here: probes are made and names are resolved in threads.
-Only a call before the first resolution of a name waits for it, up to its own deadline.
+Runs ``ServerSelection`` for the calls of a channel. Calls do not wait here: probes are made and names are resolved in threads
+of their own. Only a call before the first resolution of a name waits for it, up to its own deadline.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ STATE_TIMEOUT_S: Final = 0.5
 """Time to answer whether the servers share their state. Only the first call of a channel waits for it."""
 STATE_AGAIN_S: Final = 2.0
 """Pause before the question is repeated if it was not answered."""
+_CHANGED: Final = "metadata server changed: %s -> %s (reason=%s, calls=%s)"
 _FAILOVER: Final = frozenset(Reason) - {Reason.SHARED, Reason.PLANS}
 _LOST: Final = frozenset({Reason.REFUSED, Reason.UNAVAILABLE, Reason.TIMEOUT, Reason.HUNG})
 
@@ -111,6 +112,7 @@ class MetadataServers:
         self._routes: dict[CallPlacement, Route] = {}
         self._used: set[CallPlacement] = set()
         self._told: set[CallPlacement] = set()
+        self._limited = LimitedLog(log)
         self._changed = threading.Condition()
         self.timed_out: set[str] = set()
         """Servers whose last call timed out; the next answer must be recorded by ``answered``."""
@@ -295,14 +297,11 @@ class MetadataServers:
             told = True
             if change.reason in _FAILOVER:
                 self.counters.add(common_metrics.FAILOVER_CHANGES)
-            log.log(
-                logging.WARNING if change.reason in _LOST else logging.INFO,
-                "metadata server changed: %s -> %s (reason=%s, calls=%s)",
-                change.before or "none",
-                change.after or "none",
-                change.reason,
-                placement,
-            )
+            values = (change.before or "none", change.after or "none", change.reason, placement)
+            if change.reason in _LOST:  # each call, while all servers refuse calls and answer probes
+                self._limited.warning(_CHANGED, *values, cause=f"{placement} {change.reason}")
+            else:
+                log.info(_CHANGED, *values)
         if told:
             self.on_change()
         with self._changed:
