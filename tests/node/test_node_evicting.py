@@ -24,7 +24,7 @@ from kvstore.tiers.nvme.fsck import check_volume
 from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.tiers.nvme.slab_io import SlabFile
 from support.chains import key_of
-from support.node_harness import MIB, NodeHarness, volume_id
+from support.node_harness import NodeHarness, volume_id
 
 
 @pytest.fixture
@@ -148,19 +148,23 @@ def test_invalidate_not_noted_fails(node: NodeHarness, monkeypatch: pytest.Monke
         invalidate(node.table, node.namespaces[0], 0.0)
 
 
-def test_invalidate_is_noted_by_volumes_that_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(NodeHarness(tmp_path, volumes=[MIB, MIB])) as node:
-        refusing, other = (node_volume.volume for node_volume in node.table.node_volumes)
+@pytest.mark.parametrize("method", ["commit", "note_invalid"])
+def test_invalidate_volume_fails_reaches_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def refuse(*_: object) -> None:
+        raise Unavailable("this volume is read-only")
 
-        def refuse(_: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(refusing, "note_invalid", refuse)
-        with pytest.raises(OSError, match="No space"):
-            invalidate(node.table, node.namespaces[0], 0.0)
-        assert isinstance(other, NvmeSlab)
-        namespace_id = node.namespaces[0].namespace_id
-        assert invalid_namespaces(tmp_path / "nvme1", other.uid).keys() == {namespace_id}
+    with closing(NodeHarness(tmp_path, volumes=[1 << 20, 1 << 20])) as node:
+        keys = [key for chain in range(8) for key in node.store_durably(chain, 4)]
+        held = {volume: [key for key in keys if node.block(key).nvme_volume is volume] for volume in node.volumes}
+        assert all(held.values())
+        failing, healthy = node.table.node_volumes
+        monkeypatch.setattr(failing.volume, method, refuse)
+        with pytest.raises(Unavailable, match="read-only"):
+            invalidate(node.table, node.namespace, node.clock.now_s())
+        assert tiers(node, held[healthy]) == ["-"] * len(held[healthy])
+        assert tiers(node, held[failing]) == ["dn" if method == "commit" else "-"] * len(held[failing])
+        noted = [invalid_namespaces(tmp_path / f"nvme{number}", slab.uid).keys() for number, slab in enumerate(node.slabs)]
+        assert noted[node.volumes.index(healthy)] == {node.namespace.namespace_id}
 
 
 def test_invalidate_namespace_unknown_to_the_node_is_noted(node: NodeHarness, tmp_path: Path) -> None:

@@ -126,21 +126,27 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
     """Drop all blocks of a namespace from all tiers, durable or not.
 
     Waits until the deadline for blocks in use or in write-back. Blocks stored during the call stay, unless the catalog of their
-    volume is lost and rebuilt later.
+    volume is lost and rebuilt later. A volume that fails keeps no other from dropping its blocks.
 
     Raises:
         OSError, KVStoreError: a volume's catalog could not be changed; those blocks stay. Or see ``note_invalid``.
     """
     doomed = _of(table, namespace)
     dropped = 0
+    failed: dict[NodeVolume | None, Exception] = {}
     while doomed:
         for first in range(0, len(doomed), BATCH):
             batch = doomed[first : first + BATCH]
             for node_volume in table.node_volumes:
+                if node_volume in failed:
+                    continue
                 with table.residency.lock:
                     victims = [block for block in batch if block.nvme_volume is node_volume and table.residency.is_idle(block)]
                     table.residency.mark_evicting(victims)
-                evict_from_volume(table, node_volume, victims)
+                try:
+                    evict_from_volume(table, node_volume, victims)
+                except (OSError, KVStoreError) as error:
+                    failed[node_volume] = error
             with table.residency.lock:
                 idle = [
                     block for block in batch if block.nvme is None and block.dram is not None and table.residency.is_idle(block)
@@ -152,12 +158,14 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
         with table.residency.lock:
             left = [block for block in doomed if table.residency.blocks.get(block.key) is block]
             dropped += len(doomed) - len(left)
-            doomed = left
+            doomed = [block for block in left if block.nvme_volume not in failed]
             # blocks on a volume that is being adopted can be dropped only after the table has the volume
             ready = any(table.residency.is_idle(block) and block.nvme_volume in (None, *table.node_volumes) for block in doomed)
             if table.clock.now_s() >= deadline_s or (doomed and not ready and not table.wait_changed(deadline_s)):
                 break
     note_invalid(table, namespace.namespace_id)
+    for failure in failed.values():
+        raise failure
     return EvictionResult(dropped, len(doomed))
 
 
@@ -165,16 +173,17 @@ def note_invalid(table: BlockTable, namespace_id: NamespaceId) -> None:
     """Have all volumes note that what they stored of a namespace is invalid, also blocks that were evicted before.
 
     Raises:
-        OSError, KVStoreError: a volume could not note it, and a repair may bring blocks back. The others have noted it.
+        OSError, KVStoreError: a volume could not note it, and a repair may bring blocks back. The first error is raised after
+            all volumes were tried.
     """
-    failed: Exception | None = None
+    errors: list[Exception] = []
     for node_volume in list(table.node_volumes):
         try:
             node_volume.guard.change(partial(node_volume.volume.note_invalid, namespace_id), ignore)
         except (OSError, KVStoreError) as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _of(table: BlockTable, namespace: NodeNamespace) -> list[Block]:
