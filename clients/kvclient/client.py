@@ -54,7 +54,7 @@ from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.slow_loads import RecentLoads
 from kvstore.process.threads.submission import LazyThreadPool
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.client import call_cancellable
+from kvstore.rpc.client import ChannelBroken, call_cancellable
 from kvstore.rpc.failover.addresses import MetadataAddresses
 from kvstore.rpc.failover.servers import MetadataServerState
 
@@ -434,8 +434,7 @@ class KVClient:
             ...                                  # the pages must not change until the store has ended
             result = handle.result()             # or handle.cancel(), to have the pages back soon
 
-        At most ``ClientOptions.max_pending`` calls run or wait in the background; one more ends at once, and its blocks are
-        SKIPPED.
+        At most ``ClientOptions.max_pending`` calls run or wait in the background; one more ends at once, its blocks SKIPPED.
 
         Raises:
             InvalidArgument: a buffer or keys that do not fit.
@@ -500,8 +499,7 @@ class KVClient:
             client.flush(30.0)
 
         Returns:
-            False: not in time, some blocks were given up (a full or failing disk), the node keeps nothing durable, or there is no
-            local node.
+            False: not in time, blocks were given up (a full or failing disk), nothing is kept durably, or there is no local node.
 
         Raises:
             InvalidArgument: ``timeout_s`` is not a number of seconds.
@@ -516,6 +514,8 @@ class KVClient:
             answer = call_cancellable(session.stub.Flush, request, timeout_s + _FLUSH_GRACE_S, session.server.waiting)
             return bool(answer.complete)
         except KVStoreError as error:
+            if isinstance(error, ChannelBroken) and self._context.local is not None:
+                self._context.local.lost(session, error)
             self._context.incidents.report(client_metrics.FLUSH_FAILED, "flush failed", error)
             return False
 

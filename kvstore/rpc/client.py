@@ -45,6 +45,14 @@ _CONNECT_TIMEOUT_MS: Final = 3_000
 """Time limit of a connection attempt, handshakes included; long enough for a busy or distant host."""
 
 
+class ChannelBroken(Unavailable):
+    """gRPC could not start the thread of a channel.
+
+    All later calls of the channel hang, except synchronous unary ones, and so does its ``close``.
+    Forget it without closing it; ``start_call`` keeps it for ever.
+    """
+
+
 class UnaryMethod(Protocol[_Request, _Response]):
     """A unary method of a synchronous stub."""
 
@@ -172,13 +180,21 @@ def call(method: UnaryMethod[_Req, _Res], request: _Req, timeout_s: float, retry
         left_s = deadline_s - time.monotonic()
 
 
-class ChannelBroken(Unavailable):
-    """gRPC could start no thread for a call. Later calls of the channel hang, and so does its ``close``: see ``abandon``."""
+def start_call(method: Callable[..., _Res], request: object, **more: Any) -> _Res:  # noqa: ANN401  # gRPC's
+    """Start a call that the thread of its channel serves: a stream, or a gRPC future.
 
+        call = start_call(stub.Load, request, timeout=left_s)
 
-def abandon(channel: grpc.Channel) -> None:
-    """Keep a broken channel for ever: gRPC closes a channel that is freed, and that would hang, also when the process ends."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
+    Raises:
+        ChannelBroken: the process may start no further thread.
+        ValueError: the channel is closed.
+    """
+    try:
+        return method(request, **more)
+    except RuntimeError as error:
+        # gRPC closes a channel that is garbage, also when the interpreter ends, and to close this one would hang
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(method))
+        raise ChannelBroken("gRPC could not start a thread for a call", error=error) from error
 
 
 def call_cancellable(
@@ -199,14 +215,13 @@ def call_cancellable(
         retry: see ``call``.
 
     Raises:
-        KVStoreError: as ``call``; ``ChannelBroken`` if this process may start no more threads.
+        ChannelBroken: see ``start_call``.
+        KVStoreError: as ``call``.
     """
 
     def attempt(request: object, timeout: float | None = None, *, metadata: list[tuple[str, str]] | None = None) -> object:
-        try:
-            future = method.future(request, timeout=timeout, **({} if metadata is None else {"metadata": metadata}))
-        except RuntimeError as error:
-            raise ChannelBroken("this process may start no more threads", error=error) from error
+        more = {} if metadata is None else {"metadata": metadata}
+        future = start_call(method.future, request, timeout=timeout, **more)
         with scope(future.cancel):
             return future.result()
 

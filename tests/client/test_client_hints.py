@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from client_fakes import FakeMetadata, FakeNode, payloads
+from client_fakes import FakeMetadata, FakeNode, no_call_threads, payloads
 
 from kvclient import CacheSpec, KVClient
 from kvclient.nodes.hints import MAX_WAITING
@@ -94,20 +94,35 @@ def test_hint_without_session_and_thread_is_not_sent(
     wait_until(lambda: client.hints.keep("chat", keys), "a later hint opens a session")
 
 
-def test_hint_that_gets_no_thread_costs_the_channel_alone(
+def test_hint_without_call_thread_replaces_the_channel(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC starts a thread for a call. If it gets none, later calls of the channel hang, and so does its close."""
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+    """gRPC serves the calls of a channel in a thread. If it cannot start one, all later calls of that channel hang."""
     client, keys = make_client(near), token_chain(spec, 4)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+    with no_call_threads(monkeypatch):
         assert not client.hints.keep("chat", keys)
     assert client.stats()["client_hints_not_sent_total"] == 1
-    wait_until(lambda: client.hints.keep("chat", keys), "a later hint opens a session")
-    near.wait_called("Hint")
-    wait_until(lambda: client.store(keys, payloads(keys, spec.shape)).held_blocks == len(keys))
-    client.close()
+    assert client.stats()["client_session_lost_total"] == 1
+    wait_until(lambda: client.hints.keep("chat", keys), "a session is open")
+    assert client.start_store(keys, payloads(keys, spec.shape)).result(30).error is None
+    client.close()  # does not hang
+
+
+def test_hint_to_other_node_replaces_its_broken_channel(
+    spec: CacheSpec,
+    metadata: FakeMetadata,
+    near: FakeNode,
+    make_node: Callable[..., FakeNode],
+    make_client: MakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    far, client, keys = make_node("far"), make_client(near), token_chain(spec, 4)
+    metadata.runs = [(0, 4, far)]
+    assert client.lookup(keys).hit_blocks == 4
+    for failed in (1, 2):
+        with no_call_threads(monkeypatch):
+            client.hints.keep("chat", keys)
+            wait_until(lambda: client.stats().get("client_hints_failed_total", 0) == failed)  # noqa: B023  # ends in this turn
+        wait_until(lambda: client.hints.keep("chat", keys), "a session is open")
+        wait_until(lambda: client.stats().get("client_hints_to_other_nodes_total", 0) == failed)  # noqa: B023
+    client.close()  # does not hang

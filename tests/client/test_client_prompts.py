@@ -1,6 +1,6 @@
 """Prompts that are awaited and never arrive: cancelled while they wait, also for a thread, and ended when the client closes.
 
-A wait that fails, for whatever reason, raises nothing in the engine's thread.
+A wait that fails raises nothing in the engine's thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 import pytest
-from client_fakes import FakeNode, payloads
+from client_fakes import FakeMetadata, FakeNode, no_call_threads, payloads
 
 from kvclient import CacheSpec, DeadlineExceeded, KVClient, Outcome
 from kvclient.nodes.local_session import Session
@@ -68,45 +68,66 @@ def close_channel(session: Session, near: FakeNode) -> None:
     channel.close()
 
 
-def refuse_thread(session: Session, _near: FakeNode) -> None:
-    raise_in(session, RuntimeError("can't start new thread"))
+def test_prompt_whose_channel_was_closed_is_missing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    client = make_client(near)
+    close_channel(session_of(client), near)
+    missing_prompt(client, spec, LeaseLost)
 
 
-def fail_otherwise(session: Session, _near: FakeNode) -> None:
-    raise_in(session, LookupError("a bug"))
-
-
-def raise_in(session: Session, error: Exception) -> None:
+def test_prompt_whose_wait_has_a_bug_is_missing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise error
+        raise LookupError("a bug")
 
-    session.stub = SimpleNamespace(AwaitPrompt=fail)  # type: ignore[assignment]
+    client = make_client(near)
+    session_of(client).stub = SimpleNamespace(AwaitPrompt=fail)  # type: ignore[assignment]
+    missing_prompt(client, spec, Internal)
+    assert client.stats()["client_bugs_total"] == 1
 
 
-@pytest.mark.parametrize(
-    ("fail", "error", "bugs"), [(close_channel, LeaseLost, 0), (refuse_thread, ChannelBroken, 0), (fail_otherwise, Internal, 1)]
-)
-def test_prompt_whose_wait_fails_is_missing(
-    fail: Callable[[Session, FakeNode], None],
-    error: type[KVStoreError],
-    bugs: int,
-    spec: CacheSpec,
-    near: FakeNode,
-    make_client: MakeClient,
+def test_prompt_without_call_thread_replaces_the_channel(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = make_client(near)
-    local = client.context.local
-    assert local is not None
-    session = local.session()
+    with no_call_threads(monkeypatch):
+        missing_prompt(client, spec, ChannelBroken)
+    next_prompt = client.await_prompt(token_chain(spec, 2), deadline_s=LONG_S)
+    near.wait_called("AwaitPrompt")
+    next_prompt.cancel()
+    client.close()  # does not hang
+
+
+def test_load_without_call_thread_replaces_the_channel(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, keys = make_client(near), token_chain(spec, 2)
+    metadata.runs = [(0, 2, near)]
+    near.blocks.hold(keys)
+    lookup, buffer = client.lookup(keys), np.zeros((2, spec.block_bytes), np.uint8)
+    with no_call_threads(monkeypatch):
+        client.load(lookup, buffer)
+    assert client.stats()["client_session_lost_total"] == 1
+    wait_until(lambda: client.context.local is not None and client.context.local.session() is not None, "a session is open")
+    assert (client.load(lookup, buffer).outcomes == Outcome.HIT).all()
+    client.close()  # does not hang
+
+
+def session_of(client: KVClient) -> Session:
+    """Return the session with the node of this host."""
+    session = client.context.local.session() if client.context.local is not None else None
     assert session is not None
-    fail(session, near)
+    return session
+
+
+def missing_prompt(client: KVClient, spec: CacheSpec, error: type[KVStoreError]) -> None:
+    """Await a prompt whose wait fails with an error, until the client has another session."""
     prompt = client.await_prompt(token_chain(spec, 2), deadline_s=LONG_S)
     assert not prompt.wait()
     result = prompt.take(np.zeros((2, spec.block_bytes), np.uint8))
     assert (result.outcomes == Outcome.UNAVAILABLE).all()
     assert isinstance(result.error, error)
-    assert client.stats().get("client_bugs_total", 0) == bugs
     prompt.cancel()
+    local = client.context.local
+    assert local is not None
     wait_until(lambda: local.session() is not None, "a session is open")
 
 

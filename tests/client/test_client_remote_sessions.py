@@ -41,7 +41,7 @@ def test_session_lost_in_callback_of_its_own_call(
     far.wait_called("Load")
     told = threading.Event()
     call = session.stub.ReadAhead.future(node_pb2.LoadRequest(), timeout=WAIT_S)
-    call.add_done_callback(lambda _: (sessions.lost(session), told.set()))
+    call.add_done_callback(lambda _: (sessions.lost(session, LeaseLost("ended")), told.set()))
     try:
         assert told.wait(WAIT_S), "the thread that serves the channel goes on"
         assert not sessions.holds(session)

@@ -25,7 +25,7 @@ from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, LeaseLost, Unavailable
 from kvstore.core.types import Outcome, Tier
 from kvstore.observe.metric_definitions import client as client_metrics
-from kvstore.rpc.client import ChannelBroken
+from kvstore.rpc.client import ChannelBroken, start_call
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 
@@ -98,15 +98,14 @@ class PromptReceiver:
         began_s = self._context.clock.now_s()
         try:
             # More time than the wait itself: the node reports the blocks that arrived even if others did not.
-            call = session.stub.AwaitPrompt(request, timeout=left_s + _ANSWER_S)
+            call = start_call(session.stub.AwaitPrompt, request, timeout=left_s + _ANSWER_S)
+        except ChannelBroken as error:
+            local.lost(session, error)
+            raise
         except ValueError as error:  # the channel was closed
             ended = LeaseLost("the session ended before the wait for the prompt began")
             local.lost(session, ended)
             raise ended from error
-        except RuntimeError as error:
-            broken = ChannelBroken("this process may start no more threads", error=error)
-            local.lost(session, broken)
-            raise broken from error
         try:
             with self._scope.on_cancel(call.cancel), session.server.waiting(call.cancel):
                 for progress in call:

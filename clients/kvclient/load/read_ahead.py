@@ -43,6 +43,7 @@ from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.types import Tier
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.tracing import inject
+from kvstore.rpc.client import ChannelBroken, start_call
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 
 if TYPE_CHECKING:
@@ -281,10 +282,16 @@ class _ReadAheadStarter:
                 parent=part.parent or b"",
                 depth=part.depth,
             )
-            begin = partial(session.stub.ReadAhead.future, request, timeout=self._left_s(), metadata=inject())
+            begin = partial(start_call, session.stub.ReadAhead.future, request, timeout=self._left_s(), metadata=inject())
             try:
                 call = self._ahead.begin_call(begin, planned=planned)
             except ValueError:  # the channel was closed
+                return
+            except ChannelBroken as error:
+                if isinstance(session, RemoteSession):
+                    self._context.remote_sessions.lost(session, error)
+                elif isinstance(session, Session) and self._context.local is not None:
+                    self._context.local.lost(session, error)
                 return
             if call is None:
                 return
@@ -310,7 +317,7 @@ class _ReadAheadStarter:
             return
         error = from_rpc_error(cast("FailedCall", failed))
         if isinstance(session, RemoteSession) and is_session_lost(error):
-            self._context.remote_sessions.lost(session)  # sessions that are idle for long end
+            self._context.remote_sessions.lost(session, error)  # sessions that are idle for long end
         self._context.incidents.report(client_metrics.READS_AHEAD_FAILED, "read ahead failed", error)
 
 

@@ -24,7 +24,7 @@ from kvstore.core.chain import ChainSlice
 from kvstore.core.errors import InvalidArgument, KVStoreError, LeaseLost, Unavailable
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.observe.tracing import inject
-from kvstore.rpc.client import ChannelBroken, call_cancellable
+from kvstore.rpc.client import ChannelBroken, call_cancellable, start_call
 from kvstore.rpc.codec import keys_from_packed
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 
@@ -138,12 +138,13 @@ class HintSender:
             return False
         request.session_id = session.session_id
         try:
-            call = session.stub.Hint.future(request, timeout=context.options.lookup_deadline_s, metadata=inject())
-        except (ValueError, RuntimeError) as error:  # the channel was closed, or no more threads
+            timeout_s = context.options.lookup_deadline_s
+            call = start_call(session.stub.Hint.future, request, timeout=timeout_s, metadata=inject())
+        except (ValueError, ChannelBroken) as error:
             self._under_way.release()
             counters.add(client_metrics.HINTS_NOT_SENT)
-            if isinstance(error, RuntimeError) and context.local is not None:
-                context.local.lost(session, ChannelBroken("this process may start no more threads", error=error))
+            if isinstance(error, ChannelBroken) and context.local is not None:
+                context.local.lost(session, error)
             return False
 
         def ended(done: grpc.Future[Any]) -> None:
@@ -208,5 +209,5 @@ class HintSender:
             call_cancellable(session.stub.Hint, request, end_s - context.clock.now_s(), session.server.waiting)
         except KVStoreError as error:
             if is_session_lost(error):
-                context.remote_sessions.lost(session)
+                context.remote_sessions.lost(session, error)
             raise

@@ -30,7 +30,7 @@ from kvstore.core.types import NodeId, SessionId, VolumeId
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.client import ChannelBroken, RetryPolicy, abandon, call, connect
+from kvstore.rpc.client import ChannelBroken, RetryPolicy, call, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.diagnosis import TIMEOUT_S, diagnose
 from kvstore.transport.liveness import CircuitBreaker, LivenessMonitor, WatchedServer
@@ -212,14 +212,13 @@ class LocalNode:
         return session.node_id if session is not None else None
 
     def lost(self, session: Session, error: KVStoreError | None) -> None:
-        """Drop a session that proved to have ended, and its channel if that is broken. Current users may finish."""
+        """Drop a session that proved to have ended, or whose channel is broken. Current users may finish."""
         with self._lock:
+            if isinstance(error, ChannelBroken):
+                self._channel = None  # to close it would hang
             if self._session is not session:
                 return
             self._session = None
-            if isinstance(error, ChannelBroken) and self._channel is not None:
-                abandon(self._channel)
-                self._channel = None
         effect = "until it is open again, loads read from the nodes directly, and nothing is stored"
         self._incidents.report(client_metrics.SESSION_LOST, f"session with the local node lost: {effect}", error)
         session.retire()

@@ -12,11 +12,11 @@ from kvclient.nodes.lease_release import LeaseReleaser
 from kvclient.options import ClientOptions
 from kvclient.results import NodeRef
 from kvproto.v1 import node_pb2, node_pb2_grpc
-from kvstore.core.errors import Internal, Unavailable
+from kvstore.core.errors import Internal, KVStoreError, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
-from kvstore.rpc.client import call_cancellable, connect
+from kvstore.rpc.client import ChannelBroken, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.idle_cache import IdleCache
 from kvstore.transport.liveness import LivenessMonitor, WatchedServer
@@ -75,6 +75,8 @@ class RemoteSessionCache:
         stub = node_pb2_grpc.NodeStub(channel)
         try:
             opened = call_cancellable(stub.OpenSession, self._request, timeout_s, server.waiting)
+        except ChannelBroken:  # to close the channel would hang
+            raise
         except BaseException:
             channel.close()
             raise
@@ -101,8 +103,8 @@ class RemoteSessionCache:
         with self._lock:
             return self._open.peek(session.node) is session
 
-    def lost(self, session: RemoteSession) -> None:
-        """Drop a session that has ended or whose node does not answer. The next use opens another.
+    def lost(self, session: RemoteSession, error: KVStoreError) -> None:
+        """Drop a session that has ended, whose node does not answer, or whose channel is broken. The next use opens another.
 
         Callbacks of gRPC calls may call this, which must not close the channel: closing waits for the channel's other calls,
         which end in the very thread that runs the callback. The next call of ``session`` or ``close`` closes it.
@@ -110,7 +112,10 @@ class RemoteSessionCache:
         with self._lock:
             if self._open.peek(session.node) is session:
                 self._open.pop(session.node)
-                self._lost.append(session)
+                if isinstance(error, ChannelBroken):  # to close the channel would hang
+                    session.releaser.close()
+                else:
+                    self._lost.append(session)
 
     def close(self) -> None:
         """Close all sessions. Loads under way fail."""

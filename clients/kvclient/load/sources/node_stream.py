@@ -27,6 +27,7 @@ from kvstore.core.errors import Internal, KVStoreError, LeaseLost, Unavailable
 from kvstore.core.limits import MAX_SOURCES
 from kvstore.core.types import Outcome, Tier
 from kvstore.observe.tracing import inject
+from kvstore.rpc.client import ChannelBroken, start_call
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 from kvstore.transport.liveness import WatchedServer
@@ -160,7 +161,11 @@ class NodeLoadStream:
                 return
             began_s = self._clock.now_s()
         try:
-            call = self._session.stub.Load(self.message, timeout=max(_MIN_TIMEOUT_S, self._scope.left_s()), metadata=inject())
+            timeout_s = max(_MIN_TIMEOUT_S, self._scope.left_s())
+            call = start_call(self._session.stub.Load, self.message, timeout=timeout_s, metadata=inject())
+        except ChannelBroken as error:
+            self.error = error
+            return
         except ValueError:  # the channel was closed
             self.error = LeaseLost("the session ended during the load")
             return

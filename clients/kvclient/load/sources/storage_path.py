@@ -252,7 +252,7 @@ class RemotePath(StoragePathSource):
             return True
         ended = isinstance(self.error, LeaseLost) or not sessions.holds(session)  # another part has detected it
         if ended or is_session_lost(self.error):
-            sessions.lost(session)
+            sessions.lost(session, self.error)
         return not ended or self._received >= 0
 
     def seconds_without_progress(self, now_s: float) -> float:
