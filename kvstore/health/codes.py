@@ -294,8 +294,8 @@ VOLUME_READ_ONLY: Final = _error(
     "VOLUME_READ_ONLY",
     "A volume accepts no blocks",
     "The volume serves the blocks that it holds. New blocks go to other volumes, or stay in DRAM only.",
-    "Read the reason, and free space or repair the disk. The node then writes to the volume again without a restart. If the"
-    " reason says so, it needs a restart. After a repair, compare its blocks with their checksums:"
+    "Read the reason, and free space or repair the disk. The node then writes to the volume again without a restart, unless"
+    " the reason asks for one. After a repair, compare its blocks with their checksums:"
     " `kvstore volumes check VOLUME`.",
 )
 VOLUME_ADOPTED: Final = _warning(

@@ -37,7 +37,7 @@ class HealthProbe:
         self._connect = connect
         self._lock = threading.Lock()
         self._channels: OrderedDict[str, tuple[grpc.Channel, Any]] = OrderedDict()
-        """Each with its method, made before another thread can close the channel: gRPC crashes if a closed one makes a method."""
+        """Channels with their health-check methods. Both are made together: gRPC crashes if a closed channel makes a method."""
         self._closed = False
 
     def __call__(self, address: str, timeout_s: float, ended: Callable[[bool], None]) -> None:

@@ -87,7 +87,7 @@ async def test_invalidate_silent_node_takes_one_timeout() -> None:
 
 
 class FixedNode(NodeAdminServicer, NodeServicer):
-    """A node whose loads took ``seconds``, and whose usage lies in ``tier``."""
+    """A node whose loads took ``seconds``, and whose blocks are in ``tier``."""
 
     def __init__(self, seconds: float, tier: Any) -> None:
         self.seconds, self.tier = seconds, tier

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from kvclient.aio import AsyncKVClient
 from kvclient.nodes import peers
 from kvclient.store.handle import StoreHandle
 from kvproto.v1 import metadata_pb2, node_pb2
+from kvstore.core.types import BlockKey
 from support.chains import token_chain
 from support.wait import wait_until
 
@@ -27,7 +30,7 @@ LONG_S = 25.0
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """Work of other calls waits for it, and occupies a thread meanwhile."""
+    """Occupies a thread until the test sets it, so that other work waits."""
     gate = threading.Event()
     yield gate
     gate.set()
@@ -81,44 +84,53 @@ def test_awaited_prompt_occupies_no_thread_of_loads(
     assert not prompt.done
 
 
-def test_read_without_thread_ends_at_deadline(
-    spec: CacheSpec, clock: SkewedClock, make_node: MakeNode, make_client: MakeClient, gate: threading.Event
-) -> None:
+@dataclass
+class TwoNodes:
+    """Two nodes with one chain, and a client whose only thread for further reads is busy."""
+
+    client: KVClient
+    first: FakeNode
+    second: FakeNode
+    keys: Sequence[BlockKey]
+    busy: Future[bool]
+
+
+@pytest.fixture
+def two_nodes(spec: CacheSpec, make_node: MakeNode, make_client: MakeClient, gate: threading.Event) -> TwoNodes:
     client, first, second, keys = make_client(None, read_streams=1), make_node("first"), make_node("second"), token_chain(spec, 4)
     for node in (first, second):
         node.blocks.hold(keys)
+    return TwoNodes(client, first, second, keys, client.context.peers.submit(gate.wait, LONG_S))
+
+
+def test_read_without_thread_ends_at_deadline(spec: CacheSpec, clock: SkewedClock, two_nodes: TwoNodes) -> None:
+    first, second = two_nodes.first, two_nodes.second
 
     def pass_deadline(_: object) -> None:
         clock.ahead_s = 2 * LONG_S
 
     first.provider.before_read = pass_deadline
-    busy = client.context.peers.submit(gate.wait, LONG_S)
     lookup = found(spec, 4, (0, 2, first), (2, 2, second))
-    result = client.load(lookup, np.zeros((4, spec.block_bytes), np.uint8), deadline_s=LONG_S)
-    assert not busy.done()
+    result = two_nodes.client.load(lookup, np.zeros((4, spec.block_bytes), np.uint8), deadline_s=LONG_S)
+    assert not two_nodes.busy.done()
     assert result.outcomes.tolist() == [Outcome.HIT] * 2 + [Outcome.TIMEOUT] * 2
     assert "read_streams" in str(result.error)
     assert second.provider.reads == 0
 
 
-def test_read_without_thread_is_read_from_other_node(
-    spec: CacheSpec, clock: SkewedClock, make_node: MakeNode, make_client: MakeClient, gate: threading.Event
-) -> None:
-    client, first, second, keys = make_client(None, read_streams=1), make_node("first"), make_node("second"), token_chain(spec, 4)
-    for node in (first, second):
-        node.blocks.hold(keys)
+def test_read_without_thread_is_read_from_other_node(spec: CacheSpec, clock: SkewedClock, two_nodes: TwoNodes) -> None:
+    first, second = two_nodes.first, two_nodes.second
 
     def pass_first_try(_: object) -> None:
         clock.ahead_s = 1.3 * LONG_S
 
     first.provider.before_read = pass_first_try
-    busy = client.context.peers.submit(gate.wait, LONG_S)
     lookup = found(spec, 4, (0, 2, first), (2, 2, second), (2, 2, first))
     out = np.zeros((4, spec.block_bytes), np.uint8)
-    result = client.load(lookup, out, deadline_s=2 * LONG_S)
-    assert not busy.done()
+    result = two_nodes.client.load(lookup, out, deadline_s=2 * LONG_S)
+    assert not two_nodes.busy.done()
     assert result.bytes_by_node == {"first": 4 * spec.block_bytes}
-    assert np.array_equal(out, payloads(keys, spec.shape))
+    assert np.array_equal(out, payloads(two_nodes.keys, spec.shape))
 
 
 @pytest.mark.parametrize("cancelled", [True, False])

@@ -91,7 +91,7 @@ def test_int8_groups_fit_the_pages_of_cpu_kernels(isa: str, dim: int, tokens: in
     coded = blocks_of.gather()  # type: ignore[union-attr]
     cache.zero_()
     blocks_of.read_arena(memoryview(coded.reshape(-1)), slots[:blocks].numpy() * coded.shape[1], 0, 0, 1)  # type: ignore[union-attr]
-    # each number is its index, in parts that bfloat16 holds exactly, so the page shows where the kernel puts it
+    # each number is its index, in parts that bfloat16 holds exactly, so the page shows the position to which the kernel copies it
     number = torch.arange(kv.numel()).view(kv.shape)
     places = []
     for part in (number // 256 // 256, number // 256 % 256, number % 256):

@@ -103,9 +103,10 @@ class Cluster:
         self.notes = Notes()
         self.places = [Place(self.notes), Place(self.notes)]
         self.places[0].makes_shares = True
+        self.counters = Counters()
         self.servers = [
             QuotaShares(
-                cast("NodeTable", self.nodes), cast("PrefixIndex", place), thread, place, Counters(), self.clock, INTERVAL_S
+                cast("NodeTable", self.nodes), cast("PrefixIndex", place), thread, place, self.counters, self.clock, INTERVAL_S
             )
             for place in self.places
         ]
@@ -222,6 +223,7 @@ async def test_shares_answer_does_not_wait_for_long_reads(cluster: Cluster, monk
         assert await cluster.beat("b", 0), "the last known shares"
         assert not await cluster.beat("c", 1), "this server knows none"
         assert not read.done()
+        assert cluster.counters.get("metadata_quota_answers_late_total") == 2
     finally:
         ended.set()
     monkeypatch.setattr(quota_shares, "MAX_WAIT_S", WAIT_S)

@@ -104,13 +104,15 @@ def test_suspects_wake_the_comparison_and_end_with_the_request() -> None:
     assert not waiting.is_alive()
 
 
-class LosingServer(metadata_pb2_grpc.MetadataServicer):
-    """A metadata server that lost some ranges, and breaks the first stream in which it receives blocks of them."""
+class AskingServer(metadata_pb2_grpc.MetadataServicer):
+    """A metadata server that asks for a check of ranges in each answer to a heartbeat, and remembers which are reported.
 
-    def __init__(self, ranges: set[int]) -> None:
-        self.ranges = ranges
-        self.breaks = True
-        self.again: set[bytes] = set()
+    Args:
+        check: its number, its ranges, and whether they are lost.
+    """
+
+    def __init__(self, *check: tuple[int, set[int], bool]) -> None:
+        self.check = check
         self.checked: set[int] = set()
 
     def RegisterNode(  # noqa: N802
@@ -122,7 +124,16 @@ class LosingServer(metadata_pb2_grpc.MetadataServicer):
         self, request: metadata_pb2.HeartbeatRequest, context: grpc.ServicerContext
     ) -> metadata_pb2.HeartbeatResponse:
         self.checked.update(request.checked)
-        return asking((77, self.ranges, True))
+        return asking(*self.check)
+
+
+class LosingServer(AskingServer):
+    """A metadata server that lost some ranges, and breaks the first stream in which it receives blocks of them."""
+
+    def __init__(self, ranges: set[int]) -> None:
+        super().__init__((77, ranges, True))
+        self.breaks = True
+        self.again: set[bytes] = set()
 
     def Publish(  # noqa: N802
         self, requests: Iterator[metadata_pb2.PublishRequest], context: grpc.ServicerContext
@@ -179,24 +190,13 @@ def test_blocks_of_lost_ranges_are_published_again() -> None:
         assert counters.get(node_metrics.LOST_RANGE_BLOCKS_SENT) >= len(servicer.again)
 
 
-class FailingServer(metadata_pb2_grpc.MetadataServicer):
+class FailingServer(AskingServer):
     """A metadata server that asks for a comparison of suspect ranges, and fails the first one."""
 
     def __init__(self) -> None:
+        super().__init__((78, {5, 2_000}, False))
         self.compared: list[int] = []
         """Number of ranges per call."""
-        self.checked: set[int] = set()
-
-    def RegisterNode(  # noqa: N802
-        self, request: metadata_pb2.RegisterNodeRequest, context: grpc.ServicerContext
-    ) -> metadata_pb2.RegisterNodeResponse:
-        return metadata_pb2.RegisterNodeResponse(heartbeat_interval_ms=20)
-
-    def Heartbeat(  # noqa: N802
-        self, request: metadata_pb2.HeartbeatRequest, context: grpc.ServicerContext
-    ) -> metadata_pb2.HeartbeatResponse:
-        self.checked.update(request.checked)
-        return asking((78, {5, 2_000}, False))
 
     def CompareDigests(  # noqa: N802
         self, request: metadata_pb2.CompareDigestsRequest, context: grpc.ServicerContext

@@ -195,11 +195,7 @@ def test_repair_brings_no_invalid_block_back(folder: Path) -> None:
 
 def test_adopter_rebuild_brings_no_invalid_block_back(folder: Path) -> None:
     """The old owner noted it. What the new one notes does not replace that."""
-    make_volume(folder)
-    slab = open_slab(folder)
-    list(slab.recover())
-    slab.note_invalid(NAMESPACE)
-    slab.close()
+    make_noted_volume(folder)
     assert claim(folder, 1, NodeId("adopter"))
     slab = NvmeSlab.open(folder, volume_id=VolumeId("v"), capacity_bytes=0, node_id=NodeId("adopter"))
     list(slab.recover())
@@ -209,13 +205,18 @@ def test_adopter_rebuild_brings_no_invalid_block_back(folder: Path) -> None:
     assert check_volume(folder, repair=True, token=1).good == 0
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty"])
-def test_repair_damaged_notes_are_reported(folder: Path, damage: str) -> None:
+def make_noted_volume(folder: Path) -> None:
+    """Make a volume whose blocks were invalidated."""
     make_volume(folder)
     slab = open_slab(folder)
     list(slab.recover())
     slab.note_invalid(NAMESPACE)
     slab.close()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty"])
+def test_repair_damaged_notes_are_reported(folder: Path, damage: str) -> None:
+    make_noted_volume(folder)
     shutil.rmtree(folder / "catalog")
     notes = folder / "invalid"
     content = notes.read_bytes()
@@ -230,11 +231,7 @@ def test_repair_damaged_notes_are_reported(folder: Path, damage: str) -> None:
 
 
 def test_repair_ignores_notes_of_an_earlier_volume(folder: Path, tmp_path: Path) -> None:
-    make_volume(folder)
-    slab = open_slab(folder)
-    list(slab.recover())
-    slab.note_invalid(NAMESPACE)
-    slab.close()
+    make_noted_volume(folder)
     kept = make_volume(tmp_path / "new")
     shutil.copy(folder / "invalid", tmp_path / "new")
     shutil.rmtree(tmp_path / "new" / "catalog")

@@ -380,7 +380,7 @@ def test_unreadable_claims_after_commit_stop_stores(tmp_path: Path, monkeypatch:
     owner.free(slots)
     assert owner.allocate(SHAPE, 1) is None
     assert owner.read_only is not None
-    assert "until it is opened again" in owner.read_only
+    assert "restart the node" in owner.read_only
     owner.close()
     again, held = opened(tmp_path)
     assert set(good(again, held)) <= {0, 1}

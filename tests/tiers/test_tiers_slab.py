@@ -162,7 +162,7 @@ def test_failed_sync_stops_further_stores(folder: Path, monkeypatch: pytest.Monk
         patch.setattr(os, "fdatasync", lambda _fd: (_ for _ in ()).throw(OSError(errno.EIO, "lost")))
         with pytest.raises(OSError, match="lost"):
             slab.commit([(fresh[0][0], fresh[0][1])], [])
-    with pytest.raises(Unavailable, match="opened again"):
+    with pytest.raises(Unavailable, match="restart the node"):
         slab.commit([(fresh[0][0], fresh[0][1])], [])
     assert slab.read_only is not None
     assert "a sync of its slab failed" in slab.read_only

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import queue
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +19,13 @@ import pytest
 
 from kvstore.config.node import NodeConfig
 from kvstore.core.buffers import DenseBlocks
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.node.loads.nixl import NixlAgents
 from kvstore.observe.counters import Counters
 from kvstore.transport.contract import ReadRequest
-from kvstore.transport.nixl.agent import NixlAgent, NixlOptions, Region
+from kvstore.transport.nixl.agent import NixlAgent, NixlOptions, Region, Slab
 from kvstore.transport.nixl.peer import NixlStripedRead
 
 HERE = Path(__file__).parent
@@ -62,6 +65,20 @@ def test_read_into_callers_memory_is_never_direct() -> None:
 
     assert read().registered is None
     assert read(Region(buffer.array.ctypes.data, buffer.array.nbytes)).registered is not None
+
+
+def test_bounce_memory_wait_of_cancelled_read_ends() -> None:
+    """An agent that is not open has no bounce memory, so a read waits for it."""
+    scope, counters = CancelScope.after(60.0), Counters()
+    agent, slabs = NixlAgent(NixlOptions(), counters=counters), queue.SimpleQueue[Slab | None]()
+    waiting = threading.Thread(target=lambda: slabs.put(agent.acquire_slab(60.0, scope)))
+    waiting.start()
+    threading.Timer(0.1, scope.cancel).start()
+    assert slabs.get(timeout=20.0) is None
+    waiting.join()
+    assert counters.get("transport_nixl_bounce_timeouts_total") == 0
+    assert agent.acquire_slab(0.0) is None
+    assert counters.get("transport_nixl_bounce_timeouts_total") == 1
 
 
 def test_node_nixl_without_trusted_network_is_refused() -> None:

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class ResponseModel(BaseModel):
-    """Base class of responses. JSON has no NaN and no infinity."""
+    """Base class of responses. NaN and infinity are invalid: JSON cannot represent them."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 

@@ -161,7 +161,10 @@ class QuotaShares:
             return None
         if self._stale(settings, heartbeat):
             most_s = MAX_WAIT_S if self._index.leases_roles else None
-            await asyncio.wait([self._begin_run(settings)], timeout=most_s)  # the run goes on: others may wait for it, too
+            _, late = await asyncio.wait([self._begin_run(settings)], timeout=most_s)
+            if late:  # the run goes on: others may wait for it, too
+                self._counters.add(metadata_metrics.QUOTA_ANSWERS_LATE)
+                limited.warning("heartbeat answered with earlier quota shares: the index is slow (waited_s=%.1f)", most_s)
         return self._answer_from(self._answers, heartbeat)
 
     def tick(self, settings: OperatorSettings) -> None:

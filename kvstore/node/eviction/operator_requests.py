@@ -129,7 +129,8 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
     volume is lost and rebuilt later. A volume that fails keeps no other from dropping its blocks.
 
     Raises:
-        OSError, KVStoreError: a volume's catalog could not be changed; those blocks stay. Or see ``note_invalid``.
+        OSError, KVStoreError: a volume's catalog could not be changed; those blocks stay. Or it could not note the call
+            (``note_invalid``).
     """
     doomed = _of(table, namespace)
     dropped = 0

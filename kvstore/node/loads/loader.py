@@ -46,6 +46,7 @@ from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.process.threads.submission import submit
@@ -53,6 +54,7 @@ from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import LateBytes, ReadControl, ReadRequest
 
 log = logging.getLogger(__name__)
+limited = LimitedLog(log)
 
 ARENA_SHARE = 4
 """The read-ahead of one load is at most this fraction (1/n) of the arena."""
@@ -463,7 +465,7 @@ class Loader:
             self._mark_unavailable(run, [offset for offset, _, _ in reads])
             return
         except (OSError, KVStoreError) as error:
-            log.warning("volume read failed: %s (blocks=%d, error=%s)", node_volume.volume_id, len(items), error)
+            limited.warning("volume read failed: %s (blocks=%d, error=%s)", node_volume.volume_id, len(items), error)
             answers = [(Outcome.UNAVAILABLE, b"")] * len(items)
         except BaseException:  # a bug; the read has ended
             table.unreserve([slot for _, _, slot in reads])

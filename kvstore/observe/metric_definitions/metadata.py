@@ -170,6 +170,9 @@ SETTINGS_LOST: Final = group.counter(
     "metadata_settings_lost_total",
     "settings of a server dropped because others were made at the same time, in a split network",
 )
+QUOTA_ANSWERS_LATE: Final = group.counter(
+    "metadata_quota_answers_late_total", "heartbeats answered with earlier shares of quotas, because the index was slow"
+)
 QUOTA_SHARE_FAILURES: Final = group.counter(
     "metadata_quota_share_failures_total", "divisions of quotas that failed with an unexpected exception: a bug"
 )

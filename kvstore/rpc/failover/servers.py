@@ -119,7 +119,7 @@ class MetadataServers:
         self._probe = HealthProbe(lambda address: open_channel(address, self.tls_of(address)))
         self._timers: dict[str, threading.Timer] = {}
         self._untimed: dict[str, Callable[[], None]] = {}
-        """What had no thread for its timer: the first call at ``_untimed_due_s`` or later calls it."""
+        """Functions whose timers could not start a thread. The first call at ``_untimed_due_s`` or later runs them."""
         self._untimed_due_s = float("inf")
         self._probing: set[str] = set()
         self._monitor = LivenessMonitor(self._probe, counters)

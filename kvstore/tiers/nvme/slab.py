@@ -467,7 +467,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
             if self._adopted_by is not None:
                 raise
             if stores:  # the catalog names slots that callers free now: nothing may be committed on top
-                self._stores_nothing = "its owner was unknown after a commit; it stores nothing until it is opened again"
+                self._stores_nothing = "its owner was unknown after a commit; restart the node to store blocks again"
                 _log.error("volume became read-only: %s (reason=%s)", self.volume_id, self._stores_nothing)
                 raise
 
@@ -480,7 +480,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         try:
             self._file.sync()
         except OSError as error:
-            self._stores_nothing = "a sync of its slab failed; it stores nothing until it is opened again"
+            self._stores_nothing = "a sync of its slab failed; restart the node to store blocks again"
             self._counters.add(volumes_metrics.NVME_SYNC_ERRORS)
             _log.exception(
                 "volume sync failed: %s (error=%s); the volume is read-only until it is opened again",

@@ -21,6 +21,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import InvalidArgument, Unsupported, install_command
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import transport as transport_metrics
@@ -335,12 +337,22 @@ class NixlAgent:
         begin, end = extent
         return any(region.address <= begin and end <= region.address + region.size for region in self._regions)
 
-    def acquire_slab(self, timeout_s: float) -> Slab | None:
-        """Return a slab of bounce memory; None: no slab became free in time. The agent must be open."""
+    def acquire_slab(self, timeout_s: float, scope: CancelScope | None = None) -> Slab | None:
+        """Return a slab of bounce memory; None: none became free in time, or before the scope was cancelled.
+
+        The agent must be open.
+        """
+        end_s = time.monotonic() + timeout_s
+        scope = CancelScope() if scope is None else scope
         with self._slab_free:
-            if not self._slab_free.wait_for(lambda: bool(self._slabs), max(0.0, timeout_s)):
-                self._counters.add(transport_metrics.NIXL_BOUNCE_TIMEOUTS)
-                return None
+            while not self._slabs:
+                if scope.cancelled:
+                    return None
+                left_s = min(end_s - time.monotonic(), scope.left_s())
+                if left_s <= 0:
+                    self._counters.add(transport_metrics.NIXL_BOUNCE_TIMEOUTS)
+                    return None
+                scope.wait(self._slab_free, left_s)
             return self._slabs.pop()
 
     def release_slab(self, slab: Slab) -> None:

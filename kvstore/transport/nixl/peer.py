@@ -197,8 +197,10 @@ class NixlPeer(TcpPeer):
             self._counters.add(transport_metrics.NIXL_UNFIT_READS)
             return super()._send_request(connection, state, unit)
         else:
-            slab = self._agent.acquire_slab(deadline_s - time.monotonic())
+            slab = self._agent.acquire_slab(deadline_s - time.monotonic(), state.scope)
             if slab is None:
+                if state.scope is not None and state.scope.cancelled:
+                    raise state.scope.error()
                 raise DeadlineExceeded("no bounce memory became free in time", address=self.address)
             destination = consecutive_blocks(slab.address, unit.count, request.layer_count, self._layer_bytes(state))
         fetch = _Fetch(attachment, destination, slab, needs_fence=False)
