@@ -13,13 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
-import pytest
 
 from kvclient import Lookup
 from kvclient.results import NodeRef, Run
@@ -53,21 +51,6 @@ LoadScript = Callable[[node_pb2.LoadRequest, grpc.ServicerContext], Iterator[nod
 PromptScript = Callable[[node_pb2.AwaitPromptRequest, grpc.ServicerContext], Iterator[node_pb2.LoadProgress]]
 PlanScript = Callable[[metadata_pb2.PlanLoadRequest], metadata_pb2.LoadPlan]
 ResidentScript = Callable[[node_pb2.LoadRequest, grpc.ServicerContext], node_pb2.LoadProgress]
-
-
-@contextmanager
-def no_call_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let gRPC start no thread for the calls of a channel."""
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.endswith("(_run)"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        yield
 
 
 class SkewedClock:

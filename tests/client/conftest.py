@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from client_fakes import FakeMetadata, FakeNode, SkewedClock
 
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.lab.accounting_check import check_accounts
+from support.wait import wait_until
 
 MakeClient = Callable[..., KVClient]
+NoCallThreads = Callable[[], AbstractContextManager[None]]
 
 
 @pytest.fixture
@@ -76,3 +79,30 @@ def make_client(spec: CacheSpec, stack: ExitStack, metadata: FakeMetadata) -> Ma
         return client
 
     return make
+
+
+@pytest.fixture
+def no_call_threads(monkeypatch: pytest.MonkeyPatch) -> NoCallThreads:
+    """Let gRPC start no thread for the calls of a channel.
+
+    Threads of this test's earlier calls would serve later ones: they end first.
+    """
+    of_other_tests = set(threading.enumerate())
+    start = threading.Thread.start
+
+    def serves_calls(thread: threading.Thread) -> bool:
+        return thread.name.endswith("(_run)") and thread not in of_other_tests
+
+    def refuse(thread: threading.Thread) -> None:
+        if serves_calls(thread):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    @contextmanager
+    def refuses() -> Iterator[None]:
+        wait_until(lambda: not any(map(serves_calls, threading.enumerate())), "the threads of earlier calls have ended")
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            yield
+
+    return refuses

@@ -6,12 +6,12 @@ A wait that fails raises nothing in the engine's thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
 import grpc
 import numpy as np
-import pytest
-from client_fakes import FakeMetadata, FakeNode, no_call_threads, payloads
+from client_fakes import FakeMetadata, FakeNode, payloads
 
 from kvclient import CacheSpec, DeadlineExceeded, KVClient, Outcome
 from kvclient.nodes.local_session import Session
@@ -21,6 +21,7 @@ from kvstore.rpc.client import ChannelBroken
 from support.chains import token_chain
 from support.wait import wait_until
 
+NoCallThreads = Callable[[], AbstractContextManager[None]]
 MakeClient = Callable[..., KVClient]
 
 LONG_S = 25.0
@@ -85,10 +86,10 @@ def test_prompt_whose_wait_has_a_bug_is_missing(spec: CacheSpec, near: FakeNode,
 
 
 def test_prompt_without_call_thread_replaces_the_channel(
-    spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, no_call_threads: NoCallThreads
 ) -> None:
     client = make_client(near)
-    with no_call_threads(monkeypatch):
+    with no_call_threads():
         missing_prompt(client, spec, ChannelBroken)
     next_prompt = client.await_prompt(token_chain(spec, 2), deadline_s=LONG_S)
     near.wait_called("AwaitPrompt")
@@ -97,13 +98,13 @@ def test_prompt_without_call_thread_replaces_the_channel(
 
 
 def test_load_without_call_thread_replaces_the_channel(
-    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient, no_call_threads: NoCallThreads
 ) -> None:
     client, keys = make_client(near), token_chain(spec, 2)
     metadata.runs = [(0, 2, near)]
     near.blocks.hold(keys)
     lookup, buffer = client.lookup(keys), np.zeros((2, spec.block_bytes), np.uint8)
-    with no_call_threads(monkeypatch):
+    with no_call_threads():
         client.load(lookup, buffer)
     assert client.stats()["client_session_lost_total"] == 1
     wait_until(lambda: client.context.local is not None and client.context.local.session() is not None, "a session is open")
