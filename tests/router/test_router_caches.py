@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,22 @@ async def test_router_prefers_the_cache_of_an_engine(bed: Make, store: LocalClus
     await wait_until_async(looks_up_caches, "the namespace and the cache are known")
     assert [await chosen(router, prompt) for prompt in prompts[:3]] == ["e1"] * 3
     assert [await chosen(router, prompt) for prompt in prompts[3:]] == ["e0"] * 3, "only their host has them"
+
+
+async def test_router_counts_namespaces_left_out(
+    bed: Make, store: LocalCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prefix_lookup, "_REFRESH_INTERVAL_S", 0.05)
+    for epoch in range(prefix_lookup.MAX_NAMESPACES + 2):
+        with KVClient.connect(store.metadata_address, replace(SPEC, weights_epoch=f"w{epoch}"), node=None):
+            pass
+    router = await bed("e0", metadata=store.metadata_address)
+
+    async def counted() -> bool:
+        return await router.counter("router_namespaces_left_out_total") >= 2
+
+    await wait_until_async(counted)
+    assert "2 older namespaces of model m are not looked up (limit=4)" in caplog.text
 
 
 @pytest.mark.parametrize("error", [Unavailable, DeadlineExceeded])

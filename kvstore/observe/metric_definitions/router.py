@@ -70,6 +70,9 @@ LOOKUPS_LATE: Final = group.counter("router_lookups_late_total", "lookups that t
 LOOKUPS: Final = group.counter("router_lookups_total", "lookups that the router completed")
 METRICS_UNKNOWN: Final = group.counter("router_metrics_unknown_total", "failed reads of an engine's metrics")
 MODELS_UNKNOWN: Final = group.counter("router_models_unknown_total", "failed reads of an engine's models")
+NAMESPACES_LEFT_OUT: Final = group.counter(
+    "router_namespaces_left_out_total", "namespaces that lookups leave out, counted at each list: a model has many newer ones"
+)
 NAMESPACES_UNKNOWN: Final = group.counter("router_namespaces_unknown_total", "failed reads of the store's namespaces")
 PANIC_REQUESTS: Final = group.counter("router_panic_requests_total", "requests placed while no engine was healthy")
 PREFILLS_FAILED: Final = group.counter("router_prefills_failed_total", "failed calls of prefill engines")

@@ -171,7 +171,7 @@ class StorePrefixLookup:
     # ---- namespaces
     def _clients_of(self, model: str) -> list[AsyncKVClient]:
         """Return clients of the newest namespaces of a model."""
-        newest = [spec for spec in reversed(self._specs) if not model or spec.model == model][:MAX_NAMESPACES]
+        newest, _ = self._newest(model)
         return [self._clients[spec.namespace] for spec in newest if spec.namespace in self._clients]
 
     async def _follow_namespaces(self) -> None:
@@ -194,7 +194,13 @@ class StorePrefixLookup:
         self._specs = [
             spec for spec in specs if spec.model in served and spec.layout.startswith(_LAYOUT) and spec.shard_rank == 0
         ]
-        wanted = {spec.namespace: spec for model in served for spec in self._newest(model)}
+        wanted: dict[bytes, CacheSpec] = {}
+        for model in served:
+            newest, left_out = self._newest(model)
+            wanted.update((spec.namespace, spec) for spec in newest)
+            if left_out:
+                self._context.counters.add(router_metrics.NAMESPACES_LEFT_OUT, left_out)
+                _log.warning("%d older namespaces of model %s are not looked up (limit=%d)", left_out, model, MAX_NAMESPACES)
         for namespace in [namespace for namespace in self._clients if namespace not in wanted]:
             await self._clients.pop(namespace).close()
         for namespace, spec in wanted.items():
@@ -204,8 +210,10 @@ class StorePrefixLookup:
                 )
                 _logger.info("namespace added to lookups: %s (block_tokens=%d)", spec.model, spec.block_tokens)
 
-    def _newest(self, model: str) -> list[CacheSpec]:
-        return [spec for spec in reversed(self._specs) if spec.model == model][:MAX_NAMESPACES]
+    def _newest(self, model: str) -> tuple[list[CacheSpec], int]:
+        """Return the newest namespaces of a model, or of all models if it is empty, and how many older ones are left out."""
+        known = [spec for spec in reversed(self._specs) if not model or spec.model == model]
+        return known[:MAX_NAMESPACES], max(0, len(known) - MAX_NAMESPACES)
 
 
 def hits_of(lookup: Lookup, block_tokens: int, cached: Mapping[str, int] | None = None) -> StoreHits:
