@@ -298,10 +298,12 @@ def test_run_dir_is_made_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     wanted.parent.chmod(0o775)
     folders.make_run_dir(wanted)
     assert wanted.parent.stat().st_mode & 0o777 == 0o700
+    assert wanted in folders.socket_folders(Config())
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with pytest.raises(InvalidArgument, match="belongs to another user"):
         folders.make_run_dir(wanted)
+    assert not any(folder.is_relative_to(wanted.parent) for folder in folders.socket_folders(Config()))
 
 
 def test_config_show_prints_values_and_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

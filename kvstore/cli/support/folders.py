@@ -67,7 +67,7 @@ def make_run_dir(folder: Path) -> None:
         with contextlib.suppress(FileExistsError):
             level.mkdir(parents=True, mode=0o700)
         found = level.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        if not _is_own(found):
             raise InvalidArgument(
                 f"the folder of unix sockets {level} is a link or belongs to another user: "
                 "remove it, or set XDG_RUNTIME_DIR to a folder of your own with a short path",
@@ -75,6 +75,10 @@ def make_run_dir(folder: Path) -> None:
             )
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # made by an earlier version under a umask such as 002
             level.chmod(0o700)
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def node_socket(config: Config) -> Path:
@@ -85,7 +89,10 @@ def node_socket(config: Config) -> Path:
 
 def socket_folders(config: Config) -> list[Path]:
     """Folders with sockets of nodes: of the configuration, of this user and of the systemd unit."""
-    folders = [node_socket(config).parent, _UNIT_FOLDER]
+    folders, default = [node_socket(config).parent, _UNIT_FOLDER], run_dirs()
     with contextlib.suppress(OSError):
-        folders += sorted(run_dirs().iterdir())
-    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()] or [node_socket(config).parent]
+        if _is_own(default.lstat()):
+            folders += sorted(default.iterdir())
+        else:  # another user made it, and may have made sockets in it
+            folders = [folder for folder in folders if not folder.is_relative_to(default)]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()] or folders[:1]
