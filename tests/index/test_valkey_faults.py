@@ -182,11 +182,11 @@ async def test_slow_shard_takes_changes_and_no_lookups(counters: Counters) -> No
 
 async def test_shard_without_majority_is_lost(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its primary is reached, but rejects all commands."""
-    monkeypatch.setattr(cluster_module, "LOST_S", 0.2)
+    monkeypatch.setattr(cluster_module, "WRITTEN_OFF_S", 0.2)
     async with Puppet().serve() as puppet, client_of(puppet, counters) as cluster:
         puppet.down = True
         assert await cluster.run_without_lost(READ, time.monotonic() + 30.0) == [UNANSWERED]
-        assert cluster.is_lost(READ[0][0])
+        assert cluster.is_written_off(READ[0][0])
         assert cluster.away() == [puppet.address]
         assert not cluster.reachable
         puppet.down = False

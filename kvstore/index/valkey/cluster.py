@@ -55,7 +55,7 @@ MAX_REDIRECTIONS: Final = 4
 RETRY_S: Final = 0.02
 TRY_S: Final = 1.0
 """Time after which a shard that owes a reply to a change counts as away."""
-LOST_S: Final = 3.0
+WRITTEN_OFF_S: Final = 3.0
 """Time after which changes no longer wait for a shard that is away: longer than a replica usually takes to replace its primary.
 A change that waits is late; one that does not is missing until nodes compare the range, after the shard is back."""
 HUNG_S: Final = 10.0
@@ -307,7 +307,7 @@ class ValkeyClient:
         return cast("list[Reply]", await self._repeat(commands, deadline_s, lane, skips_lost=False))
 
     async def run_without_lost(self, commands: Sequence[Command], deadline_s: float, lane: Lane = Lane.WRITES) -> list[Answer]:
-        """As ``run_until``, but commands of lost shards are not answered (``is_lost``)."""
+        """As ``run_until``, but commands of lost shards are not answered (``is_written_off``)."""
         return await self._repeat(commands, deadline_s, lane, skips_lost=True)
 
     async def _repeat(self, commands: Sequence[Command], deadline_s: float, lane: Lane, *, skips_lost: bool) -> list[Answer]:
@@ -315,7 +315,7 @@ class ValkeyClient:
         while left := [
             position
             for position, answer in enumerate(answers)
-            if answer is UNANSWERED and not (skips_lost and self.is_lost(commands[position][0]))
+            if answer is UNANSWERED and not (skips_lost and self.is_written_off(commands[position][0]))
         ]:
             if self._closed:
                 raise Unavailable("the client of Valkey is closed")
@@ -360,13 +360,13 @@ class ValkeyClient:
         if lagging:
             self._count(metadata_metrics.INDEX_UNREPLICATED, lagging)
 
-    def is_lost(self, slot: int) -> bool:
+    def is_written_off(self, slot: int) -> bool:
         """Whether the shard of a slot has been away for so long that changes no longer wait for it."""
         number = self.topology.of_slot[slot]
         if number == NO_SHARD:
             return True
         shard = self._by_number[number]
-        return not (shard.up or shard.slow) and time.monotonic() - shard.away_since_s > LOST_S
+        return not (shard.up or shard.slow) and time.monotonic() - shard.away_since_s > WRITTEN_OFF_S
 
     def primary_of(self, slot: int) -> str:
         """Address of the primary of a slot.

@@ -215,7 +215,7 @@ class BlockFeed:
             (slot, pack("XADD", name, "MAXLEN", "~", most, "*", *fields)),
             (slot, pack("PEXPIRE", name, STREAM_TTL_MS)),
         ]
-        if self._cluster.is_lost(slot):
+        if self._cluster.is_written_off(slot):
             self._written[number] += 1  # subscribers notice the gap in the numbers, and begin again with a snapshot
             self._count(metadata_metrics.FEED_APPENDS_MISSED, 1)
             limited.warning("block event not recorded, its shard is away: stream %d", number)

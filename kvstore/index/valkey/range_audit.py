@@ -172,13 +172,13 @@ class RangeAudit:
     # ---- parts
     def _unread(self) -> list[int]:
         """Ranges whose markers must be read, and whose shards may answer."""
-        return [number for number in self.states.unread() if not self._cluster.is_lost(RANGE_SLOTS[number])]
+        return [number for number in self.states.unread() if not self._cluster.is_written_off(RANGE_SLOTS[number])]
 
     def _begin_suspicions(self) -> None:
         """Let nodes compare the ranges with missed changes whose shards are back."""
         unread = set(self.states.unread())
         self._missed |= unread - set(self._unread())  # this server may have missed changes before it was restarted
-        back = [number for number in self._missed - unread if not self._cluster.is_lost(RANGE_SLOTS[number])]
+        back = [number for number in self._missed - unread if not self._cluster.is_written_off(RANGE_SLOTS[number])]
         self._missed.difference_update(back)
         self.states.moved(back)
 
@@ -271,8 +271,8 @@ async def _names_in_ranges(cluster: ValkeyClient, ranges: Sequence[int], deadlin
         listed = [listed_names(*of) for of in zip(left, answers[::2], answers[1::2], strict=True)]
         found |= {at: names for at, names in zip(left, listed, strict=True) if names is not None}
         if len(found) < len(ranges):
-            is_lost = any(cluster.is_lost(RANGE_SLOTS[at]) for at in ranges if at not in found)
-            if is_lost or time.monotonic() > deadline_s:
+            is_written_off = any(cluster.is_written_off(RANGE_SLOTS[at]) for at in ranges if at not in found)
+            if is_written_off or time.monotonic() > deadline_s:
                 raise Unavailable("Valkey did not list all ranges", missing=len(ranges) - len(found))
             await asyncio.sleep(AGAIN_S)
     return [found[at] for at in ranges]

@@ -34,7 +34,14 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_TENANTS_TOLD
 from kvstore.core.types import NamespaceId, Tier
 from kvstore.node.control.rules_file import read_rules, write_rules
-from kvstore.node.eviction.quotas import EVICT_BATCH_BLOCKS, enter, evict_tenant_dram, join, mark_all_evicting, over_share
+from kvstore.node.eviction.quotas import (
+    EVICT_BATCH_BLOCKS,
+    add_to_orders,
+    evict_tenant_dram,
+    join_tenant,
+    mark_all_evicting,
+    over_share,
+)
 from kvstore.node.eviction.ttl import MOST_EXPIRED, mark_expired
 from kvstore.node.eviction.usage import held_bytes
 from kvstore.node.eviction.volume_commits import by_volume, evict_from_volume, retry_quarantine
@@ -252,10 +259,12 @@ class RetentionEnforcer:
         for account in self._namespaces.accounts.all():
             for namespace in account.namespaces if account.orders else ():
                 with table.residency.lock:
-                    if join(table.residency, namespace):
+                    if join_tenant(table.residency, namespace):
                         fresh.append(namespace)
         for namespace, blocks in self._held_of(fresh).items():
-            enter(table.residency, {tier: order for tier, order in namespace.in_account.items() if order is not None}, blocks)
+            add_to_orders(
+                table.residency, {tier: order for tier, order in namespace.in_account.items() if order is not None}, blocks
+            )
 
     def _held_of(self, namespaces: Sequence[NodeNamespace]) -> dict[NodeNamespace, list[Block]]:
         """The blocks of some namespaces, in the order in which they were added."""
@@ -288,7 +297,7 @@ class RetentionEnforcer:
             self._attach(namespace, orders)
         held = self._held_of([*(namespace for namespace, _ in begun), *no_longer_kept])
         for namespace, orders in begun:
-            enter(self._table.residency, orders, held[namespace])
+            add_to_orders(self._table.residency, orders, held[namespace])
         for namespace in no_longer_kept:
             self._make_evictable(namespace, held[namespace])
         known = self._namespaces.all()

@@ -64,8 +64,9 @@ class WriteTarget(Protocol):
     """A destination where blocks become durable."""
 
     def persist(self, blocks: Sequence[Block], wait_turn: Callable[[], None]) -> None:
-        """Make blocks of one namespace durable, and report the result of each to the table exactly once.
+        """Make blocks of one namespace durable, and report each to the table exactly once.
 
+        The report is ``BlockTable.writeback_done`` or ``BlockTable.writeback_failed``.
         Several threads call this at once. ``wait_turn`` returns after all earlier batches are committed and reported. It must be
         called before a block is committed or reported.
         """
@@ -192,7 +193,7 @@ class LocalTarget:
         items = []
         try:
             for block, slot in zip(blocks, slots, strict=True):
-                assert block.dram is not None  # dirty blocks are not evicted from DRAM
+                assert block.dram is not None  # blocks that are being written are not evicted
                 items.append((slot, block.record(), view(block.dram, block.namespace.shape.block_bytes)))
             errors = node_volume.guard.change(lambda: volume.write(items), lambda _: volume.free(slots))
         except VolumeStalled:
@@ -454,7 +455,7 @@ class WriteBack:
             return []
         shape = blocks[0].namespace.shape
         views = [self._table.dram.view(block.dram, shape.block_bytes) for block in blocks if block.dram is not None]
-        assert len(views) == len(blocks), "dirty blocks are not evicted from DRAM"
+        assert len(views) == len(blocks), "blocks that are being written are not evicted"
         found = block_checksums(ScatteredBlocks(views, shape), range(len(blocks))).astype("<u8", copy=False)
         valid = []
         for block, checksums in zip(blocks, found, strict=True):

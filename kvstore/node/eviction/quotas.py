@@ -47,7 +47,7 @@ def _limit(namespace: NodeNamespace, tier: Tier) -> int | None:
     return namespace.account.share.of(tier) if namespace.account is not None and namespace.counted else None
 
 
-def join(residency: Residency, namespace: NodeNamespace, *, empty: bool = False) -> bool:
+def join_tenant(residency: Residency, namespace: NodeNamespace, *, empty: bool = False) -> bool:
     """Add a namespace's blocks to its tenant's orders.
 
     Args:
@@ -74,7 +74,7 @@ def make_room_in_quota(residency: Residency, namespace: NodeNamespace, count: in
     account, share = namespace.account, _limit(namespace, Tier.DRAM)
     if account is None or share is None:
         return True
-    join(residency, namespace, empty=True)
+    join_tenant(residency, namespace, empty=True)
     needed = count * namespace.shape.block_bytes
     if needed > share:
         return False
@@ -249,7 +249,7 @@ def reserve_durable(residency: Residency, namespace: NodeNamespace, count: int) 
         account, allowed = namespace.account, _limit(namespace, Tier.NVME)
         if account is None or allowed is None:  # lifted by another thread
             return WriteAllowance(count)
-        join(residency, namespace, empty=True)
+        join_tenant(residency, namespace, empty=True)
         count = min(count, allowed // size)
         free = allowed - _taken_bytes(residency, account, Tier.NVME) - account.reserved_bytes
         if count and free < count * size:
@@ -268,7 +268,7 @@ def release_durable(residency: Residency, allowance: WriteAllowance) -> None:
             allowance.account.reserved_bytes -= allowance.reserved_bytes
 
 
-def enter(residency: Residency, orders: Mapping[Tier, EvictionOrder], held: Sequence[Block]) -> None:
+def add_to_orders(residency: Residency, orders: Mapping[Tier, EvictionOrder], held: Sequence[Block]) -> None:
     """Insert a namespace's existing blocks into its new orders; takes the lock for a part at a time.
 
     Args:

@@ -34,7 +34,7 @@ OPEN_SESSION_S = 2.0
 _MIN_TIMEOUT_S = 0.001
 _COPY_THREADS = 1
 """One thread per part is enough, because the network is the bottleneck."""
-_OF_THE_WIRE = outcome_table(Outcome.TIMEOUT, Outcome.CORRUPT)
+_HOP_FAILURES = outcome_table(Outcome.TIMEOUT, Outcome.CORRUPT)
 """Outcomes of the hop from another host's node that say nothing about the bytes in storage."""
 
 
@@ -120,7 +120,7 @@ class StoragePathSource(ABC):
                     self.progress_s, self._received = request.context.clock.now_s(), message.bytes_received
                 try:
                     for run in message.runs:
-                        self._take(request, sink, session, run)
+                        self._receive_run(request, sink, session, run)
                         if self.scope.ended:
                             return
                 finally:
@@ -128,7 +128,7 @@ class StoragePathSource(ABC):
                         session.releaser.release([message.lease_id])
         self.error = stream.error or self.error
 
-    def _take(self, request: LoadRequest, sink: BlockSink, session: NodeSession, run: NodeRun) -> None:
+    def _receive_run(self, request: LoadRequest, sink: BlockSink, session: NodeSession, run: NodeRun) -> None:
         """Bring the bytes of one run, and record them."""
         layers = request.context.shape.layers
         positions = np.arange(run.start, run.stop)
@@ -140,21 +140,21 @@ class StoragePathSource(ABC):
             return
         # Layers that have arrived are not written again: the engine may be reading them, and if the new bytes proved corrupt the
         # layers would count all the same.
-        behind = np.clip(sink.ready_layers(positions) - run.first_layer, 0, run.layer_count)
-        for level in np.unique(behind[behind < run.layer_count]).tolist():
-            for first, last in spans(np.flatnonzero(behind == level)):
-                some = positions[first:last]
+        ready_in_run = np.clip(sink.ready_layers(positions) - run.first_layer, 0, run.layer_count)
+        for level in np.unique(ready_in_run[ready_in_run < run.layer_count]).tolist():
+            for first, last in spans(np.flatnonzero(ready_in_run == level)):
+                pending = positions[first:last]
                 first_layer, layer_count = run.first_layer + level, run.layer_count - level
-                good = self._bring(request, sink, session, run, slice(first, last), first_layer, layer_count)
-                sink.layers_arrived(some[good], first_layer, layer_count)
-                done = some[good]
+                good = self._copy_layers(request, sink, session, run, slice(first, last), first_layer, layer_count)
+                sink.layers_arrived(pending[good], first_layer, layer_count)
+                done = pending[good]
                 done = done[sink.ready_layers(done) == layers]
                 if len(done):
                     sink.record(done, Outcome.HIT, run.tier, run.node_id or self.node_id, self.path)
                 self.progress_s = request.context.clock.now_s()
 
     @abstractmethod
-    def _bring(
+    def _copy_layers(
         self,
         request: LoadRequest,
         sink: BlockSink,
@@ -189,7 +189,7 @@ class PrefillPath(StoragePathSource):
         with self._session.used():
             self._read_all(request, missing, sink, self._session)
 
-    def _bring(
+    def _copy_layers(
         self,
         request: LoadRequest,
         sink: BlockSink,
@@ -217,7 +217,7 @@ class RemotePath(StoragePathSource):
     """The decode path or a relay: another host's node reads into its arena, and the bytes come over the compute network.
 
     The stream of that node says which blocks are in its arena, and carries a lease that keeps them there. The bytes are then read
-    by key, without the lease, which ends when all blocks of its message were read.
+    by key. The lease is released after all blocks of its message were read.
     """
 
     on_this_host = False
@@ -262,7 +262,7 @@ class RemotePath(StoragePathSource):
             self._counted, self.progress_s = control.bytes_received, now_s
         return super().seconds_without_progress(now_s)
 
-    def _bring(
+    def _copy_layers(
         self,
         request: LoadRequest,
         sink: BlockSink,
@@ -290,7 +290,7 @@ class RemotePath(StoragePathSource):
         if not good.all():
             self._note_failed(outcomes[~good], "on the way from it")
         # The node had read and verified these blocks: bytes that differ were damaged on this hop, and another path may succeed.
-        outcomes[_OF_THE_WIRE[outcomes]] = Outcome.UNAVAILABLE
+        outcomes[_HOP_FAILURES[outcomes]] = Outcome.UNAVAILABLE
         sink.outcomes[positions[~good]] = outcomes[~good]
         if not good.all():
             self.scope.cancel()  # the rest is planned over another node
