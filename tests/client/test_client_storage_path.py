@@ -39,7 +39,7 @@ class RecordedPath(StoragePathSource):
     def _fetch(self, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
         self._read_all(request, missing, sink, self._session)
 
-    def _bring(
+    def _copy_layers(
         self,
         request: LoadRequest,
         sink: BlockSink,
