@@ -98,22 +98,32 @@ def test_compose_cluster_is_made_of_all_servers() -> None:
 
 
 @needs_server
-def test_compose_server_command_is_accepted(tmp_path: Path) -> None:
-    _, *options = both()["services"]["valkey-1"]["command"]
-    settings = answered(options, tmp_path)
+def test_compose_server_waits_before_a_restart(tmp_path: Path) -> None:
+    """A replica has replaced it by then: it would copy the empty state."""
+    shell, option, script, name, *options = (word.replace("$$", "$") for word in both()["services"]["valkey-1"]["command"])
+    assert name == "valkey-server"
+    programs, slept = tmp_path / "bin", tmp_path / "slept"
+    programs.mkdir()
+    (programs / name).symlink_to(str(find_server()))
+    (programs / "sleep").write_text(f"#!/bin/sh\necho $1 > {slept}\n")
+    (programs / "sleep").chmod(0o755)
+    command = ["env", f"PATH={programs}:/usr/bin:/bin", shell, option, script, name, *options]
+    settings = answered(command, tmp_path)
     assert settings["cluster-enabled"] == "yes"
     assert settings["maxmemory-policy"] == "noeviction"
     assert settings["save"] == ""
+    assert not slept.exists()
+    answered(command, tmp_path)
+    timeout_ms = int(settings["cluster-node-timeout"])
+    assert float(slept.read_text()) * 1000 >= 2 * timeout_ms
 
 
-def answered(options: list[str], folder: Path) -> Mapping[str, str]:
-    """Settings of a server that was started with these options."""
+def answered(command: list[str], folder: Path) -> Mapping[str, str]:
+    """Settings of a server that a command started."""
     port, bus = free_port(), free_port()  # by default the bus has a port 10,000 higher, which need not exist
-    program = find_server()
-    assert program is not None
     where = ["--port", str(port), "--cluster-port", str(bus), "--bind", "127.0.0.1"]
     with (folder / "log").open("wb") as log:
-        process = start([str(program), *options, *where], stdout=log, stderr=log, cwd=folder)
+        process = start([*command, *where], stdout=log, stderr=log, cwd=folder)
     server = ValkeyServer(port, process)
     try:
         wait_until(lambda: _is_up(server), lambda: (folder / "log").read_text())
@@ -208,7 +218,7 @@ def test_systemd_server_configuration_is_accepted(tmp_path: Path) -> None:
     users = (CONFIGURATION / "users.acl").read_text()
     write_configuration(tmp_path)
     (tmp_path / "users.acl").write_text(users.replace("user default off", "user default on nopass ~* &* +@all"))
-    settings = answered([str(tmp_path / "valkey.conf")], tmp_path)
+    settings = answered([str(find_server()), str(tmp_path / "valkey.conf")], tmp_path)
     assert (settings["cluster-node-timeout"], settings["cluster-require-full-coverage"]) == ("2000", "no")
     assert (settings["maxmemory-policy"], settings["appendonly"], settings["save"]) == ("noeviction", "no", "")
     (password,) = re.findall(r"user replica on >(\S+)", users)
