@@ -446,8 +446,8 @@ class PrefixIndex(ABC):
         """Close the index and its files."""
 
     async def close_async(self) -> None:
-        """As ``close``, on the event loop of the caller."""
-        self.close()
+        """As ``close``, without blocking the event loop of the caller."""
+        await asyncio.to_thread(self.close)
 
     @abstractmethod
     def request_rebuild(self) -> None:

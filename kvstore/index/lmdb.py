@@ -10,7 +10,8 @@ Any process may write: LMDB admits one writer at a time, and readers see a commi
 
 Threads: all methods may be called from any thread. ``_write_lock`` serialises this process's writers. ``_gate`` is held during
 each short read, so that the map can be resized while no transaction is open. A publish of many thousand keys holds the first
-lock for a while: call it from an executor. Lookups never wait for writers.
+lock for a while: call it from an executor. Lookups do not wait for writers, except the first one after another process has
+doubled the map: it waits for this process's writer. A process that is stopped inside a write keeps all others from writing.
 
 After a fork the child must not use the index (LMDB forbids it). There all methods raise ``Unavailable``; the child must open
 the index itself.

@@ -409,7 +409,7 @@ class MetadataServer:
             await _bounded("the settings", self._settings.stop())
         for thread in (self._writes, self._reads):
             if thread is not None:
-                await thread.close()
+                await _bounded("an index thread", thread.close())
         if self._index is not None:
             await _bounded("the index", self._index.close_async())
         self._bound = self._health = self._servers = self._journal = self._maintenance = self._writes = self._reads = (

@@ -179,12 +179,14 @@ def test_failover_publishing_node_loses_nothing(index: str, fault: str, request:
     publishes_to = store.pair.name_of(route.address)
     chains = [store.store_chain(f"before {number}") for number in range(3)]
     getattr(store.pair, fault)(publishes_to)
-    chains += [store.store_chain(f"during {number}") for number in range(4)]
-    wait_until(lambda: store.all_hit(chains))
-    if fault == "kill":
-        store.pair.start_server(publishes_to)
-    else:
-        store.pair.resume(publishes_to)
+    try:
+        chains += [store.store_chain(f"during {number}") for number in range(4)]
+        wait_until(lambda: store.all_hit(chains))
+    finally:
+        if fault == "kill":
+            store.pair.start_server(publishes_to)
+        else:
+            store.pair.resume(publishes_to)
     log = store.pair.node(NODE).log_tail(1_000)
     assert "metadata server changed" in log
     assert log.count("inventory sent") == 1  # at the start: no inventory was needed to find lost changes

@@ -1,4 +1,4 @@
-"""Tests of background work if the index rejects changes."""
+"""Tests of background work if the index rejects changes, or lets them wait."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from metadata_harness import Peer
 
 from kvproto.v1.common_pb2 import NodeInfo
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
+from kvstore.config.metadata import MetadataConfig
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import CapacityExceeded
+from kvstore.core.errors import CapacityExceeded, KVStoreError
 from kvstore.core.types import BootId, NodeId
 from kvstore.index.contract import Beat
 from kvstore.index.lmdb import LmdbIndex
+from kvstore.metadata import server as metadata_server
 from kvstore.metadata.indexing.index_mutations import register_node
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership import maintenance as upkeep
@@ -26,6 +29,8 @@ from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.roles.roles import AllRoles
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.rpc.client import connect_aio
+from support.index_writes import writes_held
 from support.wait import wait_until_async
 
 
@@ -118,6 +123,54 @@ async def test_maintenance_write_that_waited_hides_no_node(tmp_path: Path, monke
     await tasks.stop()
     await thread.close()
     index.close()
+
+
+async def test_maintenance_write_held_hides_silent_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process is stopped inside a write. Heartbeats that arrive here are still counted, and shared afterwards."""
+    monkeypatch.setattr(upkeep, "WRITE_LIMIT_S", 0.3)
+    index, thread, counters = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test"), Counters()
+    boot_id = BootId(b"b" * 16)
+    for name in ("silent", "beating"):
+        register_node(index, NodeInfo(node_id=name, boot_id=boot_id))
+    nodes = NodeTable(index, MonotonicClock(), 0.2, counters)
+    nodes.record_heartbeat(HeartbeatRequest(node_id="silent", boot_id=boot_id))
+    tasks = Maintenance(index, nodes, thread, counters, ttl_s=0.2, forget_s=60.0, roles=AllRoles(), on_tick=[])
+
+    def beat() -> None:
+        assert nodes.record_heartbeat(HeartbeatRequest(node_id="beating", boot_id=boot_id))
+
+    async def hidden() -> bool:
+        beat()
+        return not nodes.is_alive(NodeId("silent"))
+
+    async def shared() -> bool:
+        beat()
+        return "beating" in index.beats()
+
+    with writes_held(tmp_path / "index"):
+        tasks.start()
+        await wait_until_async(hidden)
+        assert nodes.is_alive(NodeId("beating"))
+        assert index.beats() == {}
+    await wait_until_async(shared)
+    await tasks.stop()
+    await thread.close()
+    index.close()
+
+
+async def test_server_stop_ends_while_write_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata_server, "_STOP_S", 0.2)
+    config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", index_size_bytes=64 << 20)
+    server = metadata_server.MetadataServer(config)
+    async with connect_aio(await server.start()) as channel:
+        with writes_held(tmp_path / "index"):
+            registration = asyncio.create_task(Peer(channel).register())
+            await wait_until_async(lambda: "metadata-writes_0" in {thread.name for thread in threading.enumerate()})
+            await server.stop(0.0)
+            with pytest.raises(KVStoreError):
+                await registration
+    await asyncio.get_running_loop().shutdown_default_executor()  # waits for what was left to itself
+    LmdbIndex.open(tmp_path / "index").close()  # the server has closed it
 
 
 async def test_maintenance_shares_heartbeats_beside_slow_changes(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from kvstore.embedded.cluster import Daemon, LocalCluster, NodeSpec
+from support.index_writes import writes_held
 from support.ports import free_ports
+from support.wait import wait_until
 
 
 class ServerPair(LocalCluster):
@@ -27,6 +29,7 @@ class ServerPair(LocalCluster):
         settings = {"node_ttl": "2500ms", "heartbeat_interval": "200ms", "metrics_listen": "none", "engine": engine}
         super().__init__(nodes, base_dir, metadata_settings=tuple(settings.items()), servers=len(self.NAMES))
         ports = dict(zip(self.NAMES, free_ports(len(self.NAMES)), strict=True))  # no other process may take them meanwhile
+        self._is_in_valkey = engine != "lmdb"
         self._metadata_addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
 
     @property
@@ -48,8 +51,11 @@ class ServerPair(LocalCluster):
         return next(name for name, known in self.addresses.items() if known == address)
 
     def pause(self, name: str) -> None:
-        """Stop a server without closing its connections."""
-        os.kill(self.node(name).process.pid, signal.SIGSTOP)
+        """Stop a server without closing its connections, and not inside a write of LMDB, which would block the other one."""
+        process = self.node(name).process.pid
+        with nullcontext() if self._is_in_valkey else writes_held(self.index_path):
+            os.kill(process, signal.SIGSTOP)
+            wait_until(lambda: _is_stopped(process))
 
     def resume(self, name: str) -> None:
         """Let a stopped server continue."""
@@ -61,3 +67,14 @@ def server_pair(base_dir: Path, *nodes: NodeSpec, engine: str = "lmdb") -> Itera
     """Two running metadata servers and nodes."""
     with ServerPair(nodes, base_dir, engine) as pair:
         yield pair
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether all threads of a process are stopped: one that still runs could begin a write."""
+    try:
+        states = [
+            (thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in Path(f"/proc/{process}/task").iterdir()
+        ]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
+        return False
+    return set(states) == {"T"}

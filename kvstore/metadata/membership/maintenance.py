@@ -2,6 +2,9 @@
 
 Heartbeats are shared in a thread of their own. A change of records may wait for seconds for a lost shard, and other servers would
 hide all nodes whose heartbeats wait behind it.
+
+The watch of nodes goes on while a write waits: a process that is stopped inside a write of LMDB blocks all other writers of its
+host until it continues. After ``WRITE_LIMIT_S`` of such a wait, nodes that are silent here for their time to live are hidden.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ limited = LimitedLog(logger)
 
 _TICKS_PER_TTL: Final = 8
 _SLOW_SHARES_PER_TTL: Final = 4
+WRITE_LIMIT_S: Final = 5.0
+"""Until then, no node is hidden: other servers may be unable to write, too. An index of several hosts ends each write earlier."""
+_LAST_SHARE_S: Final = 1.0
+"""Limit for the last write of heartbeats at the stop."""
 _MIN_TICK_S: Final = 0.01
 _MAX_TICK_S: Final = 0.5
 _SWEEP_ENTRIES: Final = 1_024
@@ -76,6 +83,8 @@ class Maintenance:
         self._on_tick = on_tick
         self._pauses = pauses
         self._tasks: list[asyncio.Task[None]] = []
+        self._sharing: asyncio.Task[None] | None = None
+        self._sharing_since_s = 0.0
 
     def start(self) -> None:
         """Start the tasks on the running event loop."""
@@ -86,11 +95,13 @@ class Maintenance:
 
     async def stop(self) -> None:
         """Stop the tasks, and store the heartbeats that only this process has seen."""
-        for task in self._tasks:
+        tasks = [*self._tasks, self._sharing] if self._sharing is not None else self._tasks
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        with suppress(KVStoreError):  # the index cannot be changed: nodes will send further heartbeats
-            await self._share()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(KVStoreError, TimeoutError):  # the index cannot be changed: nodes will send further heartbeats
+            async with asyncio.timeout(_LAST_SHARE_S):
+                await self._share()
         await self._share_thread.close()
 
     def _run_ticks(self) -> None:
@@ -110,17 +121,12 @@ class Maintenance:
     async def _watch_nodes(self) -> None:
         while True:
             try:
-                began_s = time.monotonic()
                 try:
-                    await self._share()
+                    await self._share_for_a_while()
                 finally:  # silent nodes are hidden even if nothing can be written
-                    if time.monotonic() - began_s > self._slow_share_s:  # no tick has found out, because all waited
-                        self._nodes.index_was_away()
                     if self._pauses is not None:
                         self._pauses.check()
                     self._nodes.tick()
-                if (orphaned := self._nodes.orphaned_beats) and self._roles.holds(ServerRole.SWEEP):
-                    await self._share_thread.run(self._index.put_beats, dict.fromkeys(orphaned))
             except KVStoreError as error:
                 # the disk is full, or the index does not answer: lookups continue with the last view, the next tick tries again
                 self._counters.add(metadata_metrics.MAINTENANCE_FAILURES)
@@ -143,6 +149,23 @@ class Maintenance:
                 logger.warning("node forgotten with all its blocks: %s (silent_for_s=%.0f)", boot.node_id, boot.silence_s)
                 self._counters.add(metadata_metrics.NODES_FORGOTTEN)
 
+    async def _share_for_a_while(self) -> None:
+        """Share heartbeats, and return after a while even if the write still waits: the next call continues the wait.
+
+        Raises:
+            KVStoreError: they could not be written.
+        """
+        if self._sharing is None:
+            self._sharing, self._sharing_since_s = asyncio.create_task(self._share()), time.monotonic()
+        sharing = self._sharing
+        await asyncio.wait([sharing], timeout=self._slow_share_s)
+        waited_s = time.monotonic() - self._sharing_since_s
+        if waited_s > self._slow_share_s and (sharing.done() or waited_s < WRITE_LIMIT_S):
+            self._nodes.index_was_away()  # no read finds this out
+        if sharing.done():
+            self._sharing = None
+            sharing.result()
+
     async def _share(self) -> None:
         changes = self._nodes.take_unshared()
         if changes:
@@ -151,6 +174,8 @@ class Maintenance:
             except KVStoreError:
                 self._nodes.write_failed(changes)
                 raise
+        if (orphaned := self._nodes.orphaned_beats) and self._roles.holds(ServerRole.SWEEP):
+            await self._share_thread.run(self._index.put_beats, dict.fromkeys(orphaned))
 
     async def _sweep(self) -> None:
         while True:

@@ -395,7 +395,7 @@ class NodeTable:
     @property
     def orphaned_beats(self) -> Collection[NodeId]:
         """Forgotten nodes of which the index holds a heartbeat, as of the last tick: a server wrote it late."""
-        return self._orphaned_beats
+        return self._orphaned_beats - self._view.nodes.keys()
 
     def _report_of(self, node_id: NodeId, max_unread_s: float = 0.0) -> BootReport | None:
         """The last report of the registered boot."""
