@@ -5,32 +5,46 @@ In most tests the servers do not poll the index, so they read each other's chang
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc.aio
 import pytest
-from metadata_harness import TIMEOUT_S, Peer, run_of
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, run_of
 
 from kvproto.v1 import admin_pb2
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.admin_pb2_grpc import MetadataAdminStub
 from kvstore.config.metadata import MetadataConfig
 from kvstore.core.checksum import digest_keys, key_range
+from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict, NotFound
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockKey
+from kvstore.core.types import BlockKey, VolumeId
 from kvstore.embedded.valkey import ValkeyServers, find_server
+from kvstore.index.contract import PrefixIndex
 from kvstore.index.valkey import index as valkey_index
+from kvstore.metadata.indexing import publish_stream
+from kvstore.metadata.indexing.index_mutations import PublishOutcome, apply_batches
 from kvstore.metadata.retention import tenants
 from kvstore.metadata.server import MetadataServer
+from kvstore.node.publish import batch_stream
+from kvstore.node.publish.contract import PublishedBlocks
+from kvstore.node.publish.publisher import IndexPublisher
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call_aio, connect_aio
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.failover.connect import connect_metadata_aio
+from kvstore.tiers.contract import VolumeUsage
 from support.chains import chain
 from support.wait import wait_until_async
 
@@ -269,3 +283,41 @@ async def test_plans_go_straight_to_the_planning_server(pair: Pair) -> None:
     counted = [await peer.counters() for peer in (pair.one, pair.two)]
     assert sum(one.get("metadata_forwarded_calls_total", 0) for one in counted) <= 1
     assert sorted(one.get("metadata_plans_total", 0) for one in counted) == [0, 20]
+
+
+async def test_publisher_leaves_server_with_blocked_writes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server answers heartbeats all the time, and registrations of the node are repeated at the other one."""
+    monkeypatch.setattr(batch_stream, "ACK_TIMEOUT_S", 0.5)
+    released = threading.Event()
+    indexes: list[PrefixIndex] = []
+
+    def block_first_server(index: PrefixIndex, *more: Any) -> PublishOutcome:
+        indexes.append(index)
+        if index is indexes[0]:
+            released.wait()
+        return apply_batches(index, *more)
+
+    monkeypatch.setattr(publish_stream, "apply_batches", block_first_server)
+    counters, block = Counters(), SimpleNamespace(key=KEYS[0], parent=None, depth=0, namespace_id=NAMESPACE)
+    dram = SimpleNamespace(volume_id=pair.one.dram, usage=lambda: VolumeUsage(0, 0, 0))
+    publisher = IndexPublisher(
+        ",".join(pair.addresses),
+        pair.one.info(),
+        cast("PublishedBlocks", SimpleNamespace(memory_volume=dram, node_volumes=[], held_by=lambda _: [block])),
+        ReplicaChangeLog([VolumeId(pair.one.dram), VolumeId(pair.one.nvme)], counters, MonotonicClock()),
+        counters,
+        tls=None,
+        anti_entropy_interval_s=NEVER_S,
+    )
+    publisher.start()
+
+    async def found() -> bool:
+        return await pair.two.hit(KEYS) == 1
+
+    try:
+        await wait_until_async(found)
+    finally:
+        released.set()
+        await asyncio.to_thread(publisher.stop, TIMEOUT_S)
+    assert counters.get("publish_interrupted_total") == 1
+    assert len({id(index) for index in indexes}) == 2

@@ -13,6 +13,7 @@ from kvstore.rpc.failover.selection import (
     PROBE_FIRST_S,
     PROBE_MAX_S,
     SETTLE_S,
+    STALLED_SETTLE_S,
     TIMEOUTS,
     CallPlacement,
     Condition,
@@ -114,7 +115,7 @@ def test_added_server_takes_callers_from_all_others() -> None:
     assert 150 < len(moved) < 350
 
 
-@pytest.mark.parametrize("failure", [Failure.REFUSED, Failure.UNAVAILABLE, Failure.HUNG])
+@pytest.mark.parametrize("failure", [Failure.REFUSED, Failure.UNAVAILABLE, Failure.HUNG, Failure.STALLED])
 def test_first_failure_opens_breaker_and_changes_server(failure: Failure) -> None:
     state = selection()
     first, second, *_ = ranked(SERVERS, "engine-0")
@@ -137,16 +138,17 @@ def test_timeouts_open_breaker_only_in_a_row() -> None:
     assert [state.failed(first, Failure.TIMEOUT) for _ in range(TIMEOUTS)] == [False] * (TIMEOUTS - 1) + [True]
 
 
-def test_server_that_answers_again_is_preferred_after_its_trial() -> None:
+@pytest.mark.parametrize(("failure", "settle_s"), [(Failure.REFUSED, SETTLE_S), (Failure.STALLED, STALLED_SETTLE_S)])
+def test_server_that_answers_again_is_preferred_after_its_trial(failure: Failure, settle_s: float) -> None:
     state = selection()
     first, second, *_ = ranked(SERVERS, "engine-0")
     chosen(state)
-    state.failed(first, Failure.REFUSED)
+    state.failed(first, failure)
     assert chosen(state) == second
     assert state.probe_ended(first, answered=True, now_s=10.0) is not None
     assert state.condition(first) is Condition.TRIAL
-    assert chosen(state, 10.0 + SETTLE_S - 0.1) == second
-    address, change = state.choose(CallPlacement.SPREAD, 10.0 + SETTLE_S)
+    assert chosen(state, 10.0 + settle_s - 0.1) == second
+    address, change = state.choose(CallPlacement.SPREAD, 10.0 + settle_s)
     assert address == first
     assert change is not None
     assert change.reason is Reason.ANSWERS
@@ -263,7 +265,7 @@ class SelectionMachine(RuleBasedStateMachine):
 
     @rule()
     def all_answer_and_callers_return(self) -> None:
-        for _ in range(20):
+        for _ in range(round(STALLED_SETTLE_S * LATEST) + 10):
             self.now_s += 1.0
             for address in [one for one, due_s in self.probe_due_s.items() if due_s <= self.now_s]:
                 self._probe(address, answered=True)

@@ -29,10 +29,12 @@ from kvstore.node.publish.health import HealthReporter
 from kvstore.node.publish.range_checks import RequestedChecks
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.rpc.errors import from_rpc_error
+from kvstore.rpc.failover.channel import FailoverStream
 
 BATCHES_IN_FLIGHT = 8
 ACK_TIMEOUT_S = 30.0
-"""A stream without an acknowledgement for this long is replaced by a new one."""
+"""A stream without an acknowledgement for this long is replaced by a new one. It is far above the limits of other calls: if many
+nodes send their inventories at once, a batch waits for those of all others."""
 JOIN_S = 10.0
 _SLOT_WAIT_S = 0.1
 
@@ -127,11 +129,16 @@ class BatchStream:
     def raise_failure(self) -> None:
         """Raise why the stream broke, after its end. Without a failure, do nothing.
 
+        If the server does not acknowledge, and there are several, calls go to another one from now on. Answers to heartbeats do
+        not show this failure.
+
         Raises:
             Unavailable: the server does not acknowledge.
             KVStoreError: the error of the call.
         """
         if self._is_silent():
+            if isinstance(self._responses, FailoverStream):
+                self._responses.stalled()
             raise Unavailable("published changes are not acknowledged", seconds=ACK_TIMEOUT_S)
         if self._error is not None:
             raise from_rpc_error(self._error)

@@ -273,6 +273,11 @@ class FailoverStream:
         self._over = True
         return None if self._call is None else self._call.cancel()
 
+    def stalled(self) -> None:
+        """Record that the server does not acknowledge what this stream sent: calls go to another one, if there is one."""
+        if self._call is not None:
+            self._servers.failed(self._address, Failure.STALLED)
+
     def leave_unless_current(self) -> None:
         """End the stream if calls go to another server now."""
         route = self._servers.pick(self._rule.placement)

@@ -3,12 +3,14 @@
 1. Callers rank the servers by rendezvous hashing, so that clients spread evenly and keep their server if another one is added.
    If the servers do not share their whole state, RPCs that depend on it rank them by a common key, so that all callers use the
    same server.
-2. A caller stays with its server. Each server has a circuit breaker. A refused or lost connection, and a hung server, open it at
-   once. Timeouts open it after ``TIMEOUTS`` in a row. The next server in the ranking whose breaker is closed takes over.
+2. A caller stays with its server. Each server has a circuit breaker. A refused or lost connection, and a server that is hung or
+   acknowledges no published changes, open it at once. Timeouts open it after ``TIMEOUTS`` in a row. The next server in the
+   ranking whose breaker is closed takes over.
 3. While a breaker is open, the server is probed, one probe at a time, with pauses that double. The first answer closes it. When
    the last breaker opens, all servers are probed at once: one of them may be back.
 4. A server that answers again is on trial: it is used only if no better server is left. It is probed further, and after it has
-   answered for ``SETTLE_S`` (with jitter, so that callers do not return at once) its callers return to it.
+   answered for ``SETTLE_S`` (with jitter, so that callers do not return at once) its callers return to it. If it acknowledged no
+   changes, they return after ``STALLED_SETTLE_S``: answered probes say nothing about changes.
 5. If all breakers are open, no server is chosen, and callers fail at once until a probe is answered.
 6. One of the servers that share their state plans, and the others forward plans to it. A forwarded answer names the planning
    server by an id that is not an address. So the caller tries the other servers in turn, one per call, until one of them answers
@@ -28,6 +30,8 @@ TIMEOUTS: Final = 3
 """Timeouts in a row, without an answer between them, that open a breaker."""
 SETTLE_S: Final = 5.0
 """Mean time for which a server must answer before its callers return to it."""
+STALLED_SETTLE_S: Final = 60.0
+"""The same for a server that acknowledged no changes."""
 PROBE_FIRST_S: Final = 0.1
 PROBE_MAX_S: Final = 2.0
 """Pauses between probes of a server that does not answer."""
@@ -57,6 +61,8 @@ class Failure(StrEnum):
     """No answer in time."""
     HUNG = "hung"
     """The server answers neither calls nor probes."""
+    STALLED = "stalled"
+    """The server answers calls, but does not acknowledge published changes."""
 
 
 class Reason(StrEnum):
@@ -66,6 +72,7 @@ class Reason(StrEnum):
     UNAVAILABLE = "unavailable"
     TIMEOUT = "timeout"
     HUNG = "hung"
+    STALLED = "stalled"
     SHARED = "servers share their state"
     """The first answer about it, or another one than before."""
     PLANS = "another server plans"
@@ -263,8 +270,9 @@ class ServerSelection:
             health.unanswered += 1
             return self._jittered(min(PROBE_MAX_S, PROBE_FIRST_S * 2 ** min(health.unanswered - 1, 10)))
         if health.lost is not None:
+            settle_s = STALLED_SETTLE_S if health.lost is Failure.STALLED else self._settle_s
             health.lost, health.timeouts = None, 0
-            health.settled_s = now_s + self._jittered(self._settle_s)
+            health.settled_s = now_s + self._jittered(settle_s)
         if health.settled_s is None or health.settled_s <= now_s:
             return None
         return min(PROBE_TRIAL_S, health.settled_s - now_s)

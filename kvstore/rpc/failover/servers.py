@@ -41,7 +41,7 @@ STATE_AGAIN_S: Final = 2.0
 """Pause before the question is repeated if it was not answered."""
 _CHANGED: Final = "metadata server changed: %s -> %s (reason=%s, calls=%s)"
 _FAILOVER: Final = frozenset(Reason) - {Reason.SHARED, Reason.PLANS}
-_LOST: Final = frozenset({Reason.REFUSED, Reason.UNAVAILABLE, Reason.TIMEOUT, Reason.HUNG})
+_LOST: Final = frozenset({Reason.REFUSED, Reason.UNAVAILABLE, Reason.TIMEOUT, Reason.HUNG, Reason.STALLED})
 
 Open = Callable[[str, TlsConfig | None], grpc.Channel]
 """Opens a channel to one address."""
