@@ -76,10 +76,13 @@ class PackedRecords:
     Args:
         keys: the keys, 16 bytes each.
         values: the record of each key.
+        ordinals: numbers of all namespaces; None: the index loses none. No lookup finds records with other numbers, so digests
+            leave them out, and nodes publish them again.
     """
 
     keys: bytes
     values: Sequence[bytes]
+    ordinals: frozenset[int] | None = None
 
     def pairs(self) -> list[tuple[bytes, bytes]]:
         """Keys and records, in key order."""
@@ -292,7 +295,10 @@ class PrefixIndex(ABC):
     # ---- anti-entropy ----
     @abstractmethod
     def keys_in_range(self, volume_epoch: VolumeEpoch, key_range: int) -> list[BlockKey]:
-        """Keys of the volume epoch in one of the 4,096 ranges of key space (by the first 12 bits)."""
+        """Keys of the volume epoch in one of the 4,096 ranges of key space (by the first 12 bits).
+
+        Records with a lost number of a namespace are left out, as in digests.
+        """
 
     @abstractmethod
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:

@@ -73,6 +73,8 @@ class BatchEdit:
         open_volume_epochs: open volume epochs; replicas of others are removed from affected records.
         ordinal_of: returns the number of a namespace; None: the index holds as many namespaces as it may.
         existing: present records of all keys and parents in the batch.
+        known_ordinals: numbers of all namespaces; None: the index loses none. Records with another number are taken for records
+            of the namespace that is published, because a key is a hash of its namespace.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class BatchEdit:
         open_volume_epochs: Container[VolumeEpoch],
         ordinal_of: Callable[[NamespaceId], int | None],
         existing: Mapping[BlockKey, bytes],
+        known_ordinals: Container[int] | None = None,
     ) -> None:
         self._volume_epoch = volume_epoch
         self._open = open_volume_epochs
         self._ordinal_of = ordinal_of
         self._existing = existing
+        self._known_ordinals = known_ordinals
         self._now: dict[BlockKey, bytes | None] = dict(existing)
         self._touched: set[BlockKey] = set()
         self.conflicts = 0
@@ -166,23 +170,30 @@ class BatchEdit:
         value = None if key is None else self._now.get(key)
         if value is None:
             return False
-        record = decode(value)
+        record = self._decode(value, ordinal)
         return record[0] == ordinal and record[1] == depth and bool(replicas_of(record, self._open))
 
     def _run_start(self, run: BlockRun, ordinal: int) -> int:
         value = None if run.parent is None else self._now.get(run.parent)
         if value is None:
             return run.depth
-        parent = decode(value)
+        parent = self._decode(value, ordinal)
         if parent[0] != ordinal or parent[1] + 1 != run.depth:
             return run.depth
         return replicas_of(parent, self._open).get(self._volume_epoch, run.depth)
+
+    def _decode(self, value: bytes, ordinal: int) -> tuple[int, ...]:
+        """Decode the record of a key or parent of a namespace, also if it has a lost number of this namespace."""
+        record = decode(value)
+        if record[0] == ordinal or self._known_ordinals is None or record[0] in self._known_ordinals:
+            return record
+        return (ordinal, *record[1:])
 
     def _store_one(self, key: BlockKey, ordinal: int, depth: int, start: int, *, parent_held: bool) -> bool:
         value = self._now.get(key)
         replicas: Replicas = {}
         if value is not None:
-            record = decode(value)
+            record = self._decode(value, ordinal)
             replicas = replicas_of(record, self._open)
             if record[:2] != (ordinal, depth):
                 if replicas and record[0] != ordinal:

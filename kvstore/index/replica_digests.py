@@ -31,7 +31,12 @@ class ReplicaDigests:
 
 def digest_replicas(records: PackedRecords) -> Iterator[ReplicaDigests]:
     """Compute the range digests (``kvstore.core.checksum``) of each volume epoch among the index's records."""
-    volume_epochs, replicas = _replicas(records.values)
+    ordinals, volume_epochs, replicas = _columns(records.values)
+    if records.ordinals is not None:
+        known = np.isin(ordinals, np.fromiter(records.ordinals, np.uint32, len(records.ordinals)))
+        if not known.all():
+            yield from digest_replicas(_taken(records, np.flatnonzero(known).tolist()))
+            return
     if not len(volume_epochs):
         return
     hash_of = np.repeat(np.asarray(hash_parts(memoryview(records.keys), KEY_BYTES)), replicas)
@@ -55,17 +60,23 @@ def digest_replicas(records: PackedRecords) -> Iterator[ReplicaDigests]:
 
 def find_other_epochs(values: Sequence[bytes], volume_epochs: Collection[VolumeEpoch]) -> list[int]:
     """Find the positions of records that name other volume epochs than these, in order."""
-    found, replicas = _replicas(values)
+    _, found, replicas = _columns(values)
     other = ~np.isin(found, np.array(sorted(volume_epochs), np.uint32))
     positions: list[int] = np.unique(np.repeat(np.arange(len(values)), replicas)[other]).tolist()
     return positions
 
 
-def _replicas(values: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """The volume epochs of all replicas in records, one after the other, and the number of replicas of each record."""
+def _taken(records: PackedRecords, positions: Sequence[int]) -> PackedRecords:
+    keys = [records.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in positions]
+    return PackedRecords(b"".join(keys), [records.values[at] for at in positions])
+
+
+def _columns(values: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The namespace number of each record, the volume epochs of all replicas, and the number of replicas of each record."""
     units = np.fromiter(map(len, values), np.int64, len(values)) // REPLICA_BYTES
     firsts = np.frombuffer(b"".join(values), "<u4")[::2]
     # a record is one unit of 8 bytes that begins with the namespace, and one per replica that begins with the volume epoch
     is_replica = np.ones(len(firsts), np.bool_)
-    is_replica[np.cumsum(units) - units] = False
-    return firsts[is_replica], units - 1
+    heads = np.cumsum(units) - units
+    is_replica[heads] = False
+    return firsts[heads], firsts[is_replica], units - 1

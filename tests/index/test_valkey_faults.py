@@ -19,14 +19,15 @@ from kvstore.core.checksum import key_range
 from kvstore.core.errors import CapacityExceeded, Unavailable, Unsupported
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServer, ValkeyServers, find_server
-from kvstore.index.contract import LeaseHolder, ServerRole, VolumeEpoch
+from kvstore.index.contract import LeaseHolder, ReplicaRun, ServerRole, VolumeEpoch
+from kvstore.index.replica_digests import digest_replicas
 from kvstore.index.valkey import cluster as cluster_module
 from kvstore.index.valkey import small_state
 from kvstore.index.valkey.address import ValkeyAddress
 from kvstore.index.valkey.cluster import PATIENCE, UNANSWERED, ValkeyClient
 from kvstore.index.valkey.connection import pack
 from kvstore.index.valkey.index import ValkeyIndex
-from kvstore.index.valkey.keys import LEASES, RANGE_SLOTS, SLOTS, SMALL_SLOT, TAGS
+from kvstore.index.valkey.keys import LEASES, META, NAMESPACES, RANGE_SLOTS, SLOTS, SMALL_SLOT, TAGS
 from kvstore.index.valkey.records import too_old
 from kvstore.index.valkey.small_state import SmallStateStore
 from kvstore.metadata.indexing.index_mutations import repair_ranges
@@ -503,6 +504,32 @@ def test_numbers_lost_in_a_failover_are_not_used_again(tmp_path: Path, counters:
             index.close()
 
 
+@needs_valkey
+def test_namespace_number_lost_blocks_are_published_again(servers: ValkeyServers, index: ValkeyIndex) -> None:
+    """A promoted replica of the small state did not have the number, and records have it."""
+    epoch, other = open_epoch(index), open_epoch(index, 1)
+    kept = chain("kept", 10)
+    index.publish(epoch, [BlockRun(NamespaceId(b"k" * 16), None, 0, tuple(kept))], [])
+    run = BlockRun(NAMESPACE, None, 0, tuple(CHAIN))
+    for holder in (epoch, other):
+        index.publish(holder, [run], [])
+    small = next(server for server in servers.primaries if server.call("EXISTS", "{kv}meta") == 1)
+    assert small.call("HDEL", NAMESPACES, NAMESPACE) == 1
+    small.call("HINCRBY", META, "namespaces", 4_096)
+    index.put_namespace(NAMESPACE, b"spec")
+    assert index.lookup(NAMESPACE, PACKED, {epoch}).blocks == 0, "the namespace has another number"
+    digests = list(digest_replicas(index.packed_records(0, len(TAGS))))
+    counted = {one.volume_epoch: int(one.counts.sum()) for one in digests}
+    assert counted == {epoch: len(kept)}, "digests do not count records with the lost number"
+    ranges = sorted({key_range(key) for key in CHAIN})
+    assert index.keys_in_range(epoch, key_range(CHAIN[0])) == []
+    for at in range(0, len(ranges), 64):
+        part = set(ranges[at : at + 64])
+        repair_ranges(index, epoch, part, [one for one in in_single_runs(run) if key_range(one.keys[0]) in part])
+    assert index.lookup(NAMESPACE, PACKED, {epoch}).runs == (ReplicaRun(0, len(CHAIN), epoch),)
+    assert index.lookup(NAMESPACE, PACKED, {other}).runs == (ReplicaRun(0, len(CHAIN), other),), "one repair serves all"
+
+
 @pytest.fixture
 def three_shards(tmp_path: Path) -> Iterator[ValkeyServers]:
     """A cluster in which two shards are a majority."""
@@ -544,10 +571,10 @@ def test_publish_reaches_shards_that_answer(three_shards: ValkeyServers, usual_i
     held = {key for key, _ in index.records_in_ranges(0, len(TAGS))}
     lacking = {key_range(key) for key in CHAIN[:-1] if key not in held}
     assert lacking <= compared()
-    repair_ranges(index, epoch, lacking, [part for part in in_single_runs(run) if key_range(part.keys[0]) in lacking])
+    repair_ranges(index, epoch, lacking, [part for part in in_single_runs(run)[:-1] if key_range(part.keys[0]) in lacking])
     assert index.lookup(NAMESPACE, PACKED, {epoch}).blocks == len(CHAIN) - 1
 
 
 def in_single_runs(run: BlockRun) -> list[BlockRun]:
     parents = (None, *run.keys)
-    return [BlockRun(run.namespace, parents[at], run.depth + at, (key,)) for at, key in enumerate(run.keys[:-1])]
+    return [BlockRun(run.namespace, parents[at], run.depth + at, (key,)) for at, key in enumerate(run.keys)]

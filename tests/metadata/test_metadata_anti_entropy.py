@@ -51,6 +51,20 @@ def test_range_digests_equal_a_simple_computation(held: dict[bytes, set[int]]) -
     assert found == {place: (digest_keys(of), len(of)) for place, of in expected.items()}
 
 
+@given(st.dictionaries(keys, st.tuples(st.integers(1, 3), epochs), max_size=60), st.frozensets(st.integers(1, 3)))
+def test_range_digests_leave_lost_namespaces_out(held: dict[bytes, tuple[int, set[int]]], known: frozenset[int]) -> None:
+    def packed(of: dict[bytes, tuple[int, set[int]]], ordinals: frozenset[int] | None) -> PackedRecords:
+        values = [encode(ordinal, 7, {VolumeEpoch(one): 3 for one in sorted(owners)}) for ordinal, owners in of.values()]
+        return PackedRecords(b"".join(of), values, ordinals)
+
+    def digests(records: PackedRecords) -> list[tuple[int, list[int], list[int], list[int]]]:
+        found = digest_replicas(records)
+        return [(one.volume_epoch, one.ranges.tolist(), one.digests.tolist(), one.counts.tolist()) for one in found]
+
+    left = {key: (ordinal, owners) for key, (ordinal, owners) in held.items() if ordinal in known}
+    assert digests(packed(held, known)) == digests(packed(left, None))
+
+
 @given(st.dictionaries(keys, epochs, max_size=60), epochs)
 def test_other_epochs_equal_a_simple_search(held: dict[bytes, set[int]], known: set[int]) -> None:
     records = [(key, encode(1, 7, {VolumeEpoch(one): 3 for one in sorted(held[key])})) for key in sorted(held)]

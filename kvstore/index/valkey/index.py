@@ -71,6 +71,7 @@ from kvstore.index.valkey.records import (
     damaged_keys,
     entries_of,
     holders_of,
+    joined,
     raced_keys,
     read_command,
     records_of,
@@ -320,7 +321,8 @@ class ValkeyIndex(PrefixIndex):
             raise NotFound("the volume epoch is not open", volume_epoch=batch.volume_epoch)
         ordinals = self._ordinals({run.namespace for run in batch.stored})
         existing = {key: reply for key, reply in zip(keys, replies, strict=True) if is_record(reply)}
-        edit = BatchEdit(batch.volume_epoch, state.volume_epochs, ordinals.get, existing)
+        known = self._small.state.ordinals  # as of now: also those of this batch
+        edit = BatchEdit(batch.volume_epoch, state.volume_epochs, ordinals.get, existing, known)
         edit.remove(batch.removed)
         for run in batch.stored:
             edit.store(run)
@@ -444,24 +446,22 @@ class ValkeyIndex(PrefixIndex):
 
     # ---- anti-entropy ----
     def keys_in_range(self, volume_epoch: VolumeEpoch, key_range: int) -> list[BlockKey]:
-        records = self.records_in_ranges(key_range, 1)
-        if volume_epoch not in self._fresh().volume_epochs:
+        records = self.packed_records(key_range, 1)
+        state = self._small.state  # read after the records
+        if volume_epoch not in state.volume_epochs:
             return []
-        return [BlockKey(key) for key, value in records if volume_epoch in decode(value)[2::2]]
+        decoded = [(BlockKey(key), decode(value)) for key, value in records.pairs()]
+        return [key for key, record in decoded if record[0] in state.ordinals and volume_epoch in record[2::2]]
 
     def records_in_ranges(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
         return self.packed_records(first, count).pairs()
 
     def packed_records(self, first: int, count: int) -> PackedRecords:
         check_ranges(first, count)
-        width = self._width(_LISTED)
-        keys, values = list[bytes](), list[bytes]()
-        for start in range(first, first + count, width):
-            ranges = range(start, min(start + width, first + count))
-            found = records_of(*self._call(read_ranges(self._cluster, ranges, PART_S)))
-            keys.append(found.keys)
-            values += found.values
-        return PackedRecords(b"".join(keys), values)
+        width, last = self._width(_LISTED), first + count
+        parts = [range(at, min(at + width, last)) for at in range(first, last, width)]
+        records = [records_of(*self._call(read_ranges(self._cluster, ranges, PART_S))) for ranges in parts]
+        return joined(records, self._fresh().ordinals)  # after the records: they have numbers that are known, or lost
 
     def range_checks(self) -> Sequence[RangeCheck]:
         return self._audit.states.checks()

@@ -277,3 +277,8 @@ def records_of(names: Sequence[bytes], replies: Sequence[object]) -> PackedRecor
         names, values = list(compress(names, kept)), list(compress(values, kept))
     keys = np.frombuffer(b"".join(names), np.uint8).reshape(-1, NAME_BYTES)[:, TAG_BYTES:].tobytes()
     return PackedRecords(keys, cast("list[bytes]", values))
+
+
+def joined(parts: Sequence[PackedRecords], ordinals: frozenset[int]) -> PackedRecords:
+    """All records of the parts, with the numbers of the known namespaces."""
+    return PackedRecords(b"".join([part.keys for part in parts]), [value for part in parts for value in part.values], ordinals)

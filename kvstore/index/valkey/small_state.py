@@ -237,6 +237,8 @@ class SmallState:
     """Versions of the tables of volume epochs, namespaces and notes."""
     volume_epochs: Mapping[VolumeEpoch, VolumeEpochInfo] = field(default_factory=dict)
     namespaces: Mapping[NamespaceId, NamespaceEntry] = field(default_factory=dict)
+    ordinals: frozenset[int] = frozenset()
+    """Numbers of all namespaces. Records may have others, which a promoted replica did not know."""
     notes: Mapping[str, bytes] = field(default_factory=dict)
     """Announced notes."""
     quiet_notes: Mapping[str, bytes] = field(default_factory=dict)
@@ -375,7 +377,8 @@ class SmallStateStore:
             state = replace(state, volume_epochs=MappingProxyType({info.volume_epoch: info for info in infos}))
         if stale[1]:
             found_namespaces = {NamespaceId(key): decode_namespace(value) for key, value in _pairs(next(rows))}
-            state = replace(state, namespaces=MappingProxyType(found_namespaces))
+            ordinals = frozenset([known.ordinal for known in found_namespaces.values()])
+            state = replace(state, namespaces=MappingProxyType(found_namespaces), ordinals=ordinals)
         if stale[2]:
             state = replace(state, notes=MappingProxyType({name.decode(): value for name, value in _pairs(next(rows))}))
         return state
