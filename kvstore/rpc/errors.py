@@ -21,6 +21,8 @@ DETAILS_KEY: Final = "grpc-status-details-bin"
 """Trailing metadata key of the status details in all gRPC libraries."""
 USE_ANOTHER_SERVER: Final = "use_another_server"
 """Field of the error of a metadata server that cannot serve this caller, while others may."""
+NOT_EXECUTED: Final = "not_executed"
+"""Field of the error of a server that has changed nothing: another server may execute a call that must not be executed twice."""
 _GRPC_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 _KINDS: Final = {kind.value: kind for kind in ErrorKind}
 # gRPC peers accept about 8 KiB of trailing metadata by default. A larger status would arrive as RESOURCE_EXHAUSTED without

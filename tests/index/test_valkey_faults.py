@@ -33,6 +33,7 @@ from kvstore.index.valkey.small_state import SmallStateStore
 from kvstore.metadata.indexing.index_mutations import repair_ranges
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import metadata as metadata_metrics
+from kvstore.rpc.errors import NOT_EXECUTED
 from support.chains import chain
 from support.wait import wait_until, wait_until_async
 
@@ -561,6 +562,10 @@ def test_publish_reaches_shards_that_answer(three_shards: ValkeyServers, usual_i
         assert hit.blocks >= len(CHAIN) - 20
         with pytest.raises(Unavailable):
             index.records_in_ranges(0, len(TAGS))
+        parts = in_single_runs(run)
+        with pytest.raises(Unavailable) as refused:
+            repair_ranges(index, epoch, {key_range(key) for key in CHAIN}, parts)
+        assert NOT_EXECUTED in refused.value.fields, "another server may reach the shard"
     finally:
         os.kill(away.process.pid, signal.SIGCONT)
 
@@ -571,7 +576,7 @@ def test_publish_reaches_shards_that_answer(three_shards: ValkeyServers, usual_i
     held = {key for key, _ in index.records_in_ranges(0, len(TAGS))}
     lacking = {key_range(key) for key in CHAIN[:-1] if key not in held}
     assert lacking <= compared()
-    repair_ranges(index, epoch, lacking, [part for part in in_single_runs(run)[:-1] if key_range(part.keys[0]) in lacking])
+    repair_ranges(index, epoch, lacking, [part for part in parts[:-1] if key_range(part.keys[0]) in lacking])
     assert index.lookup(NAMESPACE, PACKED, {epoch}).blocks == len(CHAIN) - 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,7 +13,7 @@ from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.checksum import key_range
 from kvstore.core.clock import ManualClock, MonotonicClock
-from kvstore.core.errors import DeadlineExceeded
+from kvstore.core.errors import DeadlineExceeded, Unavailable
 from kvstore.core.types import BlockKey, BootId, VolumeId
 from kvstore.node.publish.anti_entropy import AntiEntropy
 from kvstore.node.publish.contract import PublishedBlocks
@@ -20,6 +21,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import run_from_proto
+from kvstore.rpc.failover.attempts import unavailable
 from support.chains import key_of
 
 VOLUME = VolumeId("n/dram")
@@ -195,3 +197,29 @@ def test_suspect_range_that_always_changes_is_left_to_the_round() -> None:
     assert node.anti_entropy.compare_suspects(BootId(b"b" * 16), {where}) == 0
     assert node.counters.get("anti_entropy_ranges_busy_total") == 1
     assert node.lacks() == {key_of(100)}
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize("suspects", [False, True])
+def test_repair_that_fails_ends_no_other_repair(monkeypatch: pytest.MonkeyPatch, suspects: bool) -> None:
+    """The shard of some ranges is away."""
+    monkeypatch.setattr("kvstore.node.publish.anti_entropy.REPAIRS_PER_CALL", 4)
+    node, boot = BusyNode(range(100, 300)), BootId(b"b" * 16)
+    ranges = sorted({key_range(key_of(number)) for number in range(100, 300)})
+    away, repair = set(ranges[::9]), node.RepairRanges
+
+    def reject(request: metadata_pb2.RepairRangesRequest, timeout: float) -> metadata_pb2.RepairRangesResponse:
+        if away.intersection(request.ranges):
+            raise unavailable("a shard is away")
+        return repair(request, timeout)
+
+    node.RepairRanges = reject  # type: ignore[method-assign]
+    compare = partial(node.anti_entropy.compare_suspects, boot, ranges) if suspects else partial(node.anti_entropy.compare, boot)
+    with pytest.raises(Unavailable, match="a shard is away"):
+        compare()
+    lacking = {key_range(key) for key in node.lacks()}
+    assert away <= lacking
+    assert len(lacking) <= 4 * len(away) + 3, "only ranges of the same calls are left out"
+    node.RepairRanges = repair  # type: ignore[method-assign]
+    node.anti_entropy.compare(boot)
+    assert len(node.lacks()) <= 3

@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvproto.v1 import admin_pb2, metadata_pb2
 from kvstore.core.errors import Unavailable
-from kvstore.rpc.errors import USE_ANOTHER_SERVER, abort_arguments
+from kvstore.rpc.errors import NOT_EXECUTED, USE_ANOTHER_SERVER, abort_arguments
 from kvstore.rpc.failover.rpc_rules import FORWARDED_TO
 from kvstore.rpc.health_probe import SHARED_STATE
 
@@ -41,6 +41,14 @@ def lose_connection(_server: ScriptedServer, context: grpc.ServicerContext) -> b
 def say_unavailable(_server: ScriptedServer, context: grpc.ServicerContext) -> bytes:
     """Answer with the store's own error."""
     code, message, metadata = abort_arguments(Unavailable("the index is closed"))
+    context.set_trailing_metadata(metadata)
+    context.abort(code, message)
+    raise AssertionError
+
+
+def reject(_server: ScriptedServer, context: grpc.ServicerContext) -> bytes:
+    """Answer that the call failed and changed nothing."""
+    code, message, metadata = abort_arguments(Unavailable("a shard is away", **{NOT_EXECUTED: "yes"}))
     context.set_trailing_metadata(metadata)
     context.abort(code, message)
     raise AssertionError

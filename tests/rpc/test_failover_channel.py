@@ -18,7 +18,7 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 import pytest
-from scripted_server import ScriptedServer, answer, forward, hang, lose_connection, say_unavailable, send_elsewhere
+from scripted_server import ScriptedServer, answer, forward, hang, lose_connection, reject, say_unavailable, send_elsewhere
 
 from kvproto.v1 import admin_pb2, metadata_pb2
 from kvstore.observe.counters import Counters
@@ -43,6 +43,7 @@ PLAN = "/kvstore.v1.Metadata/PlanLoad"
 ASSIGN = "/kvstore.v1.Metadata/AssignRequest"
 PUBLISH = "/kvstore.v1.Metadata/Publish"
 UNARY = sorted(name for name, rule in RULES.items() if rule.repetition is not Repetition.STREAM and "health" not in name)
+REPAIR = "/kvstore.v1.Metadata/RepairRanges"
 TIMEOUT_S = 10.0
 
 
@@ -201,6 +202,13 @@ def test_call_answered_unavailable_is_repeated_server_stays(pair: Pair) -> None:
     first, second = pair.preferred(LOOKUP)
     first.behaviour = say_unavailable
     assert pair.call(LOOKUP) == second.address
+    assert pair.condition(first) == "usable"
+
+
+def test_call_once_not_executed_is_repeated_server_stays(pair: Pair) -> None:
+    first, second = pair.preferred(REPAIR)
+    first.behaviour = reject
+    assert pair.call(REPAIR) == second.address
     assert pair.condition(first) == "usable"
 
 

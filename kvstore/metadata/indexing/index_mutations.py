@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvproto.v1.common_pb2 import NodeInfo
 from kvproto.v1.metadata_pb2 import VolumeNeed
 from kvstore.core.checksum import key_range
-from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError
+from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.membership.records import (
@@ -26,6 +26,7 @@ from kvstore.metadata.membership.records import (
     report_note,
     synced_note,
 )
+from kvstore.rpc.errors import NOT_EXECUTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +188,15 @@ def repair_ranges(
 
     Raises:
         InvalidArgument: a key does not belong to these ranges.
+        Unavailable: this server cannot read the ranges, and has changed nothing; another server may reach their shards.
     """
     wanted = {key for run in runs for key in run.keys}
     if outside := {key_range(key) for key in wanted}.difference(ranges):
         raise InvalidArgument("a key is outside of the ranges to repair", range=min(outside))
-    held = {key for number in ranges for key in index.keys_in_range(volume_epoch, number)}
+    try:
+        held = {key for number in ranges for key in index.keys_in_range(volume_epoch, number)}
+    except Unavailable as error:
+        raise Unavailable(error.message, **error.fields, **{NOT_EXECUTED: "yes"}) from error
     surplus = sorted(held - wanted)
     index.publish(volume_epoch, runs, surplus)
     return len(wanted - held), len(surplus)

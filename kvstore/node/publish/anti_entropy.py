@@ -3,7 +3,8 @@
 A range can be compared only if the index has applied all its changes, and a store may happen during a comparison. So a range
 counts as drifted only if the index had its last change before the comparison, and it did not change until the server had
 compared it. A busy node changes only some of its ranges within the time of a comparison; these are left to the next round. Drift
-is rare (a bug, a damaged index): a round repairs a limited number of ranges and leaves the others to the next.
+is rare (a bug, a damaged index): a round repairs a limited number of ranges and leaves the others to the next. If the repair of
+some ranges fails, for example because their shard is away, the round goes on with the others.
 
 If the index may have lost the last changes of some ranges, the server asks for a comparison of these. A range that changes during
 it is compared again, up to ``SUSPECT_ATTEMPTS`` times.
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.cancel_scope import current
 from kvstore.core.checksum import key_range
+from kvstore.core.errors import DeadlineExceeded, KVStoreError
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BootId, VolumeId
 from kvstore.node.publish.contract import PublishedBlocks
@@ -60,6 +62,20 @@ class _ComparedPart:
     """Number of ranges that could not be compared, because they changed."""
 
 
+@dataclass(slots=True)
+class _Repairs:
+    """Repairs of one round."""
+
+    repaired: int = 0
+    error: KVStoreError | None = None
+    """Why the last repair that failed did so."""
+
+    def raise_failure(self) -> None:
+        """Raise the last failure, after the end of the round."""
+        if self.error is not None:
+            raise self.error
+
+
 class AntiEntropy:
     """Compares one node's volumes with the index."""
 
@@ -85,9 +101,10 @@ class AntiEntropy:
             max_age_s: age up to which the server may compare digests of an earlier pass; 0: it reads the index.
 
         Raises:
-            KVStoreError: the server does not answer, or does not know this boot; or the current cancel scope has ended.
+            KVStoreError: the server does not answer, or does not know this boot; or the current cancel scope has ended; or some
+                repairs failed, after all others were made.
         """
-        repaired = 0
+        repairs = _Repairs()
         for volume in self._log.volumes:
             drifted: list[int] = []
             for numbers in _parts(RANGES_PER_CALL if max_age_s else RANGES_PER_READ):
@@ -96,11 +113,12 @@ class AntiEntropy:
                 part = self._compare_part(boot_id, volume, numbers, max_age_s)
                 drifted += part.drifted
                 self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, part.busy)
-            repaired += self._repair(boot_id, volume, drifted[:REPAIRS_PER_ROUND])
+            self._repair(boot_id, volume, drifted[:REPAIRS_PER_ROUND], repairs)
             if drifted:
                 self._counters.add(node_metrics.INDEX_RANGES_DRIFTED, len(drifted))
                 log.warning("index drift found: %s (drifted=%d, ranges=%d)", volume, len(drifted), DIGEST_RANGES)
-        return repaired
+        repairs.raise_failure()
+        return repairs.repaired
 
     def compare_suspects(self, boot_id: BootId, ranges: Collection[int]) -> int:
         """Compare ranges whose last changes the index may have lost. Returns the number of repaired ranges.
@@ -108,7 +126,7 @@ class AntiEntropy:
         Raises:
             KVStoreError: as ``compare``.
         """
-        repaired = 0
+        repairs = _Repairs()
         for volume in self._log.volumes:
             remaining, drifted = set(ranges), set[int]()
             for _ in range(SUSPECT_ATTEMPTS):
@@ -122,8 +140,9 @@ class AntiEntropy:
                     drifted |= remaining.intersection(part.drifted)
                     remaining -= part.compared
             self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, len(remaining))
-            repaired += self._repair(boot_id, volume, drifted)
-        return repaired
+            self._repair(boot_id, volume, drifted, repairs)
+        repairs.raise_failure()
+        return repairs.repaired
 
     def _compare_part(self, boot_id: BootId, volume: VolumeId, numbers: range, max_age_s: float) -> _ComparedPart:
         before = self._log.range_digests(volume)
@@ -145,13 +164,15 @@ class AntiEntropy:
         compared = settled - differing | set(drifted)
         return _ComparedPart(compared, drifted, len(numbers) - len(compared))
 
-    def _repair(self, boot_id: BootId, volume: VolumeId, ranges: Iterable[int]) -> int:
-        """Replace the contents of ranges in the index by the table's. Returns the number of repaired ranges.
+    def _repair(self, boot_id: BootId, volume: VolumeId, ranges: Iterable[int], repairs: _Repairs) -> None:
+        """Replace the contents of ranges in the index by the table's, and add the result to ``repairs``.
 
-        The others changed during each attempt, and are left to the next round.
+        Ranges that changed during each attempt, and those whose repair failed, are left to the next round.
+
+        Raises:
+            DeadlineExceeded: the server did not answer in time.
         """
         remaining = deque(ranges)
-        repaired = 0
         for _ in range(REPAIR_ATTEMPTS * -(-len(remaining) // REPAIRS_PER_SCAN)):
             if not remaining:
                 break
@@ -161,16 +182,22 @@ class AntiEntropy:
             for block in self._table.held_by(volume):
                 if (of := held.get(key_range(block.key))) is not None:
                     of.append(block)
+            failed = set[int]()
             for numbers in _groups(held):
                 now = self._log.changes(volume)
                 if same := [number for number in numbers if now[number] == changes[number]]:  # else it would undo a change
-                    self._repair_ranges(boot_id, volume, same, [block for number in same for block in held[number]])
+                    try:
+                        self._repair_ranges(boot_id, volume, same, [block for number in same for block in held[number]])
+                    except DeadlineExceeded:  # further calls would wait as long
+                        raise
+                    except KVStoreError as error:
+                        failed.update(same)
+                        repairs.error = error
             later = self._log.changes(volume)
-            changed = [number for number in part if changes[number] != later[number]]  # before or during its repair
-            repaired += len(part) - len(changed)
-            remaining.extend(changed)
+            changed = {number for number in part if changes[number] != later[number]} - failed  # before or during its repair
+            repairs.repaired += len(part) - len(changed) - len(failed)
+            remaining.extend(sorted(changed))
         self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, len(remaining))
-        return repaired
 
     def _repair_ranges(self, boot_id: BootId, volume: VolumeId, ranges: Sequence[int], blocks: Sequence[ChainedBlock]) -> None:
         request = metadata_pb2.RepairRangesRequest(

@@ -11,7 +11,7 @@ import grpc.aio
 
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.metric_definitions import common as common_metrics
-from kvstore.rpc.errors import DETAILS_KEY, USE_ANOTHER_SERVER, FailedCall, detail_of
+from kvstore.rpc.errors import DETAILS_KEY, NOT_EXECUTED, USE_ANOTHER_SERVER, FailedCall, detail_of
 from kvstore.rpc.failover.rpc_rules import FORWARDED_TO, Repetition, RpcRule
 from kvstore.rpc.failover.selection import CallPlacement, Failure
 from kvstore.rpc.failover.servers import MetadataServers
@@ -101,7 +101,10 @@ class UnaryAttempts:
         failure = failure_of(error)
         if failure is None:
             self.answered()
-            return cast("FailedCall", error).code() is grpc.StatusCode.UNAVAILABLE and self._advance(sent=True)
+            failed = cast("FailedCall", error)
+            detail = detail_of(failed)
+            executed = detail is None or NOT_EXECUTED not in detail.fields
+            return failed.code() is grpc.StatusCode.UNAVAILABLE and self._advance(sent=executed)
         telling = failure is not Failure.TIMEOUT or not (
             self._rule.waits or (self.timeout_s is not None and self.timeout_s < TELLING_S)
         )

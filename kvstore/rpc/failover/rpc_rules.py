@@ -3,7 +3,7 @@
 * ``REPEAT``: to execute the call twice has the effect of executing it once. It is repeated on another server after a lost
   connection, a timeout of half its time, or an answer that the server is unavailable.
 * ``ONCE``: to execute it twice may have another effect, such as a second plan, or undo an order given in between. It is repeated
-  only if it was never sent, because the connection was refused.
+  only if it was never sent, because the connection was refused, or if the server answers that it has not executed it.
 * ``STREAM``: it is not repeated. The caller opens another stream, which goes to the server in use.
 
 Lookups and other reads of the index are spread over the servers. If the servers share their whole state (``metadata.engine``),
