@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,7 +14,7 @@ from kvstore.core.checksum import key_range
 from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.errors import DeadlineExceeded, Unavailable
 from kvstore.core.types import BlockKey, BootId, VolumeId
-from kvstore.node.publish.anti_entropy import AntiEntropy
+from kvstore.node.publish.anti_entropy import AntiEntropy, Repairs
 from kvstore.node.publish.contract import PublishedBlocks
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
@@ -165,7 +164,8 @@ def test_busy_node_repairs_what_it_does_not_change(suspects: bool) -> None:
     node = BusyNode(range(100, 300))
     boot = BootId(b"b" * 16)
     ranges = {key_range(key_of(number)) for number in range(100, 300)}
-    repaired = node.anti_entropy.compare_suspects(boot, ranges) if suspects else node.anti_entropy.compare(boot)
+    compare = node.anti_entropy.compare
+    repaired = node.anti_entropy.compare_suspects(boot, ranges).repaired if suspects else compare(boot)
     assert repaired >= len(ranges) - 3
     assert len(node.lacks()) <= 3
 
@@ -184,17 +184,17 @@ def test_suspect_range_that_changes_at_first_is_compared_later() -> None:
         return compare(request, timeout)
 
     node.CompareDigests = count  # type: ignore[method-assign]
-    assert node.anti_entropy.compare_suspects(boot, {where}) == 1
+    assert node.anti_entropy.compare_suspects(boot, {where}) == Repairs(repaired=1)
     assert node.scans == 1
     assert not node.lacks()
     assert node.counters.get("anti_entropy_ranges_busy_total") == 0
 
 
 @pytest.mark.usefixtures("short_waits")
-def test_suspect_range_that_always_changes_is_left_to_the_round() -> None:
+def test_suspect_range_that_always_changes_is_left() -> None:
     node = BusyNode(range(100, 101))
     (where,) = node.hot = [key_range(key_of(100))]
-    assert node.anti_entropy.compare_suspects(BootId(b"b" * 16), {where}) == 0
+    assert node.anti_entropy.compare_suspects(BootId(b"b" * 16), {where, 7}) == Repairs(left={where})
     assert node.counters.get("anti_entropy_ranges_busy_total") == 1
     assert node.lacks() == {key_of(100)}
 
@@ -214,9 +214,11 @@ def test_repair_that_fails_ends_no_other_repair(monkeypatch: pytest.MonkeyPatch,
         return repair(request, timeout)
 
     node.RepairRanges = reject  # type: ignore[method-assign]
-    compare = partial(node.anti_entropy.compare_suspects, boot, ranges) if suspects else partial(node.anti_entropy.compare, boot)
-    with pytest.raises(Unavailable, match="a shard is away"):
-        compare()
+    if suspects:
+        assert away <= node.anti_entropy.compare_suspects(boot, ranges).left
+    else:
+        with pytest.raises(Unavailable, match="a shard is away"):
+            node.anti_entropy.compare(boot)
     lacking = {key_range(key) for key in node.lacks()}
     assert away <= lacking
     assert len(lacking) <= 4 * len(away) + 3, "only ranges of the same calls are left out"

@@ -80,28 +80,64 @@ def test_numbering_begins_again_checks_are_asked_for_again() -> None:
     assert [check.token for check in checks.lost()] == [1]
 
 
-def test_suspects_wake_the_comparison_and_end_with_the_request() -> None:
+def test_suspects_wake_the_comparison() -> None:
     checks = RequestedChecks()
     assert checks.wait_for_suspects(0.0) is None
     checks.on_heartbeat(asking((1, {5}, True), (2, {6}, False)))
     found = checks.wait_for_suspects(PATIENCE_S)
     assert found is not None
     assert (found.token, found.ranges) == (2, {6})
+    checks.compared(2, [])
+    assert reported(checks) == [2]
     checks.on_heartbeat(asking())
     assert checks.wait_for_suspects(0.0) is None
     assert checks.lost() == [], "the server no longer asks"
-    checks.on_heartbeat(asking((3, {6}, False)))
-    checks.made(3)
-    assert reported(checks) == [3]
     for token in range(10, 10 + 2 * MAX_RANGE_CHECKS):
         checks.on_heartbeat(asking((token, {6}, False)))
-        checks.made(token)
+        checks.compared(token, [])
     assert len(reported(checks)) == MAX_RANGE_CHECKS
     waiting = threading.Thread(target=checks.wait_for_suspects, args=(60.0,))
     waiting.start()
     checks.wake()
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
+
+
+def test_suspects_not_compared_yet_stay_after_the_request() -> None:
+    """A routine round may take longer than the server asks."""
+    checks = RequestedChecks()
+    checks.on_heartbeat(asking((1, {5}, False)))
+    checks.on_heartbeat(asking())
+    found = checks.wait_for_suspects(0.0)
+    assert found is not None
+    assert found.ranges == {5}
+    for token in range(10, 10 + 2 * MAX_RANGE_CHECKS):
+        checks.on_heartbeat(asking((token, {6}, False)))
+    checks.on_heartbeat(asking())
+    waiting = []
+    while (found := checks.wait_for_suspects(0.0)) is not None:
+        waiting.append(found.token)
+        checks.compared(found.token, [])
+    assert waiting == list(range(10 + MAX_RANGE_CHECKS, 10 + 2 * MAX_RANGE_CHECKS)), "the last ones, and no more"
+
+
+def test_suspects_left_are_compared_again_after_the_others() -> None:
+    checks = RequestedChecks()
+    both = asking((1, {5, 6}, False), (2, {7}, False))
+    checks.on_heartbeat(both)
+    checks.compared(1, [6])
+    checks.on_heartbeat(both)
+    assert reported(checks) == []
+    for token, ranges in ((2, {7}), (1, {6})):
+        found = checks.wait_for_suspects(0.0)
+        assert found is not None
+        assert (found.token, found.ranges) == (token, ranges)
+        checks.compared(token, [])
+    assert reported(checks) == [2, 1]
+    checks.on_heartbeat(asking((3, {8}, False)))
+    checks.compared(3, [8])
+    checks.on_heartbeat(asking())
+    assert checks.wait_for_suspects(0.0) is None, "it was tried, and the server no longer asks"
 
 
 class AskingServer(metadata_pb2_grpc.MetadataServicer):

@@ -7,7 +7,7 @@ is rare (a bug, a damaged index): a round repairs a limited number of ranges and
 some ranges fails, for example because their shard is away, the round goes on with the others.
 
 If the index may have lost the last changes of some ranges, the server asks for a comparison of these. A range that changes during
-it is compared again, up to ``SUSPECT_ATTEMPTS`` times.
+it is compared again, up to ``SUSPECT_ATTEMPTS`` times. The result names the ranges that are left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.cancel_scope import current
@@ -63,12 +63,18 @@ class _ComparedPart:
 
 
 @dataclass(slots=True)
-class _Repairs:
-    """Repairs of one round."""
+class Repairs:
+    """Repairs of one round.
+
+    Attributes:
+        repaired: number of repaired ranges.
+        left: ranges that were not compared or not repaired, because they changed or their repair failed.
+        error: why the last repair that failed did so.
+    """
 
     repaired: int = 0
+    left: set[int] = field(default_factory=set)
     error: KVStoreError | None = None
-    """Why the last repair that failed did so."""
 
     def raise_failure(self) -> None:
         """Raise the last failure, after the end of the round."""
@@ -104,7 +110,7 @@ class AntiEntropy:
             KVStoreError: the server does not answer, or does not know this boot; or the current cancel scope has ended; or some
                 repairs failed, after all others were made.
         """
-        repairs = _Repairs()
+        repairs = Repairs()
         for volume in self._log.volumes:
             drifted: list[int] = []
             for numbers in _parts(RANGES_PER_CALL if max_age_s else RANGES_PER_READ):
@@ -120,13 +126,13 @@ class AntiEntropy:
         repairs.raise_failure()
         return repairs.repaired
 
-    def compare_suspects(self, boot_id: BootId, ranges: Collection[int]) -> int:
-        """Compare ranges whose last changes the index may have lost. Returns the number of repaired ranges.
+    def compare_suspects(self, boot_id: BootId, ranges: Collection[int]) -> Repairs:
+        """Compare ranges whose last changes the index may have lost. The result has the error of a failed repair.
 
         Raises:
-            KVStoreError: as ``compare``.
+            KVStoreError: the server does not answer, or does not know this boot.
         """
-        repairs = _Repairs()
+        repairs = Repairs()
         for volume in self._log.volumes:
             remaining, drifted = set(ranges), set[int]()
             for _ in range(SUSPECT_ATTEMPTS):
@@ -140,9 +146,9 @@ class AntiEntropy:
                     drifted |= remaining.intersection(part.drifted)
                     remaining -= part.compared
             self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, len(remaining))
+            repairs.left |= remaining
             self._repair(boot_id, volume, drifted, repairs)
-        repairs.raise_failure()
-        return repairs.repaired
+        return repairs
 
     def _compare_part(self, boot_id: BootId, volume: VolumeId, numbers: range, max_age_s: float) -> _ComparedPart:
         before = self._log.range_digests(volume)
@@ -164,7 +170,7 @@ class AntiEntropy:
         compared = settled - differing | set(drifted)
         return _ComparedPart(compared, drifted, len(numbers) - len(compared))
 
-    def _repair(self, boot_id: BootId, volume: VolumeId, ranges: Iterable[int], repairs: _Repairs) -> None:
+    def _repair(self, boot_id: BootId, volume: VolumeId, ranges: Iterable[int], repairs: Repairs) -> None:
         """Replace the contents of ranges in the index by the table's, and add the result to ``repairs``.
 
         Ranges that changed during each attempt, and those whose repair failed, are left to the next round.
@@ -193,10 +199,12 @@ class AntiEntropy:
                     except KVStoreError as error:
                         failed.update(same)
                         repairs.error = error
+            repairs.left |= failed
             later = self._log.changes(volume)
             changed = {number for number in part if changes[number] != later[number]} - failed  # before or during its repair
             repairs.repaired += len(part) - len(changed) - len(failed)
             remaining.extend(sorted(changed))
+        repairs.left.update(remaining)
         self._counters.add(node_metrics.ANTI_ENTROPY_RANGES_BUSY, len(remaining))
 
     def _repair_ranges(self, boot_id: BootId, volume: VolumeId, ranges: Sequence[int], blocks: Sequence[ChainedBlock]) -> None:

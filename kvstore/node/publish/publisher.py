@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.checksum import key_range
@@ -426,25 +426,31 @@ class IndexPublisher:
                 if check is None:
                     self._health.different_indexes = self._server_indexes.check()
                     self._compare(self._anti_entropy_interval_s)
-                else:
-                    self._compare_suspects(check)
+                    continue
+                if self._compare_suspects(check):
+                    continue
             except KVStoreError as error:
                 self._counters.add(node_metrics.ANTI_ENTROPY_FAILED)
                 log.warning("anti-entropy failed: %s", error)
             except Exception:  # thread edge: as above
                 self._counters.add(node_metrics.ANTI_ENTROPY_BUGS)
                 log.exception("anti-entropy failed: unexpected error, trying again")
-            else:
-                continue
             if check is not None:  # until it succeeds, or the server no longer asks
                 self._stopping.wait(RETRY_MOST_S)
 
-    def _compare_suspects(self, check: RequestedCheck) -> None:
-        """Compare ranges whose last changes the index may have lost."""
-        with self._comparing:
-            repaired = self._anti_entropy.compare_suspects(self._boot_id, check.ranges)
-        log.info("suspect index ranges compared (ranges=%d, repaired=%d)", len(check.ranges), repaired)
-        self._checks.made(check.token)
+    def _compare_suspects(self, check: RequestedCheck) -> bool:
+        """Compare ranges whose last changes the index may have lost. Returns whether none is left."""
+        left: Collection[int] = check.ranges
+        try:
+            with self._comparing:
+                repairs = self._anti_entropy.compare_suspects(self._boot_id, check.ranges)
+            left = repairs.left
+        finally:
+            self._checks.compared(check.token, left)
+        counts = len(check.ranges), repairs.repaired, len(left)
+        log.info("suspect index ranges compared (ranges=%d, repaired=%d, left=%d)", *counts)
+        repairs.raise_failure()
+        return not left
 
     def _log_quota_skips(self) -> None:
         """Log blocks that quotas kept out: engines get no error for them."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from kvproto.v1.metadata_pb2 import DrainNodeRequest, HeartbeatRequest, HeartbeatResponse, RegisterNodeResponse
 from kvstore.core.limits import MAX_RANGE_CHECKS
@@ -21,13 +20,13 @@ class RequestedCheck:
         token: its number.
         ranges: ranges of key space.
         lost: the index lost the ranges: publish all blocks of them again. Else compare them.
-        asked_s: when the node learned of it (``time.monotonic``).
+        tried: whether an attempt has ended.
     """
 
     token: int
     ranges: frozenset[int]
     lost: bool
-    asked_s: float
+    tried: bool = False
 
 
 class RequestedChecks:
@@ -48,13 +47,17 @@ class RequestedChecks:
             heartbeat.checked.extend(self._made)
 
     def on_heartbeat(self, response: HeartbeatResponse) -> None:
-        """Take the checks that the server asks for; drop those that it no longer asks for."""
+        """Take the checks that the server asks for; drop those that it no longer asks for.
+
+        Comparisons that were not tried yet are kept: a routine round may take longer than the server asks.
+        """
         with self._lock:
             asked = {check.token: check for check in response.checks[:MAX_RANGE_CHECKS]}
-            self._due = {token: check for token, check in self._due.items() if token in asked}
+            untried = [token for token, check in self._due.items() if not (check.lost or check.tried)][-MAX_RANGE_CHECKS:]
+            self._due = {token: check for token, check in self._due.items() if token in asked or token in untried}
             for token, check in asked.items():
                 if token not in self._due and token not in self._made and token not in self._sent:
-                    self._due[token] = RequestedCheck(token, ranges_from_bitmap(check.ranges), check.lost, time.monotonic())
+                    self._due[token] = RequestedCheck(token, ranges_from_bitmap(check.ranges), check.lost)
             self._lock.notify_all()
 
     def on_registered(
@@ -107,8 +110,13 @@ class RequestedChecks:
                 del self._sent[token]
                 self._made.append(token)
 
-    def made(self, token: int) -> None:
-        """A check was made."""
+    def compared(self, token: int, left: Collection[int]) -> None:
+        """An attempt to compare suspect ranges has ended. If ranges are left, they are compared again after the other checks."""
         with self._lock:
-            if self._due.pop(token, None) is not None:
+            check = self._due.pop(token, None)
+            if check is None:
+                return
+            if left:
+                self._due[token] = replace(check, ranges=frozenset(left), tried=True)
+            else:
                 self._made.append(token)
