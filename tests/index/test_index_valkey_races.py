@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproto.v1 import metadata_pb2 as pb
+from kvstore.core.checksum import key_range
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockKey, BootId, NodeId, Tier, VolumeId
 from kvstore.embedded.valkey import ValkeyServers, find_server
@@ -27,6 +29,7 @@ from kvstore.index.valkey.records import listed_names, read_names_command, recor
 from kvstore.metadata.events.shared_feed import encode_events
 from kvstore.rpc.codec import keys_from_packed
 from kvstore.testing.index.small_records_suite import CHAIN, NAMESPACE
+from support.wait import wait_until
 
 pytestmark = pytest.mark.skipif(find_server() is None, reason="no valkey-server or redis-server here")
 
@@ -123,6 +126,20 @@ def test_publish_that_loses_many_races_wins_in_the_end(index: InterruptedIndex, 
     index.before_changes = interrupt
     index.publish(mine, [CHAIN.run(0, 100)], [])
     assert runs(index, {mine, *theirs}) == {ReplicaRun(0, 100, epoch) for epoch in (mine, *theirs)}
+
+
+def test_publish_that_loses_all_races_lets_nodes_compare(
+    index: InterruptedIndex, other: ValkeyIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.index.valkey.index.MAX_RACES", 3)
+    mine, theirs = opened(index, "mine"), opened(other, "other")
+    stored, ranges = CHAIN.run(0, 2), {key_range(key) for key in CHAIN.keys[:2]}
+    turns = itertools.cycle([([stored], []), ([], stored.keys)])
+    index.before_changes = lambda: other.publish(theirs, *next(turns))
+    index.publish(mine, [stored], [])
+    index.before_changes = None
+    assert runs(index, {mine}) == set()
+    wait_until(lambda: [check.ranges for check in index.range_checks()] == [ranges], "nodes are asked to compare the ranges")
 
 
 def test_sweep_keeps_replicas_of_a_new_volume_epoch(index: InterruptedIndex, other: ValkeyIndex) -> None:

@@ -102,7 +102,7 @@ SERVERS_S: Final = 1.0
 """Deadline of an exchange of the metadata servers' records."""
 MAX_RACES: Final = 40
 """Attempts to replace records that other servers change at the same time: more than there are servers, one of which
-wins each time. Then anti-entropy repairs what is left."""
+wins each time. Then nodes compare the ranges of what is left."""
 RACE_PAUSE_S: Final = 0.002
 """The longest pause before the second attempt, and by how much it grows with each."""
 _PART: Final = 2_048
@@ -273,7 +273,8 @@ class ValkeyIndex(PrefixIndex):
         2. If other servers have changed some of them, do the same again after a random pause. Each time one server wins.
         3. Append to the feed what took effect, wait for the replicas of the shards, and tell the listener.
 
-        Keys whose shard does not answer are *missed*: later attempts leave them out, and nodes compare their ranges.
+        Keys whose shard does not answer are *missed*: later attempts leave them out. Nodes compare the ranges of missed keys, and
+        of those that other servers change in each attempt.
         """
         check_batch(stored, removed)
         batch = PublishedBatch(volume_epoch, stored, removed, BatchEdit.reads(stored, removed))
@@ -297,7 +298,8 @@ class ValkeyIndex(PrefixIndex):
                 volume_epoch,
                 len(attempt.raced),
             )
-        self._note_missed(missed & {*removed, *(key for run in stored for key in run.keys)}, volume_epoch)
+        raced = frozenset[BlockKey]() if attempt.all_damaged else attempt.raced  # a damaged record would be compared for ever
+        self._note_unchanged(missed & {*removed, *(key for run in stored for key in run.keys)}, raced, volume_epoch)
         edit, slots = attempt.edit, attempt.slots
         told = [RemovedKeys(holder, self._name_of(ordinal), gone) for (holder, ordinal), gone in lost.items()]
         if self.feed.wanted():
@@ -337,12 +339,13 @@ class ValkeyIndex(PrefixIndex):
         all_damaged = bool(raced) and raced <= damaged_keys(keys, replies)
         return PublishAttempt(edit, changed_s, slots, missed | unanswered(changed, outcomes), raced, all_damaged)
 
-    def _note_missed(self, missed: Collection[BlockKey], volume_epoch: VolumeEpoch) -> None:
-        """Nodes compare the ranges of records that were not changed, because their shard is away, after it is back."""
+    def _note_unchanged(self, missed: AbstractSet[BlockKey], raced: AbstractSet[BlockKey], volume_epoch: VolumeEpoch) -> None:
+        """Nodes compare the ranges of records that were not changed, as soon as their shard answers."""
         if missed:
             self._count(metadata_metrics.INDEX_CHANGES_MISSED, len(missed))
             limited.warning("published without lost shards: volume epoch %d (keys=%d)", volume_epoch, len(missed))
-            self._loop.call_soon_threadsafe(self._audit.missed, {key_range(key) for key in missed})
+        if unchanged := missed | raced:
+            self._loop.call_soon_threadsafe(self._audit.missed, {key_range(key) for key in unchanged})
 
     def _append_to_feed(
         self,

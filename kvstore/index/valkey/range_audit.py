@@ -108,7 +108,7 @@ class RangeAudit:
         self._wake.set()
 
     def missed(self, ranges: Iterable[int]) -> None:
-        """Some records of ranges were not changed, because their shards are away: nodes compare these ranges later."""
+        """Some records of ranges were not changed: nodes compare these ranges as soon as their shards answer."""
         self._missed.update(ranges)
 
     def report(self, tokens: Collection[int]) -> None:
