@@ -30,6 +30,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unavailable, Unsupported
 from kvstore.core.types import BlockKey, Outcome, VolumeId
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.node.loads.mounts import Mount
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import call
@@ -190,6 +191,41 @@ def test_gds_hung_volume_keeps_all_slots_of_the_read(tmp_path: Path, monkeypatch
         other.slab.close()
 
 
+def test_gds_read_behind_slow_reads_keeps_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of another load, with a later deadline, use all threads; this load's read never begins."""
+    begun, release, read = threading.Event(), threading.Event(), Mount.read_device
+
+    def slow(self: Mount, *wanted: Any, **choices: Any) -> Any:
+        begun.set()
+        assert release.wait(30.0)
+        return read(self, *wanted, **choices)
+
+    def fetch(first: int, last: int, operation: CallScope) -> int:
+        slots = disk.slots[first:last]
+        places = DiskLocations(
+            np.arange(len(slots), dtype=np.uint8) % 2,
+            np.array([slot.offset for slot in slots], np.uint64),
+            np.array([slot.generation for slot in slots], np.uint64),
+        )
+        keys, parent = disk.keys[first:last], disk.keys[first - 1] if first else None
+        out = allocate(len(keys))
+        good = disk.near.fetch_stored(keys, parent, first, disk.volumes * 2, places, out, 0, operation, verify=False)
+        assert np.array_equal(out.array[:good], disk.data.array[first : first + good])
+        return good
+
+    with disk_of(tmp_path) as disk, ThreadPoolExecutor(1) as others:
+        monkeypatch.setattr(Mount, "read_device", slow)
+        monkeypatch.setattr("kvclient.gds.volume_reader.READERS", 1)
+        earlier = others.submit(fetch, 0, 6, in_time())
+        assert begun.wait(30.0)
+        assert fetch(6, 12, CallScope.after(0.2, MonotonicClock())) == 0
+        assert not earlier.done()
+        assert disk.pool.usage().blocks == 6, "slots of reads that did not begin stayed reserved"
+        release.set()
+        assert earlier.result() == 6
+        assert fetch(6, 12, in_time()) == 6
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_gds_interrupt_keeps_slots_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
     """The thread that loads is interrupted while it waits; the reads go on."""
@@ -200,21 +236,15 @@ def test_gds_interrupt_keeps_slots_being_written(tmp_path: Path, monkeypatch: py
         assert release.wait(30.0)
         return read(self, *wanted, **choices)
 
-    def interrupted(*_: Any, **__: Any) -> None:
+    def interrupted(*_: object) -> None:
         assert begun.wait(30.0)
         raise KeyboardInterrupt
-
-    class Readers(ThreadPoolExecutor):
-        def submit(self, *args: Any, **choices: Any) -> Any:
-            future: Any = super().submit(*args, **choices)
-            future.result = future.exception = interrupted
-            return future
 
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(MountedSlab, "read_device", late)
         monkeypatch.setattr("kvclient.gds.volume_reader.INTERRUPT_S", 0.05)
         monkeypatch.setattr("kvclient.gds.volume_reader.READERS", 1)  # a second volume is not read before the first
-        monkeypatch.setattr("kvclient.gds.volume_reader.ThreadPoolExecutor", Readers)
+        monkeypatch.setattr("kvclient.gds.volume_reader.wait", interrupted)
         disk.volumes = disk.volumes * groups
         numbers = np.arange(12, dtype=np.uint8) % groups
         offsets = np.array([slot.offset for slot in disk.slots], np.uint64)

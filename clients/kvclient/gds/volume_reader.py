@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -29,7 +29,7 @@ from kvstore.config.node import MountSection
 from kvstore.core.clock import Clock
 from kvstore.core.errors import InvalidArgument, Unavailable, Unsupported
 from kvstore.core.types import BlockKey, Outcome
-from kvstore.node.loads.mounts import Answers, Mount
+from kvstore.node.loads.mounts import TIME_SHARE, Answers, Mount
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -320,7 +320,7 @@ class GdsReader:
             if len(groups) == 1 and threading.current_thread() is not threading.main_thread():
                 read_one(*groups[0])  # no KeyboardInterrupt here: a mount does not report the end of an interrupted read
             else:
-                self._in_parallel(groups, read_one, pending)
+                self._in_parallel(groups, read_one, pending, deadline_s)
         except BaseException as error:  # an interrupt: the caller releases the slots, so no read may still write to them
             if not pending.wait(INTERRUPT_S) and not pending.when_ended(give_back):
                 raise ReadsPending("interrupted during reads from the node's volumes") from error
@@ -335,8 +335,12 @@ class GdsReader:
         groups: Sequence[tuple[StoredVolume, Sequence[int]]],
         read_one: Callable[[StoredVolume, Sequence[int]], None],
         pending: _PendingReads,
+        deadline_s: float,
     ) -> None:
-        """Read from several volumes. If the call is interrupted, reads that have not begun are cancelled."""
+        """Read from several volumes. Reads that have not begun in a part of the time, or at an interrupt, are cancelled.
+
+        Mounts bound the reads that have begun by the deadline.
+        """
         futures: list[Future[None]] = []
         try:
             for group in groups:
@@ -345,12 +349,17 @@ class GdsReader:
                 except Unavailable as error:  # the pool is being closed, or no thread can be started
                     pending.ended()
                     _limited.warning("no thread for direct reads: %s (error=%s); the node reads", self._target.name, error)
-            for future in futures:
-                future.result()
+            wait(futures, max(0.0, (deadline_s - self._target.clock.now_s()) * TIME_SHARE))
         finally:
-            for future in futures:
-                if future.cancel():
-                    pending.ended()
+            begun = [future for future in futures if not future.cancel()]
+            for _ in range(len(futures) - len(begun)):
+                pending.ended()
+        if len(begun) < len(futures):
+            _limited.warning(
+                "direct reads not begun in time: %s (volumes=%d); the node reads", self._target.name, len(futures) - len(begun)
+            )
+        for future in begun:
+            future.result()
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
