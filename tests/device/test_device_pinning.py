@@ -354,6 +354,29 @@ def test_refused_populate_is_counted_and_arena_pinned(memory: mmap.mmap, monkeyp
     assert pins.close()
 
 
+@pytest.mark.parametrize(("refused", "pages"), [("kvclient-populate-1", 100), ("kvclient-populate", 0), ("kvclient-pin", 0)])
+def test_pinning_without_a_thread_is_reported(
+    memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch, refused: str, pages: int
+) -> None:
+    """A missing helper costs time. Without one of the two main threads, copies are unpinned."""
+    start = threading.Thread.start
+
+    def start_some(thread: threading.Thread) -> None:
+        if thread.name == refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    driver, counters = FakePinning(), Counters()
+    pins = pin(memory, driver, counters, threads=4)
+    assert pins.wait(10)
+    assert pins.report().bytes_pinned == sum(driver.pinned.values()) == pages * PAGE
+    assert counters.snapshot() == ({} if pages else {"device_pin_refused_total": 1})
+    assert pins.report().refused == ("" if pages else "can't start new thread")
+    assert pins.close()
+    assert driver.pinned == {}
+
+
 def test_pins_of_a_serving_engine_are_completed(memory: mmap.mmap) -> None:
     driver = FakePinning()
     pins = pin(memory, driver)

@@ -319,6 +319,20 @@ def test_gds_reads_without_a_thread_are_left_to_the_node(
     assert len([record for record in caplog.records if "no thread for direct reads" in record.getMessage()]) == 1
 
 
+def test_gds_probe_without_a_thread_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with HbmPool("cpu", capacity_bytes=40 * SMALL.block_bytes, gds="forced") as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            disk = Disk(tmp_path, pool, 12, 1)
+            assert not disk.near.reads_disks(disk.volumes)
+        wait_until(lambda: disk.near.reads_disks(disk.volumes))
+        assert disk.fetch(allocate(12)) == 12
+        disk.slab.close()
+
+
 def test_gds_without_driver_reads_nothing(tmp_path: Path) -> None:
     """The decision of a pool on a CUDA device; only the driver sees that the host has none."""
     if _has_driver():

@@ -154,7 +154,13 @@ class GdsReader:
                     raise Unsupported(f"{self._target.setting} = required, but too many volumes are known", most=MOST_VOLUMES)
                 self._probe(volume)
         elif new:
-            threading.Thread(target=self._probe_all, args=(new,), name="gds-probe", daemon=True).start()
+            try:
+                threading.Thread(target=self._probe_all, args=(new,), name="gds-probe", daemon=True).start()
+            except RuntimeError as error:  # no more threads: the next load tries again
+                with self._lock:
+                    for volume in new:
+                        del self._disks[volume]
+                _limited.warning("no thread for the probe: %s (error=%s); the node reads", self._target.name, error)
 
     def ready(self, volumes: Sequence[StoredVolume]) -> bool:
         """Whether all of these volumes are read directly and healthy."""

@@ -38,9 +38,11 @@ from kvclient.device.pins.host_turns import HostLock
 from kvclient.memory.shared_mapping import is_charged_to_first_user, is_resident, populate
 from kvstore.core.errors import Internal
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import device as device_metrics
 
 _log = logging.getLogger(__name__)
+_limited = LimitedLog(_log)
 
 CHUNK_BYTES = 128 << 20
 """Bytes pinned by one call, for which the driver's locks are held."""
@@ -140,12 +142,12 @@ class PinnedRange:
         self._device_bytes: int | None = 0
         self._workers = max(1, min(POPULATE_THREADS if threads is None else threads, len(cpus) if cpus else os.cpu_count() or 1))
         pieces = self._cut()
-        self._threads = [
-            threading.Thread(target=self._work, args=(work,), name=f"kvclient-{name}", daemon=True)
-            for name, work in (("populate", partial(self._populate_all, pieces)), ("pin", self._pin_chunks))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            self._start(self._threads, "populate", partial(self._populate_all, pieces))
+            self._start(self._threads, "pin", self._pin_chunks)
+        except RuntimeError as error:  # no more threads
+            self._give_up(error)
 
     def _cut(self) -> list[tuple[int, int, int]]:
         """Pieces to populate: (chunk, start, stop), in order."""
@@ -203,6 +205,16 @@ class PinnedRange:
             self._serving = True
 
     # ---- threads ----
+    def _start(self, threads: list[threading.Thread], name: str, work: Callable[[], None]) -> None:
+        """Start a thread and add it to ``threads``.
+
+        Raises:
+            RuntimeError: the process may start no further thread.
+        """
+        thread = threading.Thread(target=self._work, args=(work,), name=f"kvclient-{name}", daemon=True)
+        thread.start()
+        threads.append(thread)
+
     def _work(self, work: Callable[[], None]) -> None:
         if self._cpus:
             try:
@@ -252,12 +264,12 @@ class PinnedRange:
                 with lock:
                     done.add(piece)
 
-        helpers = [
-            threading.Thread(target=self._work, args=(work,), name=f"kvclient-populate-{number}", daemon=True)
-            for number in range(1, min(self._workers, len(pieces)))
-        ]
-        for helper in helpers:
-            helper.start()
+        helpers: list[threading.Thread] = []
+        try:
+            for number in range(1, min(self._workers, len(pieces))):
+                self._start(helpers, f"populate-{number}", work)
+        except RuntimeError as error:  # no more threads: this one does the rest
+            _limited.warning("arena populated by fewer threads: slower (helpers=%d, error=%s)", len(helpers), error)
         work()
         for helper in helpers:
             helper.join()
