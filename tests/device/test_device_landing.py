@@ -23,7 +23,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
 
 from caches import ANY_GROUPS
-from deferred import ComputingDevice
+from deferred import ComputingDevice, DeferredEvent
 from landing_bed import BLOCKS, PAGES, SPEC, Engine, Volume, hash_quickly
 from late_engine import Engine as LateEngine
 
@@ -271,6 +271,22 @@ def test_landing_hung_device_loses_ring_and_slots(engine_of: Callable[..., Engin
 
 
 @pytest.mark.usefixtures("quick")
+def test_landing_long_step_delays_the_ring_only(engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring is allocated while the engine computes, for longer than copies may take. The node reads until then."""
+    engine = engine_of()
+    step = DeferredEvent(engine.device)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvclient.device.copier.DRAIN_S", 0.02)
+        patch.setattr("kvclient.gds.landing_ring.WAIT_S", 0.1)
+        patch.setattr(engine.copier, "mark", lambda: step)
+        assert engine.fetch(range(BLOCKS)) == 0
+        assert engine.count("device_lost_total") == engine.count("device_gds_refused_total") == 0
+        assert engine.count("device_gds_busy_total") == 1
+        step.reached = True
+    assert engine.fetch(range(BLOCKS)) == BLOCKS
+
+
+@pytest.mark.usefixtures("quick")
 def test_landing_sleeping_engine_reads_nothing(engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     def reads(*_: object, **__: object) -> None:
         raise AssertionError("read in vain")
@@ -313,8 +329,8 @@ def test_landing_without_memory_is_refused_once(engine_of: Callable[..., Engine]
     buffer = engine.copier.blocks([0])
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", refuse)
-        assert engine.ring.memory() is None
-    assert engine.ring.memory() is None
+        assert engine.ring.memory(0.0) is None
+    assert engine.ring.memory(0.0) is None
     assert engine.count("device_gds_refused_total") == 1
     assert not engine.reader.reads_disks(engine.volume.stored)
     assert engine.reader.accepts(buffer)

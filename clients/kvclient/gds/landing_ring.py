@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -47,6 +48,7 @@ from kvstore.tiers.nvme.slot_header import slot_bytes
 
 if TYPE_CHECKING:
     from kvclient.device.copier import DeviceCopier
+    from kvclient.device.streams import Event
 
 _log = logging.getLogger(__name__)
 _limited = LimitedLog(_log)
@@ -57,7 +59,8 @@ ALIGNMENT = 4096
 """Alignment of slots in the ring, in bytes. The driver needs a bounce buffer to read to other addresses."""
 WAIT_SHARE = 0.25
 WAIT_S = 1.0
-"""Share of a load's remaining time, and longest time, to wait for a free slot. Then the node reads."""
+"""Share of a load's remaining time, and longest time, to wait for a free slot or new memory. Then the node reads."""
+_NAP_S = 50e-6
 
 _kept: list[torch.Tensor] = []
 """Rings that a hung device or a late read may still access."""
@@ -90,6 +93,8 @@ class LandingRing:
         self.clock = MonotonicClock()
         self._lock = threading.Lock()
         self._memory: torch.Tensor | None = None
+        self._earlier: Event | None = None
+        """The end of kernels that may still use the new memory; None: they have ended."""
         self._refused = False
         self._closed = False
         self.reader = GdsReader(self._target(), gds, in_flight)
@@ -138,28 +143,55 @@ class LandingRing:
             self.counters.add(device_metrics.DEVICE_GDS_REFUSED)
             _log.warning("landing ring not used: %s (reason=%s); the node reads", self.copier.memory_device, reason)
 
-    def memory(self) -> torch.Tensor | None:
-        """Return the memory of the ring. It is allocated at the first call. None: it cannot be."""
+    def memory(self, wait_s: float) -> torch.Tensor | None:
+        """Return the memory of the ring. It is allocated at the first call. None: it cannot be used, or not yet.
+
+        Args:
+            wait_s: how long to wait for kernels that the engine began before the allocation: they may still use the memory.
+        """
         with self._lock:
-            if self._memory is not None or not self.usable:
-                return self._memory if self.usable else None
+            if not self.usable:
+                return None
             try:
-                with self.reader.memory_changes():
-                    self._memory = self._allocate()
+                if self._memory is None:
+                    with self.reader.memory_changes():
+                        self._memory, self._earlier = self._allocate()
+                memory, earlier = self._memory, self._earlier
             except (RuntimeError, KVStoreError) as error:  # torch: out of memory, or the device failed
                 failure = error
-            else:
-                return self._memory
-        self.refuse(failure)
+                memory = None
+        if memory is None:
+            self.refuse(failure)
+        elif earlier is None or self._ends(earlier, wait_s):
+            return memory
         return None
 
-    def _allocate(self) -> torch.Tensor:
+    def _allocate(self) -> tuple[torch.Tensor, Event]:
         size = self.slots.count * self.slot_bytes
         whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=self.copier.memory_device)
         skipped = -whole.data_ptr() % ALIGNMENT
-        self.copier.wait([self.copier.mark()])  # earlier users of the memory may still run on this stream
         _log.info("landing ring allocated: %s (mib=%d, slots=%d)", self.copier.memory_device, size >> 20, self.slots.count)
-        return whole[skipped : skipped + size]
+        return whole[skipped : skipped + size], self.copier.mark()
+
+    def _ends(self, earlier: Event, wait_s: float) -> bool:
+        """Whether earlier kernels end in time. A step of the engine may take longer than a load may wait."""
+        until_s = self.clock.now_s() + wait_s
+        try:
+            while not earlier.done():
+                if self.clock.now_s() >= until_s:
+                    self.report_busy("the engine computes")
+                    return False
+                time.sleep(_NAP_S)
+        except KVStoreError as error:
+            self.lose(error)
+            return False
+        self._earlier = None
+        return True
+
+    def report_busy(self, reason: str) -> None:
+        """Count and log that a load is left to the node."""
+        self.counters.add(device_metrics.DEVICE_GDS_BUSY)
+        _limited.warning("landing ring busy: %s (reason=%s); the node reads", self.copier.memory_device, reason)
 
     def lose(self, error: Exception) -> None:
         """Keep the memory for the life of the process, because the device may still access it, and use it no more."""
@@ -244,12 +276,11 @@ class RingReader:
         """See ``DiskReader``."""
         ring, size = self._ring, slot_bytes(self._namespace.shape)
         good = 0
-        memory = ring.memory() if isinstance(buffer, DeviceBuffer) else None
+        memory = ring.memory(min(WAIT_S, scope.left_s() * WAIT_SHARE)) if isinstance(buffer, DeviceBuffer) else None
         while memory is not None and good < len(keys) and not scope.ended and ring.usable:
             slots = ring.slots.take(len(keys) - good, min(WAIT_S, scope.left_s() * WAIT_SHARE))
             if not slots:
-                ring.counters.add(device_metrics.DEVICE_GDS_BUSY)
-                _limited.warning("landing ring busy: %s (slots=%d); the node reads", memory.device, ring.slots.count)
+                ring.report_busy(f"all {ring.slots.count} slots are in use")
                 break
             offsets = np.array(slots, np.int64) * ring.slot_bytes
             wanted = [

@@ -78,7 +78,7 @@ DEVICE_GDS_BLOCKS: Final = group.counter(
     "device_gds_blocks_total", "blocks read from the node's volumes directly into device memory, and copied into pages"
 )
 DEVICE_GDS_BUSY: Final = group.counter(
-    "device_gds_busy_total", "reads of volumes left to the node because the landing ring had no free slot in time"
+    "device_gds_busy_total", "reads of volumes left to the node because the landing ring had no free slot or memory in time"
 )
 DEVICE_GDS_CORRUPT_BLOCKS: Final = group.counter(
     "device_gds_corrupt_blocks_total", "blocks in the landing ring with wrong checksums; the node is asked for them"

@@ -83,7 +83,7 @@ COUNTERS = {
     "device_batch_refused": "Devices that refused batched copies and use staged ones, per group.",
     "device_checksums_by_host": "Failures to compute checksums on the device: the host computed them.",
     "device_gds_blocks": "Blocks read from the node's volumes directly into device memory, and copied into pages.",
-    "device_gds_busy": "Direct reads left to the node, since the landing ring had no free slot in time.",
+    "device_gds_busy": "Direct reads left to the node, since the landing ring had no free slot or memory in time.",
     "device_gds_corrupt_blocks": "Blocks in the landing ring with wrong checksums: the node read them.",
     "device_gds_failed_blocks": "Blocks whose direct read failed: the node read them.",
     "device_gds_refused": "Groups without direct reads, since their device has no checksums, memory or copies.",
