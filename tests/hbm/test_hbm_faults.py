@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from hbm_chains import SPEC, Below, allocate, chain, in_time
 from kvclient.hbm import HbmPool, memory
 from kvclient.hbm.namespace_view import NamespaceView
 from kvclient.hbm.provider import PoolProvider
-from kvstore.core.buffers import BlockBuffer
+from kvclient.hbm.volume import STAGING_BYTES, HbmVolume
+from kvclient.memory.device_buffer import DeviceHung
+from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.errors import CapacityExceeded, Internal
 from kvstore.core.types import BlockKey, Outcome
 from kvstore.transport.contract import ReadRequest
@@ -152,6 +155,88 @@ def test_transient_out_of_memory_keeps_the_pool(pool: HbmPool, near: NamespaceVi
     assert (pool.stats()["hbm_out_of_memory_total"], pool.stats()["hbm_lost"]) == (1, 0)
 
 
+class Gpu:
+    """Torch's calls for a GPU, in front of a pool in host memory. While it hangs, no event of it is reached."""
+
+    def __init__(self, pool: HbmPool, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hangs = False
+        monkeypatch.setattr(HbmVolume, "host_view", None)
+        monkeypatch.setattr(pool.state.volume, "device", torch.device("cuda", 0))
+        monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: self)
+        monkeypatch.setattr("kvclient.hbm.volume.COPY_S", 0.02)
+        monkeypatch.setattr(memory, "kept", [])
+
+    def record(self, _: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return not self.hangs
+
+
+@pytest.mark.parametrize("way", ["fetch", "insert", "peer", "demotion"])
+def test_hung_gpu_ends_copies_through_the_host(below: Below, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    keys, data = chain(4, 1)
+    pool = HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes)
+    near, volume = pool.attach(SPEC, below), pool.state.volume
+    gpu = Gpu(pool, monkeypatch)
+    assert near.insert(keys, None, 0, data, None, checksums=True) == 4
+    assert near.fetch(keys, out := allocate(4), in_time(), verify=True) == 4
+    assert np.array_equal(out.array, data.array)
+    gpu.hangs = True
+    if way == "fetch":
+        assert near.fetch(keys, allocate(4), in_time(), verify=True) == 0
+    elif way == "insert":
+        assert near.insert(*_more(), None, checksums=True) == 0
+        assert pool.usage().blocks == 4, "slots that the GPU may still write to were given back"
+    elif way == "peer":
+        (part,) = PoolProvider(pool.namespaces, pool.state).read(request_for(keys))
+        assert list(part.outcomes) == [Outcome.MISS] * 4
+        part.release()
+    else:
+        pool.evict()
+        assert not below.held
+    assert (pool.stats()["hbm_lost"], pool.stats()["hbm_device_errors_total"]) == (1, 1)
+    assert [one.nbytes for one in memory.kept] == [volume.memory.nbytes, STAGING_BYTES]
+    assert any(one is volume.memory for one in memory.kept)
+    with pytest.raises(DeviceHung, match="hung earlier"):
+        volume.copy_in(np.array([0]), DenseBlocks(data.array[:1]))
+    assert not volume.resize(4096)
+    monkeypatch.setattr("kvclient.hbm.pool._STOP_S", 0.05)
+    pool.close()
+
+
+def _more() -> tuple[Sequence[BlockKey], None, int, BlockBuffer]:
+    keys, data = chain(4, 2)
+    return keys, None, 0, data
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+def test_hung_gpu_ends_copies_of_tensors(pool: HbmPool, near: NamespaceView, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    def hangs(_: object) -> None:
+        raise DeviceHung("copies of the pool did not end in time")
+
+    keys, data = chain(4, 1)
+    source = torch.tensor(data.array)
+    assert near.insert_tensor(keys, None, 0, source.to(pool.state.volume.device)) == 4
+    monkeypatch.setattr(memory, "kept", [])
+    monkeypatch.setattr("kvclient.hbm.namespace_view.until_done", hangs)
+    if way == "read":
+        assert near.copy_to_tensor(keys, torch.zeros_like(source, device=pool.state.volume.device)) == 0
+        assert pool.usage().blocks == 0
+    else:
+        more, _ = chain(4, 2)
+        assert near.insert_tensor(more, None, 0, source.to(pool.state.volume.device)) == 0
+        assert pool.usage().blocks == 4, "slots that the GPU may still write to were given back"
+    assert pool.stats()["hbm_lost"] == 1
+    assert any(one is pool.state.volume.memory for one in memory.kept)
+    monkeypatch.setattr("kvclient.hbm.pool._STOP_S", 0.05)
+    pool.close()
+
+
 def test_pool_resize_beyond_memory_keeps_blocks(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     keys, data = chain(4, 1)
     near.insert(keys, None, 0, data, None, checksums=False)
@@ -190,7 +275,7 @@ def test_demotion_bug_is_not_a_device_failure(pool: HbmPool) -> None:
 
 
 # ---- tiers below that hang ----
-class DeviceHung:
+class HungTier:
     """A tier that stores nothing and does not answer until the test releases it."""
 
     def __init__(self) -> None:
@@ -203,13 +288,13 @@ class DeviceHung:
 
 
 @pytest.fixture
-def stuck() -> Iterator[DeviceHung]:
-    stuck = DeviceHung()
+def stuck() -> Iterator[HungTier]:
+    stuck = HungTier()
     yield stuck
     stuck.gate.set()
 
 
-def test_hung_demotion_wait_is_bounded(stuck: DeviceHung) -> None:
+def test_hung_demotion_wait_is_bounded(stuck: HungTier) -> None:
     with HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes, space_wait_s=0.01) as pool:
         near = pool.attach(SPEC, stuck)
         for seed in range(4):

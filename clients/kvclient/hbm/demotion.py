@@ -86,7 +86,7 @@ class Demoter:
             parts.counters.add(device_metrics.HBM_DEMOTION_WITHOUT_CLIENT_BLOCKS, len(blocks))
             return False
         views: list[memoryview] = []
-        with parts.guarded("read from"):
+        with parts.guarded("read from"), parts.disabled_if_hung("read from"):
             views = host_views(parts.volume, blocks, namespace.shape)
         for at, (block, view) in enumerate(zip(blocks, views, strict=False)):
             if block.checksums and not verify(view, namespace.shape, block.checksums):

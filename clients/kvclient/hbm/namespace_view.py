@@ -116,7 +116,8 @@ class NamespaceView:
                 good = len(found)
             while good < len(found) and not scope.ended:
                 upto = min(len(found), good + self._step)
-                self.volume.copy_out(found.offsets[good:upto], buffer, first + good)
+                with self._parts.disabled_if_hung("read from"):
+                    self.volume.copy_out(found.offsets[good:upto], buffer, first + good)
                 sound = self._sound(found.blocks[good:upto], buffer, first + good) if verify else upto - good
                 good += sound
                 if good < upto:
@@ -197,8 +198,9 @@ class NamespaceView:
         rows = tensor_blocks(out, self._namespace.shape, len(keys), self.volume.device, writable=True)
         good = 0
         with self._parts.guarded("read from"), self.pinned(keys) as found:
-            gather(self.volume.memory, found.offsets, rows)
-            until_done(self.volume.device)
+            with self._parts.disabled_if_hung("read from"):
+                gather(self.volume.memory, found.offsets, rows)
+                until_done(self.volume.device)
             good = len(found)
         return self._counted(len(keys), good)
 
@@ -259,7 +261,8 @@ class NamespaceView:
                     some.write_pool(self._memory, offsets)
                 return [b""] * len(slots)
             sums = np.empty((len(positions), self._namespace.shape.layers), np.uint64) if checksums else None
-            self.volume.copy_in(offsets, pick_blocks(buffer, positions), sums)
+            with self._parts.disabled_if_hung("write to"):
+                self.volume.copy_in(offsets, pick_blocks(buffer, positions), sums)
             return [b""] * len(slots) if sums is None else [_packed(row) for row in sums]
 
         return self._insert(keys, parent, depth, move, scope)
@@ -283,8 +286,9 @@ class NamespaceView:
 
         def move(slots: Sequence[Slot], positions: Positions) -> Sequence[bytes]:
             source = rows[int(positions[0]) : int(positions[-1]) + 1]  # a run without gaps
-            scatter(source, self.volume.memory, _offsets(slots))
-            until_done(self.volume.device)
+            with self._parts.disabled_if_hung("write to"):
+                scatter(source, self.volume.memory, _offsets(slots))
+                until_done(self.volume.device)
             return [b""] * len(slots)
 
         return self._insert(keys, parent, depth, move, None)

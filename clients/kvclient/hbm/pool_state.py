@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import torch
 
-from kvclient.hbm import memory
 from kvclient.hbm.volume import HbmVolume
 from kvclient.memory.device_buffer import DeviceHung
 from kvstore.core.clock import Clock
@@ -81,7 +80,7 @@ class PoolState:
         try:
             yield
         except DeviceHung as error:
-            memory.keep_for_process(self.volume.memory)
+            self.volume.keep()
             self.disable(what, error)
             raise
 

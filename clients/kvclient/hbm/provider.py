@@ -44,7 +44,7 @@ class PoolProvider(BlockProvider):
         views: list[memoryview] = []
         sums: list[bytes] = []
         try:
-            with parts.guarded("read from"):
+            with parts.guarded("read from"), parts.disabled_if_hung("read from"):
                 views = host_views(parts.volume, here, shape) if here else []
                 sums = [block.checksums or layer_checksums(view, shape) for block, view in zip(here, views, strict=True)]
         except BaseException:

@@ -6,6 +6,7 @@ gathers or scatters rows of a page each by index.
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from kvclient.hbm.memory import PAGE_BYTES
 from kvclient.memory.buffers import check_apart
+from kvclient.memory.device_buffer import DeviceHung
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.tiers.allocator import round_up
@@ -22,6 +24,9 @@ STRETCHES = 4
 """With more runs than this, rows are copied by index."""
 PIECE_BYTES = 64 << 20
 """Bytes copied by one index: the temporary memory of a copy of scattered rows."""
+COMPUTE_S = 300.0
+"""Longer than any engine step. Copies that begin after the engine's kernels are assumed to hang after this time."""
+_NAP_S = 50e-6
 WORD = torch.int64
 WORDS = PAGE_BYTES // 8
 
@@ -110,10 +115,26 @@ def scatter(rows: torch.Tensor, memory: torch.Tensor, offsets: npt.NDArray[np.in
         target.index_copy_(0, pages, packed.view(WORD))
 
 
-def until_done(device: torch.device) -> None:
-    """Wait for the current stream, without the interpreter lock."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def until_done(device: torch.device, timeout_s: float = COMPUTE_S) -> None:
+    """Wait for the current stream, for a bounded time.
+
+    Args:
+        device: device of the stream.
+        timeout_s: bound of the wait.
+
+    Raises:
+        DeviceHung: the stream did not end in time. Its copies may still access their memory.
+    """
+    if device.type != "cuda":
+        return
+    until_s = time.monotonic() + timeout_s
+    with torch.cuda.device(device):  # in a new thread, GPU 0 is current, and a query would create a context there
+        end = torch.cuda.Event()
+        end.record(torch.cuda.current_stream(device))
+        while not end.query():
+            if time.monotonic() >= until_s:
+                raise DeviceHung("copies of the pool did not end in time", device=device, seconds=timeout_s)
+            time.sleep(_NAP_S)  # torch lacks a bounded wait for an event
 
 
 def stretches(offsets: npt.NDArray[np.int64], slot_bytes: int) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ import torch
 from kvclient.hbm import memory
 from kvclient.hbm.tensors import stretches, until_done
 from kvclient.memory.arena import copy_from_arena, copy_to_arena
+from kvclient.memory.device_buffer import DeviceHung
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockShape, Tier, VolumeId
@@ -32,6 +33,8 @@ Offsets = npt.NDArray[np.int64]
 
 STAGING_BYTES = 16 << 20
 """Pinned memory for copies between host and a GPU."""
+COPY_S = 10.0
+"""Copies of one filling of the staging memory that have not ended after this time are assumed to hang."""
 COPY_THREADS = 2
 
 
@@ -59,6 +62,7 @@ class HbmVolume(MemoryVolume):
         self._counters = counters or Counters()
         self.slot_pool = SlotPool(capacity_bytes)
         self._closed = False
+        self._hung = False
         self._memory: torch.Tensor | None = memory.take(device, capacity_bytes)
         self._staging_lock = threading.Lock()
         self._staging: torch.Tensor | None = None
@@ -94,7 +98,7 @@ class HbmVolume(MemoryVolume):
         self.plan_eviction(shape, 0, iter(()), 0)
 
     def resize(self, capacity_bytes: int) -> bool:
-        """Release all memory and allocate another size. False if slots are reserved; then nothing changes.
+        """Release all memory and allocate another size. False if slots are reserved or the device hangs; then nothing changes.
 
         If the device refuses the new size, one page is allocated.
 
@@ -102,6 +106,8 @@ class HbmVolume(MemoryVolume):
             CapacityExceeded: the device refused.
             Internal: the volume is closed.
         """
+        if self._hung:
+            return False
         failure: CapacityExceeded | None = None
 
         def replace_memory() -> int:
@@ -132,6 +138,9 @@ class HbmVolume(MemoryVolume):
             offsets: of the slots, one per block.
             source: the blocks.
             checksums: ``[blocks, layers]``, filled with the checksums of the bytes; None: none are computed.
+
+        Raises:
+            DeviceHung: the copies did not end in time. All memory is kept for the life of the process.
         """
         view = self.host_view
         if view is not None:
@@ -155,10 +164,13 @@ class HbmVolume(MemoryVolume):
                     self.memory[start : start + (last - first) * size].copy_(
                         staging[first * size : last * size], non_blocking=True
                     )
-                until_done(self.device)  # before the staging memory is reused
+                until_done(self.device, COPY_S)  # before the staging memory is reused
 
     def copy_out(self, offsets: Offsets, destination: BlockBuffer, first: int) -> None:
-        """Copy slots that the caller holds to blocks ``[first, first + len(offsets))`` of a buffer."""
+        """Copy slots that the caller holds to blocks ``[first, first + len(offsets))`` of a buffer.
+
+        Raises the errors of ``copy_in``.
+        """
         view = self.host_view
         size = destination.shape.block_bytes
         if view is not None:
@@ -172,7 +184,7 @@ class HbmVolume(MemoryVolume):
                 for begin, end in stretches(offsets[at : at + count], size):
                     start = int(offsets[at + begin])
                     staging[begin * size : end * size].copy_(self.memory[start : start + (end - begin) * size], non_blocking=True)
-                until_done(self.device)
+                until_done(self.device, COPY_S)
                 blocks = np.arange(first + at, first + at + count, dtype=np.int64)
                 packed = np.arange(count, dtype=np.uint64) * np.uint64(size)
                 copy_from_arena(staging.numpy().data, packed, destination, blocks, threads=COPY_THREADS)
@@ -189,12 +201,18 @@ class HbmVolume(MemoryVolume):
         """
         # with torch.cuda.stream alone, restoring GPU 0, which is current in a new thread, would create a context there
         with self._staging_lock, torch.cuda.device(self.device):
+            if self._hung:
+                raise DeviceHung("the device hung earlier", device=self.device, volume_id=self.volume_id)
             if self._staging is None or len(self._staging) < size:
                 self._staging = self._take_staging(max(STAGING_BYTES, size))
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self.device)
-            with torch.cuda.stream(self._stream):
-                yield self._staging, len(self._staging) // size
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield self._staging, len(self._staging) // size
+            except DeviceHung:
+                self.keep()
+                raise
 
     def _take_staging(self, nbytes: int) -> torch.Tensor:
         try:
@@ -211,12 +229,20 @@ class HbmVolume(MemoryVolume):
     def _copy_out(self, slot: Slot, shape: BlockShape, destination: memoryview) -> None:
         self.copy_out(np.array([slot.offset]), _as_block(destination, shape), 0)
 
+    def keep(self) -> None:
+        """Copy no more, and keep all memory for the life of the process, because a hung device may still access it."""
+        self._hung = True
+        for one in (self._memory, self._staging):
+            if one is not None:
+                memory.keep_for_process(one)
+
     def close(self) -> None:
-        """Release the memory after its last use."""
+        """Release the memory after its last use, unless it is kept."""
         with self._staging_lock:
             self._closed = True
             self._memory = self._staging = None
-        memory.give_back(self.device)
+        if not self._hung:  # the driver would wait for the device
+            memory.give_back(self.device)
 
 
 def _as_block(view: memoryview, shape: BlockShape) -> DenseBlocks:
