@@ -31,6 +31,14 @@ def test_gds_forced_mode_uses_kvikio(tmp_path: Path) -> None:
         assert any("forced: by kvikio" in line for line in disk.pool.io_engines())
 
 
+def test_gds_threads_suffice_for_several_volumes(tmp_path: Path) -> None:
+    """Each volume of each reader has at most 8 reads in flight; if all of one hang, the others find a thread."""
+    import kvikio.defaults
+
+    with disk_of(tmp_path):
+        assert kvikio.defaults.get("num_threads") >= 8 * 8
+
+
 def test_gds_driver_failure_reads_through_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(_: TensorMemory) -> Any:
         raise RuntimeError("no device memory")

@@ -75,7 +75,7 @@ class LandingRing:
         copier: copies of the cache. They must not be suspended when the ring is created.
         gds: whether volumes are read directly; see ``GdsMode``. The engine needs permission to read the folders of the volumes.
         ring_bytes: device memory of the ring. At least one block is allocated.
-        in_flight: blocks read in parallel from each volume.
+        in_flight: blocks read in parallel from each volume; see ``gds_in_flight`` of ``HbmPool``.
 
     Raises:
         InvalidArgument: an unknown mode, a size out of range, or ``gds=required`` on a device that cannot.

@@ -55,6 +55,9 @@ MOST_VOLUMES = 256
 MOST_IN_FLIGHT = 256
 INTERRUPT_S = 10.0
 """How long an interrupted thread waits for the end of its reads."""
+KVIKIO_THREADS = 64
+"""Requests in flight in one process, over all volumes and readers: eight volumes with the default of eight reads each. Fixed,
+because kvikio waits for all requests before it changes the number of its threads. Only a larger ``in_flight`` raises it."""
 READERS = 4
 """Volumes read in parallel for one load."""
 
@@ -216,7 +219,7 @@ class GdsReader:
                 kvikio, status = self._any_method()
             else:
                 kvikio, found = choose_gds(
-                    self._mode, volume.path, threads=self._in_flight, counters=target.counters,
+                    self._mode, volume.path, threads=self._threads_of_kvikio(), counters=target.counters,
                     setting=target.setting, look=glance_at_gds,
                 )  # fmt: skip
                 status = f"read directly, GPUDirect Storage is {found.describe()}"
@@ -249,10 +252,13 @@ class GdsReader:
             else:
                 _log.info("volume opened for direct reads: %s, volume %s (status=%s)", target.name, volume.volume_id, status)
 
+    def _threads_of_kvikio(self) -> int:
+        return max(KVIKIO_THREADS, self._in_flight)
+
     def _any_method(self) -> tuple[Kvikio | None, str]:
         """Any method of reading into the memory: kvikio if it can be loaded, in any mode."""
         try:
-            kvikio = load_kvikio(threads=self._in_flight)
+            kvikio = load_kvikio(threads=self._threads_of_kvikio())
         except Unsupported as error:
             return None, f"forced: by posix through host memory ({error})"
         return kvikio, f"forced: by kvikio {kvikio.version} in any mode"

@@ -65,7 +65,8 @@ class HbmPool:
         anti_entropy_interval_s: how often the index is compared with the pool.
         gds: whether blocks on the local node's volumes are read directly into the pool; see ``volume_reader.GdsMode``. The engine
             needs permission to read the volumes' folders.
-        gds_in_flight: blocks read in parallel from each of its volumes.
+        gds_in_flight: blocks read in parallel from each of its volumes. All volumes of a process share 64 threads, or
+            ``gds_in_flight`` if it is larger.
 
     Raises:
         InvalidArgument: an impossible size, name, device, policy or choice; or it would listen beyond this host without TLS.
