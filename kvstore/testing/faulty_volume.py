@@ -263,8 +263,12 @@ class FaultyVolume(_Faulty, DurableVolume):
             raise _error_of(fault)
         self._inner.remove_replicas(replicas)
 
-    def note_invalid(self, namespace: NamespaceId) -> None:
-        self._inner.note_invalid(namespace)
+    @property
+    def next_generation(self) -> int:
+        return self._inner.next_generation
+
+    def note_invalid(self, namespace: NamespaceId, generation: int | None = None) -> None:
+        self._inner.note_invalid(namespace, generation)
 
     def recover(self) -> Iterator[tuple[Slot, BlockRecord]]:
         return self._inner.recover()

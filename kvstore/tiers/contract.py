@@ -147,10 +147,20 @@ class DurableVolume(Volume):
     def remove_replicas(self, replicas: Sequence[tuple[BlockKey, Slot]]) -> None:
         """Remove keys from the catalog that still name these slots. The same errors as ``commit``."""
 
-    def note_invalid(self, namespace: NamespaceId) -> None:
-        """Note durably that what was stored of a namespace until now is invalid, so no repair of the volume brings it back.
+    @property
+    def next_generation(self) -> int:
+        """All slots that are allocated from now on have at least this generation. No I/O."""
+        return 0
 
-        It does not remove blocks that are in the volume. The same errors as ``commit``.
+    def note_invalid(self, namespace: NamespaceId, generation: int | None = None) -> None:
+        """Note durably that what was stored of a namespace is invalid, so neither a restart nor a repair brings it back.
+
+        It removes no block until the volume is opened again. The same errors as ``commit``.
+
+        Args:
+            namespace: the namespace.
+            generation: catalog entries of lower generations are invalid; None: all present entries. A repair that has lost the
+                catalog brings no present slot back.
         """
 
     @abstractmethod
@@ -162,7 +172,7 @@ class DurableVolume(Volume):
         """Iterate over all blocks in the catalog and allocate their slots.
 
         Call it once after opening, and exhaust it, before ``allocate``. Invalid entries (overlapping, outside of the slab,
-        malformed) are removed from the catalog and counted.
+        malformed, noted by ``note_invalid``) are removed from the catalog and counted.
         """
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
@@ -23,6 +24,7 @@ from kvstore.node.durability import adoption
 from kvstore.node.durability.adoption import GAP_S, AdoptionParts, OwnerPresence, OwnerTimer, VolumeAdopter, findings
 from kvstore.node.durability.recovery import VolumeFolder
 from kvstore.node.durability.volume_watch import VolumeWatch
+from kvstore.node.eviction.operator_requests import invalidate
 from kvstore.node.eviction.volume_commits import by_volume
 from kvstore.node.loads.locate import pin_stored
 from kvstore.node.state.block_states import DramState
@@ -395,6 +397,26 @@ def test_blocks_known_already_keep_one_durable_replica(bed: Bed) -> None:
     assert bed.node.counters.get("adopted_blocks_unused_total") == 4
     assert bed.node.table.node_volumes[1].volume.usage().blocks == 8, "duplicates are freed, blocks left out are not"
     bed.node.table.validate()
+
+
+def test_invalidated_unused_block_stays_away(bed: Bed) -> None:
+    """An adopted block that the table could not use is only in the catalog, where an invalidation does not see it."""
+    node = bed.node
+    keys = node.keys("o", 4)
+    node.store("o", 0, 4)
+    assert node.table.give_up_pending() == 4
+    for key in keys:  # another engine computed other bytes under the same key
+        node.block(key).checksums = bytes(8 * SHAPE.layers)
+    bed.make_theirs(keys)
+    bed.look_until_absent(bed.adopter())
+    assert node.counters.get("adopted_blocks_unused_total") == 4
+    assert invalidate(node.table, node.namespace, node.clock.now_s() + 1) == (4, 0)
+    adopted = node.table.node_volumes.pop()
+    adopted.guard.close()
+    adopted.volume.close()
+    with closing(bed.open_volume(VolumeFolder(THEIRS, bed.folder))) as slab:
+        assert list(slab.recover()) == []
+        assert slab.usage().blocks == 0, "their slots are free"
 
 
 class Destination:

@@ -7,6 +7,7 @@ import errno
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -25,6 +26,7 @@ from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.tiers.nvme.slab_io import SlabFile
 from support.chains import key_of
 from support.node_harness import NodeHarness, volume_id
+from support.wait import wait_until
 
 
 @pytest.fixture
@@ -137,10 +139,24 @@ def test_invalidated_blocks_stay_away_after_rebuild(node: NodeHarness, tmp_path:
         assert {record.key for _, record in slab.recover()} == {*other, *later}
 
 
+def test_blocks_stored_during_invalidation_stay(node: NodeHarness, tmp_path: Path) -> None:
+    """Also after a restart."""
+    keys = stored(node, 1, 4)
+    (pinned,) = node.table.pin_resident(node.namespaces[0], keys[:1])
+    assert pinned is not None
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(invalidate, node.table, node.namespaces[0], MonotonicClock().now_s() + 30)
+        wait_until(lambda: tiers(node, keys) == ["dn", "-", "-", "-"])
+        later = stored(node, 2, 4)
+        node.table.unpin([pinned])
+        assert done.result() == (4, 0)
+    assert node.after_restart(0, tmp_path).keys() == set(later)
+
+
 def test_invalidate_not_noted_fails(node: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repair could bring evicted blocks back, so the invalidation is not reported as complete."""
 
-    def refuse(_: object) -> None:
+    def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(node.slabs[0], "note_invalid", refuse)

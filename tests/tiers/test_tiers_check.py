@@ -223,7 +223,7 @@ def test_repair_damaged_notes_are_reported(folder: Path, damage: str) -> None:
     notes.write_bytes({"flipped": content[:-1] + b"\xff", "cut": content[:-5], "empty": b""}[damage])
     with pytest.raises(CorruptBlock, match="move it away and invalidate the namespaces again"):
         check_volume(folder, repair=True)
-    notes.write_bytes(content.replace(b"kvinval1", b"kvinval2"))
+    notes.write_bytes(content.replace(b"kvinval2", b"kvinval3"))
     with pytest.raises(UnknownVersion, match="another version of kvstore"):
         check_volume(folder, repair=True)
     notes.unlink()

@@ -10,7 +10,7 @@ The table's lock is held for ``BATCH`` blocks at a time, so loads and stores con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -126,12 +126,14 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
     """Drop all blocks of a namespace from all tiers, durable or not.
 
     Waits until the deadline for blocks in use or in write-back. Blocks stored during the call stay, unless the catalog of their
-    volume is lost and rebuilt later. A volume that fails keeps no other from dropping its blocks.
+    volume is lost and rebuilt later. Blocks that are only in a catalog, because the table could not use them, are dropped when
+    their volume is opened again. A volume that fails keeps no other from dropping its blocks.
 
     Raises:
         OSError, KVStoreError: a volume's catalog could not be changed; those blocks stay. Or it could not note the call
             (``note_invalid``).
     """
+    begun = {node_volume: node_volume.volume.next_generation for node_volume in table.node_volumes}
     doomed = _of(table, namespace)
     dropped = 0
     failed: dict[NodeVolume | None, Exception] = {}
@@ -164,23 +166,29 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
             ready = any(table.residency.is_idle(block) and block.nvme_volume in (None, *table.node_volumes) for block in doomed)
             if table.clock.now_s() >= deadline_s or (doomed and not ready and not table.wait_changed(deadline_s)):
                 break
-    note_invalid(table, namespace.namespace_id)
+    note_invalid(table, namespace.namespace_id, begun)
     for failure in failed.values():
         raise failure
     return EvictionResult(dropped, len(doomed))
 
 
-def note_invalid(table: BlockTable, namespace_id: NamespaceId) -> None:
+def note_invalid(table: BlockTable, namespace_id: NamespaceId, begun: Mapping[NodeVolume, int]) -> None:
     """Have all volumes note that what they stored of a namespace is invalid, also blocks that were evicted before.
 
+    Args:
+        table: the blocks.
+        namespace_id: the namespace.
+        begun: ``next_generation`` of each volume when the invalidation began. A volume that is not named was attached
+            since; all its entries are invalid.
+
     Raises:
-        OSError, KVStoreError: a volume could not note it, and a repair may bring blocks back. The first error is raised after
-            all volumes were tried.
+        OSError, KVStoreError: a volume could not note it, and a restart or a repair may bring blocks back. The first error is
+            raised after all volumes were tried.
     """
     errors: list[Exception] = []
     for node_volume in list(table.node_volumes):
         try:
-            node_volume.guard.change(partial(node_volume.volume.note_invalid, namespace_id), ignore)
+            node_volume.guard.change(partial(node_volume.volume.note_invalid, namespace_id, begun.get(node_volume)), ignore)
         except (OSError, KVStoreError) as error:
             errors.append(error)
     if errors:

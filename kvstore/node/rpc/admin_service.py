@@ -186,7 +186,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         done = EvictionResult(0, 0)
         table = self._parts.table
         if namespace is None:  # its blocks left the volumes, but not all were overwritten
-            await self._run_in_pool(lambda: note_invalid(table, NamespaceId(request.namespace_id)))
+            await self._run_in_pool(lambda: note_invalid(table, NamespaceId(request.namespace_id), {}))
         else:
             left_s = context.time_remaining()
             wait_s = min(request.wait_ms / 1000, MAX_WAIT_S, MAX_WAIT_S if left_s is None else left_s)

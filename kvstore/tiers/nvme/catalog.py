@@ -9,10 +9,11 @@ Two more records are the volume's uid, to detect the catalog of another volume, 
 
 One process at a time (the volume's lock), any number of threads.
 
-Beside the catalog is a file of *invalid namespaces* for a rebuild of a lost catalog. It names, for each, the generation below
-which all slots are invalid: a free slot keeps its block until it is used again. An owner writes to a file with its token in the
-name, and a rebuild reads the files of all owners. Such a file is a header {magic with the version, xxh3-64 of the rest}, the
-volume's uid, and per namespace its id and the generation (little-endian uint64).
+Beside the catalog is a file of *invalid namespaces*. It names two generations for each. Catalog entries below the first, at which
+the invalidation began, are dropped at the next opening: the node may have left them out of its table. Slots below the second, at
+which the invalidation ended, are left out by a rebuild of a lost catalog: a free slot keeps its block until it is used again. An
+owner writes to a file with its token in the name, and the files of all owners are read. Such a file is a header {magic with the
+version, xxh3-64 of the rest}, the volume's uid, and per namespace its id and both generations (little-endian uint64).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import lmdb
 import xxhash
@@ -41,9 +43,9 @@ _MIN_MAP_BYTES = 256 << 20
 CATALOG_FILE = "data.mdb"
 INVALID_FILE = "invalid"
 _INVALID = re.compile(rf"{INVALID_FILE}(\.\d{{1,18}})?")
-_INVALID_MAGIC = b"kvinval1"
+_INVALID_MAGIC = b"kvinval2"
 _INVALID_HEADER = struct.Struct("<8sQ")
-_INVALID_ENTRY = struct.Struct("<16sQ")
+_INVALID_ENTRY = struct.Struct("<16sQQ")
 _UID_BYTES = 16
 _LOCK_FILE = "lock.mdb"
 _LOCK_BYTES = 8192
@@ -228,40 +230,52 @@ class Catalog:
         return Unavailable("the catalog cannot be used", reason=text)
 
 
-def note_invalid(path: Path, uid: bytes, namespace: NamespaceId, generation: int) -> None:
+class Invalid(NamedTuple):
+    """Generations below which catalog entries and slots of a namespace are invalid."""
+
+    entries_below: int = 0
+    slots_below: int = 0
+
+    def merged(self, other: Invalid) -> Invalid:
+        """Return what both say."""
+        return Invalid(max(self.entries_below, other.entries_below), max(self.slots_below, other.slots_below))
+
+
+def note_invalid(path: Path, uid: bytes, namespace: NamespaceId, invalid: Invalid) -> None:
     """Add a namespace to a file of invalid namespaces, synced. A crash leaves the file as it was before or after.
 
     Args:
         path: the file.
         uid: of the volume.
         namespace: the namespace.
-        generation: slots of lower generations are invalid.
+        invalid: its generations.
 
     Raises:
         CorruptBlock: the file is damaged, or of another version (``UnknownVersion``).
         OSError: it could not be written.
     """
-    known = _read_invalid(path, uid) | {namespace: generation}
-    body = uid + b"".join(_INVALID_ENTRY.pack(*entry) for entry in known.items())
+    known = _read_invalid(path, uid)
+    known[namespace] = known.get(namespace, Invalid()).merged(invalid)
+    body = uid + b"".join(_INVALID_ENTRY.pack(name, *noted) for name, noted in known.items())
     write_atomically(path, _INVALID_HEADER.pack(_INVALID_MAGIC, xxhash.xxh3_64_intdigest(body)) + body)
 
 
-def invalid_namespaces(folder: Path, uid: bytes) -> dict[NamespaceId, int]:
-    """The invalid namespaces of a volume, as all its owners have noted them, with the generation below which slots are invalid.
+def invalid_namespaces(folder: Path, uid: bytes) -> dict[NamespaceId, Invalid]:
+    """The invalid namespaces of a volume, as all its owners have noted them.
 
     Raises:
         CorruptBlock: a file is damaged, or of another version (``UnknownVersion``).
         OSError: a file cannot be read.
     """
-    found: dict[NamespaceId, int] = {}
+    found: dict[NamespaceId, Invalid] = {}
     for name in os.listdir(folder):
         if _INVALID.fullmatch(name):
-            for namespace, generation in _read_invalid(folder / name, uid).items():
-                found[namespace] = max(generation, found.get(namespace, 0))
+            for namespace, noted in _read_invalid(folder / name, uid).items():
+                found[namespace] = found.get(namespace, Invalid()).merged(noted)
     return found
 
 
-def _read_invalid(path: Path, uid: bytes) -> dict[NamespaceId, int]:
+def _read_invalid(path: Path, uid: bytes) -> dict[NamespaceId, Invalid]:
     """The namespaces in one file; none if it does not exist, or is that of an earlier volume in the folder."""
     try:
         raw = path.read_bytes()
@@ -283,7 +297,7 @@ def _read_invalid(path: Path, uid: bytes) -> dict[NamespaceId, int]:
         )
     if body[:_UID_BYTES] != uid:
         return {}
-    return {NamespaceId(namespace): generation for namespace, generation in _INVALID_ENTRY.iter_unpack(body[_UID_BYTES:])}
+    return {NamespaceId(namespace): Invalid(*noted) for namespace, *noted in _INVALID_ENTRY.iter_unpack(body[_UID_BYTES:])}
 
 
 def mend_hint(path: Path) -> str:

@@ -34,7 +34,7 @@ from kvstore.core.errors import CorruptBlock, NotFound, Unavailable
 from kvstore.core.types import BlockKey, NodeId, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
-from kvstore.tiers.nvme.catalog import Catalog, invalid_namespaces, map_bytes_for, mend_hint
+from kvstore.tiers.nvme.catalog import Catalog, Invalid, invalid_namespaces, map_bytes_for, mend_hint
 from kvstore.tiers.nvme.ownership import (
     CATALOG_FOLDER,
     SLAB_FILE,
@@ -349,7 +349,9 @@ class _Check:
         self._report.blocks = len(found)
         good: dict[bytes, bytes | None] = {}
         entries: list[tuple[BlockKey, bytes]] = []
-        valid = (header for header in found if header.slot.generation >= invalid.get(header.record.namespace, 0))
+        valid = (
+            header for header in found if header.slot.generation >= invalid.get(header.record.namespace, Invalid()).slots_below
+        )
         for batch in _batches(valid):
             for header, matches in self._read(batch):
                 record = header.record

@@ -7,7 +7,7 @@ A volume is a folder::
     catalog/   LMDB: block key -> slot header
     lock       flock of the process that has the volume open
     rules      last retention rules of the node (``kvstore.node.control.rules_file``); not used by the volume
-    invalid    invalid namespaces, for a rebuild of a lost catalog (``kvstore.tiers.nvme.catalog``)
+    invalid    invalid namespaces (``kvstore.tiers.nvme.catalog``)
     roster     slot manifest for nodes that mount the folder (``kvstore.tiers.nvme.slot_manifest``); derived, a hint
 
 The names of catalog, lock, ``invalid`` and slot manifest end in ``.N`` if their owner's token N is not 0.
@@ -46,7 +46,7 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
-from kvstore.tiers.nvme.catalog import INVALID_FILE, Catalog, note_invalid
+from kvstore.tiers.nvme.catalog import INVALID_FILE, Catalog, Invalid, note_invalid
 from kvstore.tiers.nvme.ownership import (
     SLAB_FILE,
     Claim,
@@ -105,6 +105,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         self._read_only = parts.read_only
         self._superblock = superblock
         self._uid = superblock.uid
+        self._invalid = parts.invalid
         self._verify_headers = verify_headers
         self._counters = counters
         self.slot_pool = SlotPool(
@@ -152,7 +153,8 @@ class NvmeSlab(PooledVolume, DurableVolume):
             Conflict: another process has the volume open, or the folder has another volume.
             VolumeAdopted: another node owns the volume.
             InvalidArgument: the capacity is less than before or too large for the address space, or an argument is invalid.
-            CorruptBlock: superblock, slab or catalog is damaged or lost; the message has the command that repairs it.
+            CorruptBlock: superblock, slab or catalog is damaged or lost, or the file of invalid namespaces is damaged; the
+                message says how to repair it.
             CapacityExceeded: not enough space to create or enlarge the volume.
             Unavailable: the catalog cannot be opened.
             OSError: another error of the file system.
@@ -411,11 +413,16 @@ class NvmeSlab(PooledVolume, DurableVolume):
             header_of = self._open_catalog().header
             self._commit([], [], [key for key, slot in replicas if (found := header_of(key)) and place_in(found) == slot])
 
-    def note_invalid(self, namespace: NamespaceId) -> None:
+    @property
+    def next_generation(self) -> int:
+        return self.slot_pool.next_generation
+
+    def note_invalid(self, namespace: NamespaceId, generation: int | None = None) -> None:
         with self._commit_lock:
             self._open_catalog()  # a volume that was opened read-only does not know its newest generation
             path = self._path / name_at(INVALID_FILE, self._claim.token)
-            note_invalid(path, self._uid, namespace, self.slot_pool.next_generation)
+            now = self.next_generation
+            note_invalid(path, self._uid, namespace, Invalid(now if generation is None else generation, now))
 
     def _open_catalog(self) -> Catalog:
         if self._catalog is None or self._read_only is not None:
@@ -587,6 +594,8 @@ class NvmeSlab(PooledVolume, DurableVolume):
             return None
         record = header.record
         if record.key != key or header.volume_uid != self._uid:
+            return None
+        if header.slot.generation < self._invalid.get(record.namespace, Invalid()).entries_below:
             return None
         if not self.slot_pool.take(header.slot, header.first_chunk, header.chunks):
             return None

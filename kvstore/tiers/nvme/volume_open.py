@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, InvalidArgument, NotFound, Unavailable
-from kvstore.core.types import NodeId, VolumeId
+from kvstore.core.types import NamespaceId, NodeId, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import chunk_bytes_for
-from kvstore.tiers.nvme.catalog import CATALOG_FILE, NO_WRITING, Catalog, map_bytes_for, mend_hint
+from kvstore.tiers.nvme.catalog import CATALOG_FILE, NO_WRITING, Catalog, Invalid, invalid_namespaces, map_bytes_for, mend_hint
 from kvstore.tiers.nvme.ownership import (
     CATALOG_FOLDER,
     LOCK_FILE,
@@ -110,6 +110,8 @@ class OpenParts:
     file: SlabFile
     catalog: Catalog
     superblock: Superblock
+    invalid: dict[NamespaceId, Invalid]
+    """Namespaces whose older blocks are invalid."""
     read_only: str | None
     """Why nothing can be written; None: it can."""
 
@@ -154,11 +156,12 @@ def open_parts(
                 catalog = open_catalog(path, capacity, owned.token, readonly=not writable)
                 undo.callback(catalog.close)
             superblock = _checked(path, file, catalog, current, capacity)
+            invalid = invalid_namespaces(path, superblock.uid)
             if writable:
                 _grow(file, superblock, capacity)
                 superblock = begin_epoch(file, catalog, replace(superblock, capacity_bytes=capacity))
             undo.pop_all()
-            return OpenParts(file, catalog, superblock, None)
+            return OpenParts(file, catalog, superblock, invalid, None)
 
     try:
         return opened(writable=True)
