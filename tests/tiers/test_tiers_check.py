@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -12,7 +13,7 @@ import lmdb
 import pytest
 
 from kvstore.core.checksum import layer_checksums
-from kvstore.core.errors import Conflict, CorruptBlock, NotFound
+from kvstore.core.errors import Conflict, CorruptBlock, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, NodeId, VolumeId
 from kvstore.process.lmdb_meta import parse_meta
 from kvstore.testing.volume_suite import NAMESPACE, Item, assert_reads_back, block_key, block_payload, block_record, items_for
@@ -20,6 +21,7 @@ from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.fsck import check_volume
 from kvstore.tiers.nvme.ownership import claim
 from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.slab_io import SlabFile
 from kvstore.tiers.nvme.slot_header import header_bytes, pack_header
 from kvstore.tiers.nvme.superblock import DATA_START, UnknownVersion
 
@@ -332,6 +334,53 @@ def test_repair_ignores_headers_inside_payloads(folder: Path) -> None:
     again = open_slab(folder)
     assert list(again.recover()) == [(slot, record)]
     again.close()
+
+
+def test_rebuild_reads_around_bad_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that meets it fails, or is short. Only the block on that page is lost, and an adopter leaves all of them."""
+    kept = make_volume(folder)
+    shutil.rmtree(folder / "catalog")
+    before = (folder / "slab.kv").read_bytes()
+    lost, read = kept[7], SlabFile.pread
+
+    def failing(file: SlabFile, position: int, size: int) -> bytes:
+        left = DATA_START + lost[0].offset - position
+        if not 0 <= left < size:
+            return read(file, position, size)
+        if not left:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(file, position, left)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SlabFile, "pread", failing)
+        with pytest.raises(Unavailable, match="cannot be read"):
+            check_volume(folder, repair=True, token=0)
+        assert (folder / "slab.kv").read_bytes() == before
+        assert not (folder / "catalog").exists()
+        report = check_volume(folder, repair=True)
+    assert report.damage == ["unreadable pages of the slab: 1", "the catalog is lost"]
+    assert report.ok
+    assert_serves(folder, [item for item in kept if item is not lost], exactly=False)
+    catalog = Catalog(folder / "catalog", map_bytes=256 << 20)
+    assert catalog.header(lost[1].key) is None
+    catalog.close()
+
+
+def test_rebuild_file_system_away_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_volume(folder)
+    shutil.rmtree(folder / "catalog")
+    read = SlabFile.pread
+
+    def stale(file: SlabFile, position: int, size: int) -> bytes:
+        if position >= DATA_START:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(file, position, size)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SlabFile, "pread", stale)
+        with pytest.raises(OSError, match="Stale"):
+            check_volume(folder, repair=True)
+    assert not (folder / "catalog").exists()
 
 
 def test_repair_restores_superblocks_from_catalog(folder: Path) -> None:

@@ -14,11 +14,12 @@ A repair removes bad blocks from the catalog, which frees their slots, and repai
   a payload that matches all its checksums: a stored payload cannot imitate a block. If two overlap, the newer generation wins.
   The
   rebuilt catalog may have blocks that were evicted and not yet overwritten; they are valid. Blocks that were invalidated stay
-  out (``invalid_namespaces``).
+  out (``invalid_namespaces``). Pages that cannot be read are reported, and their blocks are left out.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -66,6 +67,8 @@ Progress = Callable[[int, int], None]
 _BATCH_BYTES = 32 << 20
 _SCAN_BYTES = 8 << 20
 _LARGEST_HEADER_BYTES = header_bytes(limits.MAX_LAYERS)
+_BAD_SECTOR = (errno.EIO, errno.ENODATA, errno.EILSEQ)
+"""Errors of a device that cannot read a sector; others are those of a file system that cannot be read now."""
 
 
 @dataclass(slots=True)
@@ -120,7 +123,7 @@ def check_volume(
         NotFound: no volume is in the folder.
         Conflict: a process has the volume open.
         VolumeAdopted: another node has claimed the volume.
-        Unavailable: with ``token``, a block cannot be read.
+        Unavailable: with ``token``, a block, or a page of a slab whose catalog is lost, cannot be read.
         CorruptBlock: neither slab nor catalog identifies the volume.
         UnknownVersion: the volume has another format.
         OSError: an error of the file system.
@@ -164,6 +167,8 @@ class _Check:
         self._attended = attended
         self._progress = progress
         self._bad: Counter[str] = Counter()
+        self._unreadable: set[int] = set()
+        """Positions of pages that a scan could not read."""
 
     def run(self) -> CheckReport:
         catalog, catalog_damage = self._open_catalog()
@@ -321,13 +326,8 @@ class _Check:
             slots.append(SlotIO(slot.offset, slot.size, packed, header_bytes(record.shape.layers), record, payload))
             at += slot.size
         self._file.read(slots, verify=True)
-        unreadable = sum(io.outcome is Outcome.UNAVAILABLE for io in slots)
-        if unreadable and self._repair and not self._attended:
-            raise Unavailable(
-                "blocks of this volume cannot be read now, and a repair would remove them; if they are lost,"
-                f" {mend_hint(self._path)}",
-                blocks=unreadable,
-            )
+        if any(io.outcome is Outcome.UNAVAILABLE for io in slots):
+            self._check_attended()
         results: list[tuple[SlotHeader, bool]] = []
         for header, io in zip(headers, slots, strict=True):
             self._report.bytes_read += header.slot.size
@@ -337,6 +337,14 @@ class _Check:
                 self._bad["header or payload differs"] += 1
             results.append((header, io.outcome is Outcome.HIT))
         return results
+
+    def _check_attended(self) -> None:
+        """Raise ``Unavailable`` if nobody has judged that what cannot be read now is lost."""
+        if self._repair and not self._attended:
+            raise Unavailable(
+                "blocks of this volume cannot be read now, and a repair would remove them; if they are lost,"
+                f" {mend_hint(self._path)}"
+            )
 
     def _count(self, good: dict[bytes, bytes | None]) -> None:
         self._report.good = len(good)
@@ -365,15 +373,19 @@ class _Check:
         # both copies of the superblock may be older than the newest slot; a generation must not be used again
         epoch = max([self._superblock_in_force.epoch, *(header.slot.generation >> GENERATION_BITS for header in found)]) + 1
         self._superblock_in_force = replace(self._superblock_in_force, epoch=epoch)
+        if self._unreadable:
+            self._mend(f"unreadable pages of the slab: {len(self._unreadable)}", "their blocks left out", lambda: None)
         self._mend(damage, f"catalog rebuilt from {len(entries)} slot headers", lambda: self._write_catalog(entries))
 
     def _scan(self) -> Iterator[SlotHeader]:
         """All headers in the slab with this volume's uid and their own position."""
         uid = self._superblock_in_force.uid
         capacity = self._superblock_in_force.capacity_bytes
+        present = (os.fstat(self._file.fd).st_size - DATA_START) // ALIGNMENT * ALIGNMENT
+        end = min(capacity, present)  # a check does not extend a truncated slab
         wanted = int.from_bytes(MAGIC, "little")
-        for start in range(0, capacity, _SCAN_BYTES):
-            data = self._file.pread(DATA_START + start, min(_SCAN_BYTES, capacity - start))
+        for start in range(0, end, _SCAN_BYTES):
+            data = self._pages(start, min(_SCAN_BYTES, end - start))
             self._report.bytes_read += len(data)
             self._progress(start + len(data), capacity)
             words = np.frombuffer(data, "<u8", len(data) // 8)[:: ALIGNMENT // 8]
@@ -381,7 +393,7 @@ class _Check:
                 at = page * ALIGNMENT
                 piece = data[at : at + _LARGEST_HEADER_BYTES]
                 if len(piece) < _LARGEST_HEADER_BYTES:  # it may continue in the next piece
-                    piece = self._file.pread(DATA_START + start + at, _LARGEST_HEADER_BYTES)
+                    piece = self._pages(start + at, min(_LARGEST_HEADER_BYTES, end - start - at))
                 try:
                     header = parse_header(piece)
                 except CorruptBlock:
@@ -392,6 +404,30 @@ class _Check:
                     and header.slot.offset + header.slot.size <= capacity
                 ):
                     yield header
+
+    def _pages(self, start: int, size: int) -> bytes:
+        """Read whole pages of the slab. Those that cannot be read are zeros, and noted.
+
+        Raises:
+            Unavailable: no operator attends the repair, and a page cannot be read.
+            OSError: another error than that of a bad sector.
+        """
+        data = self._read_sectors(start, size)
+        if len(data) == size:
+            return data
+        if size > ALIGNMENT:  # an error ends a read of many pages early, or fails all of it
+            return b"".join(self._pages(at, ALIGNMENT) for at in range(start, start + size, ALIGNMENT))
+        self._check_attended()
+        self._unreadable.add(start)
+        return bytes(size)
+
+    def _read_sectors(self, start: int, size: int) -> bytes:
+        try:
+            return self._file.pread(DATA_START + start, size)
+        except OSError as error:
+            if error.errno not in _BAD_SECTOR:
+                raise
+            return b""
 
     def _write_catalog(self, entries: list[tuple[BlockKey, bytes]]) -> None:
         folder = self._path / name_at(CATALOG_FOLDER, self._token)
