@@ -182,6 +182,51 @@ def test_mount_replaced_folder_is_opened_again(tmp_path: Path, namespace: NodeNa
     assert counters.snapshot()["mount_errors_total"] == 2
 
 
+class PausedLock:
+    """A lock whose first user waits before it takes it."""
+
+    def __init__(self) -> None:
+        self.lock, self.first = threading.Lock(), threading.Semaphore(1)
+        self.paused, self.proceed = threading.Event(), threading.Event()
+
+    def __enter__(self) -> bool:
+        if self.first.acquire(blocking=False):
+            self.paused.set()
+            assert self.proceed.wait(LONG_S)
+        return self.lock.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def test_mount_abandoned_before_use_is_opened_again(
+    owner: NvmeSlab, mount: Mount, namespace: NodeNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read fails and closes the volume while another read is about to use it. Its descriptor may be another file's by then."""
+    put(owner, [1], SHAPE)
+    deadline_s = MonotonicClock().now_s() + LONG_S
+    mount.catch_up(deadline_s)
+    begun, fail = threading.Event(), threading.Event()
+
+    def failing(_: MountedSlab) -> None:
+        begun.set()
+        assert fail.wait(LONG_S)
+        raise OSError("the file server is away")
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(2) as readers:
+        patched.setattr(MountedSlab, "catch_up", failing)
+        failed = readers.submit(mount.catch_up, deadline_s)
+        assert begun.wait(LONG_S)
+        lock = PausedLock()
+        patched.setattr(mount, "_lock", lock)
+        found = readers.submit(read, mount, namespace, 1, LONG_S, threading.Event())
+        assert lock.paused.wait(LONG_S)
+        fail.set()
+        failed.result(LONG_S)
+        lock.proceed.set()
+        assert found.result(LONG_S) == block_payload(1, SHAPE)
+
+
 @contextmanager
 def mounting(mount: Mount) -> Iterator[tuple[NodeHarness, Loader]]:
     """A node that reads the mount."""

@@ -214,22 +214,7 @@ class Mount:
 
     @contextmanager
     def _in_use(self) -> Iterator[_Opened]:
-        with self._opening:
-            if self._opened is None:
-                volume = MountedSlab(
-                    self._config.path,
-                    self.volume_id,
-                    io_threads=self._io_threads,
-                    direct=self._config.direct,
-                    counters=self._counters,
-                    gds=self._gds,
-                    gds_required=self._gds is not None,
-                    reads_manifest=self._reads_manifest,
-                )
-                self._opened = _Opened(volume)
-            opened = self._opened
-            with self._lock:
-                opened.users += 1
+        opened = self._enter()
         try:
             yield opened
         finally:
@@ -238,6 +223,28 @@ class Mount:
                 last = opened.abandoned and not opened.users
             if last:
                 opened.volume.close()
+
+    def _enter(self) -> _Opened:
+        """Open the volume unless it is open, and count one more user. The caller leaves it later."""
+        with self._opening:
+            with self._lock:
+                if self._opened is not None:
+                    self._opened.users += 1
+                    return self._opened
+            volume = MountedSlab(
+                self._config.path,
+                self.volume_id,
+                io_threads=self._io_threads,
+                direct=self._config.direct,
+                counters=self._counters,
+                gds=self._gds,
+                gds_required=self._gds is not None,
+                reads_manifest=self._reads_manifest,
+            )
+            opened = _Opened(volume, users=1)
+            with self._lock:
+                self._opened = opened
+            return opened
 
     def _abandon(self, opened: _Opened | None, why: str) -> None:
         self._state = why
