@@ -202,6 +202,34 @@ def test_late_superblocks_of_fenced_node_are_replaced(tmp_path: Path) -> None:
     again.close()
 
 
+def test_failed_sync_of_restored_token_stops_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reports a lost page once, to the first sync after it."""
+    counters = Counters()
+    owner, _ = opened(tmp_path)
+    old = read_superblock(tmp_path)
+    owner.close()
+    assert claim(tmp_path, 1, ADOPTER)
+    adopter, _ = opened(tmp_path, ADOPTER, counters)
+    slots = adopter.allocate(SHAPE, 1)
+    assert slots is not None
+    [(slot, record, payload)] = items_for(slots, [1], SHAPE)
+    assert adopter.write([(slot, record, payload)]) == [None]
+    with (tmp_path / "slab.kv").open("r+b") as file:
+        file.write(2 * pack_superblock(old))
+
+    def lost(_fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", lost)
+        assert adopter.check_files()
+    assert "a sync of its slab failed" in (adopter.read_only or "")
+    assert counters.get("nvme_sync_errors_total") == 1
+    with pytest.raises(Unavailable, match="a sync of its slab failed"):
+        adopter.commit([(slot, record)], [])
+    adopter.close()
+
+
 def test_claim_without_opening_is_continued_by_claimant(tmp_path: Path) -> None:
     owner, _ = opened(tmp_path)
     put(owner, range(4), SHAPE)

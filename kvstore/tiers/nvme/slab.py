@@ -262,6 +262,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         try:
             publish_token(self._path, self._file, self._superblock, self._claim.token)
         except CannotWriteError as error:
+            self._sync_failed(error)  # the kernel reports lost pages of blocks once
             self._counters.add(volumes_metrics.FENCING_CHECKS_FAILED)
             raise Unavailable("the token of this volume cannot be written", volume_id=self.volume_id, reason=error) from error
         except VolumeAdopted:
@@ -487,14 +488,16 @@ class NvmeSlab(PooledVolume, DurableVolume):
         try:
             self._file.sync()
         except OSError as error:
-            self._stores_nothing = "a sync of its slab failed; restart the node to store blocks again"
-            self._counters.add(volumes_metrics.NVME_SYNC_ERRORS)
-            _log.exception(
-                "volume sync failed: %s (error=%s); the volume is read-only until it is opened again",
-                self.volume_id,
-                error.strerror,
-            )
+            self._sync_failed(error)
             raise
+
+    def _sync_failed(self, error: Exception) -> None:
+        self._stores_nothing = "a sync of its slab failed; restart the node to store blocks again"
+        self._counters.add(volumes_metrics.NVME_SYNC_ERRORS)
+        _log.error(
+            "volume sync failed: %s (error=%s); the volume is read-only until it is opened again",
+            self.volume_id, error, exc_info=error,
+        )  # fmt: skip
 
     def recover(self) -> Iterator[tuple[Slot, BlockRecord]]:
         if self._recovered:
