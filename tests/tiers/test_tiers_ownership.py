@@ -230,6 +230,24 @@ def test_failed_sync_of_restored_token_stops_stores(tmp_path: Path, monkeypatch:
     adopter.close()
 
 
+def test_lost_slab_of_claimed_volume_is_not_replaced(tmp_path: Path) -> None:
+    """Its file system may be mounted late: the volume is there again with the slab."""
+    owner, _ = opened(tmp_path)
+    put(owner, range(4), SHAPE)
+    owner.close()
+    adopter, _ = adopt(tmp_path)
+    adopter.close()
+    slab = (tmp_path / "slab.kv").rename(tmp_path / "away")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(CorruptBlock, match="the slab of this volume is lost"):
+        NvmeSlab.open(tmp_path, volume_id=NAME, capacity_bytes=4 << 20, node_id=ADOPTER)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    slab.rename(tmp_path / "slab.kv")
+    again, held = opened(tmp_path, ADOPTER)
+    assert good(again, held) == list(range(4))
+    again.close()
+
+
 def test_claim_without_opening_is_continued_by_claimant(tmp_path: Path) -> None:
     owner, _ = opened(tmp_path)
     put(owner, range(4), SHAPE)

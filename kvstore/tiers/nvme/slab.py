@@ -169,7 +169,7 @@ class NvmeSlab(PooledVolume, DurableVolume):
         lock = VolumeLock(path, claim.token)
         try:
             if not (path / SLAB_FILE).exists():
-                make_volume(path, volume_id, capacity_bytes)
+                make_volume(path, volume_id, capacity_bytes, claim)
             parts = open_parts(path, volume_id, capacity_bytes, IoChoice(io_threads, direct=direct), counters, claim)
         except BaseException:
             lock.close()

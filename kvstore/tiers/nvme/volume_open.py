@@ -329,14 +329,19 @@ def begin_epoch(file: SlabFile, catalog: Catalog, current: Superblock) -> Superb
     return following
 
 
-def make_volume(path: Path, volume_id: VolumeId, capacity_bytes: int) -> None:
+def make_volume(path: Path, volume_id: VolumeId, capacity_bytes: int, owned: Claim) -> None:
     """Create an empty volume. The slab gets its name last, so a crash leaves no half-made volume.
 
     Raises:
-        CorruptBlock: a catalog with blocks exists without its slab.
+        CorruptBlock: a claim, or a catalog with blocks, exists without its slab.
         CapacityExceeded: the file system has not enough space.
         InvalidArgument: the volume is too large for the address space of the process.
     """
+    if owned.token:  # only a volume with a slab is ever claimed
+        raise CorruptBlock(
+            f"the slab of this volume is lost, but its claims are there; put {path / SLAB_FILE} back, or move all files in {path}"
+            " away to create a new volume"
+        )
     superblock = Superblock(secrets.token_bytes(16), volume_id, capacity_bytes, chunk_bytes_for(capacity_bytes), 0)
     catalog_path = path / CATALOG_FOLDER
     catalog_path.mkdir(exist_ok=True, mode=0o700)
