@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import Conflict
+from kvstore.core.errors import Conflict, Unavailable
 from kvstore.core.types import BlockRun, BlockShape, StoreOutcome
 from kvstore.node.durability.volume_checks import ENDED, Check, CheckState, VolumeChecks, held_blocks
 from kvstore.node.eviction.volume_commits import finish_eviction, quarantine, retry_quarantine
@@ -125,6 +127,36 @@ def test_quarantine_not_committed_is_repeated(node: Node, tmp_path: Path, writte
     assert node.after_restart(0, tmp_path).get(block.key) == block.nvme
     assert (block.nvme is not None) == written_again
     assert node.counters.get("quarantined_uncommitted_blocks_total") == 1
+
+
+def test_quarantine_is_repeated_on_read_only_volumes(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed sync, the catalog still takes removals. A catalog that takes none is asked again, which is no failure."""
+    block = node.at(3)
+    bad = block.nvme
+    assert bad is not None
+    node.faults.add(VolumeFault.IO_ERROR, operation=VolumeOperation.COMMIT, times=1)
+    quarantine(node.table, node.volume, block, bad, node.counters)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", fail)
+        node.table.requeue_writeback([block])
+        node.write_back()
+    assert "a sync of its slab failed" in (node.volume.volume.read_only or "")
+    node.volume.resting_until_s = 0.0
+
+    def refuse(*_: object) -> None:
+        raise Unavailable("this volume is read-only")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node.slabs[0], "remove_replicas", refuse)
+        retry_quarantine(node.volume, node.clock.now_s())
+    assert node.volume.uncommitted == [(block.key, bad)]
+    retry_quarantine(node.volume, node.clock.now_s())
+    assert node.volume.uncommitted == []
+    assert block.key not in node.after_restart(0, tmp_path)
 
 
 def test_good_copy_written_during_quarantine_stays(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
 from kvstore.node.state.block_states import DramState, VolumeReplica
 from kvstore.node.state.model import Block, NodeVolume
@@ -115,9 +115,15 @@ def retry_quarantine(node_volume: NodeVolume, now_s: float) -> None:
     A good copy under the same key may have been committed meanwhile. It is in another slot, so it stays.
 
     Raises:
-        OSError, KVStoreError: the catalog could not be changed this time either.
+        OSError, KVStoreError: the catalog could not be changed this time either, and the volume is not read-only.
     """
-    if node_volume.uncommitted and node_volume.takes_changes(now_s):
-        replicas = node_volume.uncommitted[:RETRIED]
+    if not node_volume.uncommitted or node_volume.resting_until_s > now_s or not node_volume.guard.takes_changes:
+        return
+    replicas = node_volume.uncommitted[:RETRIED]
+    try:
         node_volume.guard.change(lambda: node_volume.volume.remove_replicas(replicas), ignore)
-        del node_volume.uncommitted[: len(replicas)]
+    except Unavailable:
+        if node_volume.volume.read_only is None:
+            raise
+        return  # some read-only volumes accept removals
+    del node_volume.uncommitted[: len(replicas)]
