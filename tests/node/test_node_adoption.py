@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvproto.v1 import common_pb2, metadata_pb2, node_pb2
 from kvstore.core.errors import Conflict, CorruptBlock, Unavailable
-from kvstore.core.types import BlockKey, NamespaceId, NodeId, StoreOutcome, VolumeId
+from kvstore.core.types import BlockKey, NamespaceId, NodeId, StoreOutcome, Tier, VolumeId
 from kvstore.node.base.volume_guard import VolumeGuard
 from kvstore.node.control.migrator import BlockMigrator, MigrationRound
 from kvstore.node.control.pull_client import PullClient
@@ -24,7 +24,7 @@ from kvstore.node.durability import adoption
 from kvstore.node.durability.adoption import GAP_S, AdoptionParts, OwnerPresence, OwnerTimer, VolumeAdopter, findings
 from kvstore.node.durability.recovery import VolumeFolder
 from kvstore.node.durability.volume_watch import VolumeWatch
-from kvstore.node.eviction.operator_requests import invalidate
+from kvstore.node.eviction.operator_requests import evict_tier, invalidate
 from kvstore.node.eviction.volume_commits import by_volume
 from kvstore.node.loads.locate import pin_stored
 from kvstore.node.state.block_states import DramState
@@ -419,6 +419,23 @@ def test_invalidated_unused_block_stays_away(bed: Bed) -> None:
         assert slab.usage().blocks == 0, "their slots are free"
 
 
+def test_located_volumes_are_those_of_the_session(bed: Bed) -> None:
+    """A volume that was adopted since its opening has no number in its list, and one that was dropped keeps its own."""
+    node = bed.node
+    own, theirs = node.store_durably("own", 4), node.keys("theirs", 4)
+    evict_tier(node.table, Tier.DRAM)
+    bed.make_theirs(theirs)
+    bed.look_until_absent(bed.adopter())
+
+    def numbers(*volume_ids: VolumeId) -> dict[int, int]:
+        found = pin_stored(node.table, node.namespace, [*own, *theirs], volume_ids)
+        node.table.unpin([block for _, block, _, _ in found])
+        return {position: number for position, _, number, _ in found}
+
+    assert numbers(volume_id(0)) == dict.fromkeys(range(4), 0)
+    assert numbers(VolumeId("gone/nvme0"), THEIRS, volume_id(0)) == dict.fromkeys(range(4), 2) | dict.fromkeys(range(4, 8), 1)
+
+
 class Destination:
     """An empty active node that takes every block that a drain moves: in place of ``PullClient``."""
 
@@ -496,7 +513,9 @@ def test_block_being_loaded_is_adopted_after_the_load(tmp_path: Path) -> None:
     thread.start()
     wait_until(lambda: len(bed.node.table.snapshot()) == 2, "the others are there")
     assert not adopter.adopted
-    assert pin_stored(bed.node.table, bed.node.namespace, keys) == [], "its volume has no number yet"
+    located = pin_stored(bed.node.table, bed.node.namespace, keys, [THEIRS])  # of a session that had the volume before
+    assert [position for position, *_ in located] == [2, 3]
+    bed.node.table.unpin([block for _, block, *_ in located])
     [(volume, on_it)] = by_volume(bed.node.table.snapshot())
     assert (volume.volume_id, len(on_it)) == (THEIRS, 2)
     bed.node.table.unclaim([keys[at] for at in claimed.claimed_absent], [])

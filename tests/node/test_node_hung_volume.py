@@ -249,7 +249,7 @@ def test_locate_volume_hung_finds_no_block_on_it(node: Node) -> None:
     hung = node.store_on(node.hung, "hung")
     node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     assert node.load(hung) == GONE
-    assert pin_stored(node.table, node.namespace, hung) == []
+    assert pin_stored(node.table, node.namespace, hung, [node.hung.volume_id]) == []
 
 
 def test_volume_hangs_repeatedly_under_load_nothing_leaks(node: Node) -> None:

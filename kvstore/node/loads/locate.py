@@ -4,6 +4,9 @@ Only blocks on NVMe that are not in the arena are located: a copy from the arena
 the volume's eviction policy. A located block is pinned until its lease ends, so that its slot is not reused under the reader. A
 reader that outlives its lease detects a reused slot by the slot's header and checksums, as a node that mounts the volume does
 (``kvstore.tiers.nvme.mounted``).
+
+A volume is named by its position in the list that the session got when it was opened. Blocks of volumes that the node has
+adopted since are not located.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvproto.v1 import node_pb2
-from kvstore.core.types import BlockKey
+from kvstore.core.types import BlockKey, VolumeId
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
@@ -20,11 +23,14 @@ from kvstore.rpc.codec import pack_u64
 from kvstore.tiers.contract import Slot
 
 Located = tuple[int, Block, int, Slot]
-"""Position among the keys, the block (pinned), position of its volume among the table's, its slot there."""
+"""Position among the keys, the block (pinned), position of its volume among the session's, its slot there."""
 
 
-def pin_stored(table: BlockTable, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Located]:
-    """Pin blocks that are on NVMe and not in DRAM, and mark them used there."""
+def pin_stored(
+    table: BlockTable, namespace: NodeNamespace, keys: Sequence[BlockKey], volume_ids: Sequence[VolumeId]
+) -> list[Located]:
+    """Pin blocks that are on these volumes and not in DRAM, and mark them used there."""
+    numbers = {volume_id: number for number, volume_id in enumerate(volume_ids)}
     found: list[Located] = []
     used: list[BlockKey] = []
     residency = table.residency
@@ -41,9 +47,9 @@ def pin_stored(table: BlockTable, namespace: NodeNamespace, keys: Sequence[Block
                 continue  # a block that is being loaded will soon be in DRAM
             if block.nvme is None or block.nvme_volume is None or block.nvme_volume.guard.stalled:
                 continue
-            if block.nvme_volume not in table.node_volumes:
-                continue  # a volume that is being adopted
-            volume_number = table.node_volumes.index(block.nvme_volume)
+            volume_number = numbers.get(block.nvme_volume.volume_id)
+            if volume_number is None:
+                continue
             block.pins += 1
             used.append(key)
             found.append((position, block, volume_number, block.nvme))

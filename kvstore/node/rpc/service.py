@@ -25,7 +25,7 @@ from kvstore.core.limits import (
     MAX_SOURCES_PER_BLOCK,
     MAX_TRANSFER_ID_BYTES,
 )
-from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, SessionId, Tier
+from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, SessionId, Tier, VolumeId
 from kvstore.node.eviction.operator_requests import evict_tier
 from kvstore.node.loads.locate import located_runs, pin_stored
 from kvstore.node.loads.peers import PeerAddress
@@ -162,6 +162,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         namespace = self._parts.namespaces.of_spec(spec)
         over_tcp = not context.peer().startswith("unix:")
         session = self._sessions.open(namespace, request.client_name, remote=request.remote, over_tcp=over_tcp)
+        stored_volumes = self._stored_volumes() if _may_read_volumes(session) else []
+        session.volume_ids = [VolumeId(volume.volume_id) for volume in stored_volumes]
         return node_pb2.OpenSessionResponse(
             session_id=session.session_id,
             arena_socket=self._parts.arena_socket,
@@ -170,7 +172,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             node=self._info,
             prefaulted=self._parts.config.prefault,
             arena_exposed=self._parts.nixl.exposes,
-            stored_volumes=self._stored_volumes() if _may_read_volumes(session) else (),
+            stored_volumes=stored_volumes,
         )
 
     # ---------------------------------------------------------------- store
@@ -299,7 +301,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         session = self._session(request.session_id)
         if not _may_read_volumes(session):
             raise InvalidArgument("only an engine of this host with a session over the unix socket may read its volumes")
-        found = pin_stored(self._table, session.namespace, keys_from_packed(request.keys))
+        found = pin_stored(self._table, session.namespace, keys_from_packed(request.keys), session.volume_ids)
         lease_id = self._sessions.lease(session, [block for _, block, _, _ in found]) if found else 0
         self._counters.add(node_metrics.LOCATED_BLOCKS, len(found))
         return node_pb2.LocateResponse(runs=located_runs(found), lease_id=lease_id)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, LeaseLost, PermissionDenied
 from kvstore.core.limits import MAX_SESSIONS, MAX_SESSIONS_OVER_TCP
-from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
+from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome, VolumeId
 from kvstore.node.base.cancellation import wait
 from kvstore.node.control.admission_gate import AdmissionGate
 from kvstore.node.state.grants import SlotGrant
@@ -77,6 +77,8 @@ class Session:
         self.remote = remote
         self.over_tcp = over_tcp
         self.connected = False
+        self.volume_ids: Sequence[VolumeId] = ()
+        """Volumes that its engine reads directly: the list that it got when the session was opened."""
         self.leave_tenant: Callable[[], None] | None = None
         """Ends its use of the tenant's limit of sessions over TCP."""
         self.opened_s = self.used_s = now_s
