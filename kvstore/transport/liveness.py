@@ -35,9 +35,12 @@ from typing import Self
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Unavailable
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import transport as transport_metrics
+from kvstore.process.threads.submission import start_thread
 
 log = logging.getLogger(__name__)
+limited = LimitedLog(log)
 
 GRACE_S = 0.2
 """A wait older than this makes its server suspect."""
@@ -372,16 +375,19 @@ class LivenessMonitor:
             self._on_close()
 
     def _wake(self, server: WatchedServer) -> None:
-        """Begin to check the waits for a server."""
-        if server in self._awake:  # the common case needs no lock, because _pause checks for waits after it removed a server
+        """Begin to check the waits for a server. If no thread can be started, the next wait for any server tries again."""
+        # the common case needs no lock, because _pause checks for waits after it removed a server
+        if server in self._awake and self._thread is not None:
             return
         with self._changed:
             if self._closed:
                 return
             self._awake.add(server)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvstore-liveness", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, "kvstore-liveness")
+            if self._thread is None:
+                self._counters.add(transport_metrics.PEER_WAITS_UNCHECKED)
+                limited.warning("server not checked while a call waits: %s (reason=no more threads)", server.address)
             self._changed.notify()
 
     def _drop_one(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,6 +129,21 @@ def test_release_refused_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> N
     wait_until(lambda: calls[-1] == "Release", "the lease was released")
     releaser.close()
     assert calls == ["Abort", "Release"]
+
+
+def test_release_without_thread_is_sent_by_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    leases, incidents = list[int](), LimitedLog(logging.getLogger(__name__))
+    releaser = releaser_of(monkeypatch, lambda _, request, __: leases.extend(request.lease_ids), incidents)
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        releaser.release([1], urgent=True)
+    assert incidents.counters.get(client_metrics.RETURNS_FAILED) == 1
+    releaser.release([2])
+    wait_until(lambda: leases == [1, 2], "both leases were released")
+    releaser.close()
 
 
 def releaser_of(monkeypatch: pytest.MonkeyPatch, call: Any, incidents: LimitedLog) -> LeaseReleaser:

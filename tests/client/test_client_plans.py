@@ -278,6 +278,22 @@ def test_plan_reports_continue_after_failure() -> None:
     reporter.close()
 
 
+def test_plan_report_without_thread_is_sent_by_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server, incidents = Server(), LimitedLog(logging.getLogger("kvclient"))
+    reporter = PlanProgressReporter(server, incidents)
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        reporter.tell({1: [(0, 3)]}, finished=True)
+    assert incidents.counters.get("client_reports_failed_total") == 1
+    reporter.tell({2: [(0, 1)]}, finished=False)
+    server.wait(1)
+    assert told(server.seen[0]) == {1: ({0: 3}, True), 2: ({0: 1}, False)}
+    reporter.close()
+
+
 def test_plan_forgotten_is_told_until_it_ends() -> None:
     server = Server()
     reporter = PlanProgressReporter(server, LimitedLog(logging.getLogger("kvclient")))

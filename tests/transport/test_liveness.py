@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.errors import Unavailable
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.transport import liveness
 from kvstore.transport.liveness import (
     GRACE_S,
@@ -217,6 +218,38 @@ def test_monitor_without_waits_pauses_and_resumes(
     with pytest.raises(Unavailable):
         wait_until_cancelled(server)
     assert IDLE_S > 0
+
+
+def test_monitor_without_thread_checks_from_next_wait(probes: Probes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    counters = Counters()
+    monitor = LivenessMonitor(probes, counters)
+    probes.silent.update(("a", "b"))
+    first, cancelled = monitor.server("a"), threading.Event()
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        earlier = first.waiting(cancelled.set).__enter__()
+    assert counters.get(transport_metrics.PEER_WAITS_UNCHECKED) == 1
+    with pytest.raises(Unavailable):
+        wait_until_cancelled(monitor.server("b"))
+    assert cancelled.wait(WAIT_S), "the earlier wait is checked too"
+    first.end_wait(earlier)
+    monitor.close()
+
+
+def test_monitor_without_thread_closes(probes: Probes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    closed = threading.Event()
+    monitor = LivenessMonitor(probes, Counters(), closed.set)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with monitor.server("a").waiting(lambda: None):
+        pass
+    monitor.close()
+    assert closed.is_set()
 
 
 def test_wait_own_error_passes_unchanged(monitor: LivenessMonitor) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -35,7 +36,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import device as device_metrics
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
-from kvstore.process.threads.submission import submit
+from kvstore.process.threads.submission import start_thread, submit
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.kvikio_library import Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe import choose_gds, glance_at_gds
@@ -156,14 +157,11 @@ class GdsReader:
                 if volume not in self._disks:
                     raise Unsupported(f"{self._target.setting} = required, but too many volumes are known", most=MOST_VOLUMES)
                 self._probe(volume)
-        elif new:
-            try:
-                threading.Thread(target=self._probe_all, args=(new,), name="gds-probe", daemon=True).start()
-            except RuntimeError as error:  # no more threads: the next load tries again
-                with self._lock:
-                    for volume in new:
-                        del self._disks[volume]
-                _limited.warning("no thread for the probe: %s (error=%s); the node reads", self._target.name, error)
+        elif new and start_thread(partial(self._probe_all, new), "gds-probe") is None:
+            _limited.warning("volumes not probed yet: %s (reason=no more threads); the node reads them", self._target.name)
+            with self._lock:
+                for volume in new:  # the next call probes them
+                    del self._disks[volume]
 
     def ready(self, volumes: Sequence[StoredVolume]) -> bool:
         """Whether all of these volumes are read directly and healthy."""

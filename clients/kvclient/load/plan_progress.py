@@ -9,6 +9,7 @@ from types import MappingProxyType
 from kvproto.v1 import metadata_pb2
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
+from kvstore.process.threads.submission import start_thread
 
 MAX_PLANS = 4_096
 """Plans with unsent progress. More of them are not reported, and the planner forgets them in time."""
@@ -63,8 +64,9 @@ class PlanProgressReporter:
             if finished:
                 self._finished.update(moved)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvclient-report", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, "kvclient-report")
+                if self._thread is None:  # the next call tries again
+                    self._incidents.report(client_metrics.REPORTS_FAILED, "progress of loads not reported yet: no more threads")
             self._changed.notify()
 
     def take_forgotten(self, plan_ids: Iterable[int]) -> set[int]:

@@ -22,6 +22,7 @@ from kvstore.core.checksum import ChecksumArray, block_checksums, piece_checksum
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, KVStoreError, PermissionDenied, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockShape, SessionId
 from kvstore.native import CopyBatch, address_of, bounds_of, run
+from kvstore.process.threads.submission import start_thread
 from kvstore.transport.contract import Checksums
 from kvstore.transport.shm import MAGIC, REPLY
 
@@ -186,9 +187,7 @@ class ClientArena:
         self._guard = pinner.mapped(mapping.view, mapping.descriptor) if pinner is not None else None
         self._closing = threading.Event()
         map_ahead = map_ahead and mapping.first_here
-        self._ahead = threading.Thread(target=self._map_ahead, name="kvclient-map-ahead", daemon=True) if map_ahead else None
-        if self._ahead is not None:
-            self._ahead.start()
+        self._ahead = start_thread(self._map_ahead, "kvclient-map-ahead") if map_ahead else None
 
     @classmethod
     def open(

@@ -13,6 +13,7 @@ from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import client as client_metrics
+from kvstore.process.threads.submission import start_thread
 from kvstore.rpc.client import call
 
 log = logging.getLogger(__name__)
@@ -128,8 +129,10 @@ class LeaseReleaser:
         before_s = self._batcher.left_s(now_s)
         self._batcher.added(now_s, nbytes, urgent=urgent)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvclient-release", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, "kvclient-release")
+            if self._thread is None:  # the next call tries again
+                self._counters.add(client_metrics.RETURNS_FAILED)
+                limited.warning("leases and slots not returned yet (reason=no more threads)")
         elif self._batcher.left_s(now_s) < before_s:  # otherwise the thread wakes up in time
             self._changed.notify()
 

@@ -172,7 +172,7 @@ REPORTS_DROPPED: Final = group.counter(
     "client_reports_dropped_total", "reports of planned loads dropped because too many were queued"
 )
 REPORTS_FAILED: Final = group.counter(
-    "client_reports_failed_total", "reports of planned loads that the metadata server did not accept"
+    "client_reports_failed_total", "reports of planned loads that were not sent, or that the metadata server did not accept"
 )
 RETURNS_DROPPED: Final = group.counter(
     "client_returns_dropped_total", "leases not released because too many releases were queued; they expire"

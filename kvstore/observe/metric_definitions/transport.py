@@ -86,6 +86,9 @@ PEER_WAITS_CUT: Final = group.counter("transport_peer_waits_cut_total", "calls c
 PEER_WAITS_REFUSED: Final = group.counter(
     "transport_peer_waits_refused_total", "calls refused because their server does not answer"
 )
+PEER_WAITS_UNCHECKED: Final = group.counter(
+    "transport_peer_waits_unchecked_total", "calls whose server was not probed because a thread could not be started"
+)
 PEER_WRITES_LOST: Final = group.counter("transport_peer_writes_lost_total", "blocks written to peers without a confirmation")
 PERMISSION_DENIED: Final = group.counter(
     "transport_permission_denied_total", "requests for a namespace that the ticket does not allow"

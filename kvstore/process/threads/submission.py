@@ -1,4 +1,4 @@
-"""Threads that start on first use, and work for a thread pool that either runs before its future is done, or never.
+"""Threads that may not start, and work for a thread pool that either runs before its future is done, or never.
 
 ``ThreadPoolExecutor.submit`` queues the work before it starts a thread. If the thread cannot be started, ``submit`` raises and
 the work stays in the queue. Another thread of the pool may run it later, when the caller has released its memory.
@@ -14,6 +14,20 @@ from typing import TypeVar
 from kvstore.core.errors import Unavailable
 
 T = TypeVar("T")
+
+
+def start_thread(target: Callable[[], object], name: str) -> threading.Thread | None:
+    """Start a daemon thread.
+
+    Returns:
+        The started thread. None: the process may start no further thread; a later call may succeed.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 def submit(pool: Executor, work: Callable[..., T], *arguments: object) -> Future[T]:
