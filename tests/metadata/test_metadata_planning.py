@@ -489,6 +489,40 @@ def test_plan_reads_nodes_after_a_change_only() -> None:
     assert {part.node_id for part in service.plan(asked()).parts} == {"p"}
 
 
+def test_clear_forgets_queues_of_silent_nodes() -> None:
+    nodes, clock = TwoNodes(), ManualClock()
+    service = PlannerService(nodes, "split", Counters(), clock)  # type: ignore[arg-type]
+    assert {part.node_id for part in service.plan(asked()).parts} == {"p", "d"}
+    nodes.dead.add("d")
+    nodes.updates += 1
+    service.expire()
+    service.clear()
+    nodes.dead.clear()
+    nodes.updates += 1
+    service.expire()
+    assert [queued(service, node, clock) for node in ("p", "d")] == [0, 0]
+
+
+def test_queue_of_removed_node_is_forgotten() -> None:
+    nodes, clock = TwoNodes(), ManualClock()
+    service = PlannerService(nodes, "split", Counters(), clock)  # type: ignore[arg-type]
+    service.plan(asked())
+    nodes.dead.add("d")
+    nodes.updates += 1
+    service.expire()
+    assert queued(service, "d", clock) > 0, "the plan still reads there"
+    del nodes.last_view.nodes["d"]
+    nodes.updates += 1
+    service.expire()
+    assert service.planner.queues.nodes() == ["p"]
+
+
+def queued(service: PlannerService, node: str, clock: ManualClock) -> int:
+    state = service.planner.queues.state(node, clock.now_s())
+    assert state is not None
+    return state.pending_bytes
+
+
 async def test_plan_tenant_leaves_space_for_others(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     p = (await hosts(running))["p"]
     monkeypatch.setattr(limits, "MAX_PARTS_UNDER_WAY", 40)

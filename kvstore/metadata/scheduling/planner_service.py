@@ -264,7 +264,7 @@ class PlannerService:
         Reports on forgotten plans are answered as those on plans that have ended.
         """
         queues = self.planner.queues
-        for node_id in self._known:
+        for node_id in queues.nodes():  # silent and draining nodes too: no plan is left that would credit their queues
             queues.forget(node_id)
         self._known.clear()
         self._updates = -1
@@ -307,9 +307,9 @@ class PlannerService:
                 rates = link_rates(record, measured)
                 self._known[node_id] = _PlannerNode(record.boot_id, measured, rates)
                 self.planner.add_node(node_id, rates.storage, rates.compute)
-        for node_id in self._known.keys() - records.keys():
-            del self._known[node_id]
-            self.planner.remove_node(node_id)
+        for gone in set(self.planner.queues.nodes()).difference(records):
+            self._known.pop(NodeId(gone), None)
+            self.planner.queues.forget(gone)
 
     def sources(self, node_id: str, now_s: float) -> tuple[BandwidthSource, BandwidthSource]:
         """Sources of the bandwidths that plans assume for a node's storage and compute link."""
