@@ -137,6 +137,19 @@ def test_hints_of_two_tenants_never_fill_the_node(node: DramNode) -> None:
     node.flood(1_000)
 
 
+def test_smaller_limit_of_all_spares_the_smaller_tenant(node: DramNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    for namespace, chains in ((0, ARENA // 32), (1, ARENA // 16)):
+        for chain in range(chains):
+            node.store(chain, 0, 8, namespace)
+            node.keep(f"s{chain}", node.keys(chain, 8, namespace), namespace)
+    before = node.hints.protected_bytes()
+    monkeypatch.setattr("kvstore.node.hints.session_hints.PROTECTED_PART", 0.6)
+    node.hints.sweep()
+    after = node.hints.protected_bytes()
+    assert after["acme"] == before["acme"]
+    assert 0.5 * ARENA_BYTES < sum(after.values()) <= 0.6 * ARENA_BYTES < sum(before.values())
+
+
 def test_block_protected_before_it_is_stored(node: DramNode) -> None:
     assert node.keep("early", node.keys(0, 16)) == 16
     node.store(0, 0, 16)

@@ -84,6 +84,19 @@ def test_too_many_sessions_are_rejected_unchanged() -> None:
     ledger.keep("b", Namespace(), SessionHint("s", keys(1), 60.0), SIZE, PLENTY, 0.0)
 
 
+def test_smaller_limits_take_from_each_tenant_its_excess() -> None:
+    ledger = HintLedger()
+    for tenant, sessions in (("a", 9), ("b", 9), ("c", 2)):
+        namespace = Namespace()
+        for number in range(sessions):
+            ledger.keep(tenant, namespace, SessionHint(f"s{number}", keys(number), 60.0), SIZE, PLENTY, 0.0)
+    while ledger.trim_one({"a": 5 * SIZE, "b": 7 * SIZE, "c": 7 * SIZE}, 11 * SIZE) is not None:
+        pass
+    held = ledger.bytes_by_tenant
+    assert sum(held.values()) == 11 * SIZE
+    assert sorted(held.values()) == [2 * SIZE, 4 * SIZE, 5 * SIZE]
+
+
 def test_later_part_needs_the_part_before() -> None:
     ledger, namespace = HintLedger(), Namespace()
     for part, own in enumerate((keys(1, 2), keys(3, 4), keys(5, 6))):
@@ -251,12 +264,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now_s += seconds
         self.expire(self.now_s)
 
-    @rule(tenant=st.integers(0, 1), blocks=st.integers(0, 6))
-    def trim(self, tenant: int, blocks: int) -> None:
-        limits = Limits(blocks * SIZE, 9 * SIZE)
-        while (released := self.ledger.trim_one(str(tenant), limits)) is not None:
+    @rule(tenant=st.integers(0, 1), blocks=st.integers(0, 6), all_blocks=st.integers(0, 9))
+    def trim(self, tenant: int, blocks: int, all_blocks: int) -> None:
+        while (released := self.ledger.trim_one({str(tenant): blocks * SIZE}, all_blocks * SIZE)) is not None:
             self.take(released)  # type: ignore[arg-type]
         assert self.ledger.bytes_by_tenant.get(str(tenant), 0) <= blocks * SIZE
+        assert sum(self.ledger.bytes_by_tenant.values()) <= all_blocks * SIZE
 
     @rule()
     def end_all(self) -> None:

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -242,10 +242,22 @@ class HintLedger:
             self._release(session, released)
         return _still_unprotected(released)
 
-    def trim_one(self, tenant: str, limits: Limits) -> Released | None:
-        """Release one session or part of a tenant that exceeds its limit; None: it does not."""
-        if not self._bytes[tenant] or self._room(tenant, limits) >= 0:
-            return None
+    def trim_one(self, of_tenant: Mapping[str, int], of_all: int) -> Released | None:
+        """Release one session or part, if a limit is exceeded. Tenants are brought to their own limits before the limit of all.
+
+        Args:
+            of_tenant: bytes that each tenant may protect; a tenant without an entry has no limit of its own.
+            of_all: bytes that all tenants may protect together. Beyond it, the tenant with the most protected bytes loses some.
+
+        Returns:
+            The keys that are protected no longer. None: no limit is exceeded.
+        """
+        held = self.bytes_by_tenant
+        tenant = next((one for one, size in held.items() if size > of_tenant.get(one, size)), None)
+        if tenant is None:
+            if sum(held.values()) <= of_all:
+                return None
+            tenant = max(held, key=held.__getitem__)
         worst = max((one for one in self._sessions.values() if one.tenant == tenant), key=lambda one: one.rank)
         self.displaced += not worst.part
         return self.release(worst)

@@ -204,22 +204,26 @@ class SessionHints:
             with self._change():
                 self._restore(self._ledger.release(session))
         self._counters.add(node_metrics.HINTS_EXPIRED, sum(not session.part for session in over))
-        for account in accounts:
-            self._trim(account, holders)
+        self._trim(accounts, holders)
         with self._residency.lock:
             due = self._ledger.due(now_s, AHEAD_S) if self._last_tier is Tier.NVME else []
         for session in due:
             assert isinstance(session.namespace, NodeNamespace)
             self._read_ahead(session.namespace, self.protected_keys(session.namespace, session.name), session.tenant)
 
-    def _trim(self, account: TenantAccount, holders: Sequence[TenantAccount]) -> None:
-        """Bring a tenant down to its limit, after the limit became smaller."""
-        with self._residency.lock:
-            limits = self._limits(account.namespaces[0], holders)
-        more = True
+    def _trim(self, accounts: Sequence[TenantAccount], holders: Sequence[TenantAccount]) -> None:
+        """Bring tenants down to their limits, and all together to the limit of all, after a limit became smaller."""
+        protected = self.protected_bytes()
+        of_tenant: dict[str, int] = {}
+        of_all = 0
+        for account in accounts:
+            if account.tenant in protected:
+                with self._residency.lock:
+                    of_tenant[account.tenant], of_all = self._limits(account.namespaces[0], holders)
+        more = bool(of_tenant)
         while more:
             with self._change():
-                released = self._ledger.trim_one(account.tenant, limits)
+                released = self._ledger.trim_one(of_tenant, of_all)
                 more = released is not None
                 self._restore(released or {})
 
