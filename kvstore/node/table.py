@@ -244,6 +244,11 @@ class BlockTable:
                     claim.claimed_absent.append(position)
         return claim
 
+    def is_loading(self, key: BlockKey) -> bool:
+        """Whether a load has claimed a key and brings it. A store does not count."""
+        with self._lock:
+            return key in self._loading
+
     def await_resident(self, namespace: NodeNamespace, key: BlockKey, deadline_s: float) -> Block | None:
         """Wait while another load or store brings a key; then pin it. None: it did not arrive."""
         with self._lock:

@@ -18,6 +18,7 @@ from kvstore.node.loads.runs import LoadedRun
 from kvstore.node.loads.timings import LoadTimings, waiting_for
 from kvstore.observe.counters import Counters
 from kvstore.observe.slow_loads import LoadRecord, RecentLoads
+from kvstore.transport.contract import ReadControl
 
 HOME = NodeId("n")
 SLOW_S = 9.0
@@ -47,7 +48,20 @@ class Load:
         context = copy_context()
         context.run(self.timer.peers.record_in_context)
         with ExitStack() as stack:
-            yield context.run(stack.enter_context, waiting_for(NodeId(node)))
+            yield context.run(stack.enter_context, waiting_for(NodeId(node), ReadControl()))
+
+
+def test_received_bytes_are_those_of_the_load() -> None:
+    load, first, second = Load(), ReadControl(), ReadControl()
+    waits = load.timer.peers
+    with waits.record(NodeId("host-2"), first) as answered:
+        first.add_bytes(5)
+        with suppress(Unavailable), waits.record(NodeId("host-3"), second):
+            second.add_bytes(3)
+            assert waits.received_bytes == 8
+            raise Unavailable("connection refused")
+        answered([Outcome.HIT])
+    assert waits.received_bytes == 8
 
 
 def test_reason_time_before_a_part_belongs_to_its_tier() -> None:

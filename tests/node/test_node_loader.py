@@ -22,6 +22,8 @@ from kvstore.node.loads.loader import Loader
 from kvstore.node.loads.mounts import Mount, Mounts
 from kvstore.node.loads.peers import PeerAddress
 from kvstore.node.loads.runs import LoadedRun, SourceRange
+from kvstore.node.loads.timings import PeerWaits
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from support.callers import CancellableCall
 from support.node_harness import MIB, NODE_ID, NodeHarness
 from support.ports import free_ports
@@ -107,6 +109,27 @@ def test_load_of_block_given_up_by_its_writer_fetches_it(node: SlowNode, waiters
     runs = call.answer.result(WAIT_S)
     assert isinstance(runs, list)
     assert node.outcomes(iter(runs), 8) == [Outcome.HIT] * 8
+
+
+def test_load_counts_bytes_while_another_brings_its_block(node: SlowNode) -> None:
+    """Those of a store's block do not count: the store may never complete."""
+    keys, waits = node.chain[:8], PeerWaits(node.clock)
+
+    def load() -> list[LoadedRun]:
+        waits.record_in_context()
+        return list(node.loader.load(node.request(keys, WAIT_S)))
+
+    def received() -> bool:
+        node.counters.add(transport_metrics.PEER_BYTES_RECEIVED)
+        return waits.received_bytes > 0
+
+    claim = node.table.claim(node.namespace, keys)
+    call = CancellableCall(load).waiting()
+    wait_until(received)
+    node.table.unclaim(keys, claim.durable.values())
+    node.outcomes(iter(call.answer.result(WAIT_S)), 8)  # type: ignore[arg-type]
+    (stored,) = node.prepare("store", 0, 1).slots
+    assert not node.table.is_loading(stored)
 
 
 def test_run_extend_joins_runs_of_one_source_only(node: SlowNode) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -12,13 +13,21 @@ import pytest
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, LeaseLost, PermissionDenied
 from kvstore.core.limits import MAX_SESSIONS, TENANT_SHARE
-from kvstore.core.types import BlockKey, BlockRun, OperationId, Outcome, SessionId, StoreOutcome
+from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId, StoreOutcome
+from kvstore.node.base.slow_sources import SlowSources
+from kvstore.node.loads.runs import Runs
+from kvstore.node.loads.timings import LoadTimings, waiting_for
+from kvstore.node.rpc import load_stream
 from kvstore.node.rpc.load_stream import LoadStreams
 from kvstore.node.rpc.sessions import MAX_STORES_PER_SESSION, REMOTE_IDLE_TTL_S, UNCONNECTED_TTL_S, Session, Sessions
+from kvstore.node.rpc.wait_threads import WaitThreads
 from kvstore.node.state.model import Block
+from kvstore.observe.metric_definitions import transport as transport_metrics
+from kvstore.observe.slow_loads import RecentLoads
 from kvstore.rpc.auth.interceptor import set_caller
 from kvstore.rpc.auth.tokens import AccessRole, Principal
-from support.node_harness import SHAPE, NodeHarness
+from kvstore.transport.contract import ReadControl
+from support.node_harness import NODE_ID, SHAPE, NodeHarness
 from support.wait import wait_until
 
 
@@ -185,6 +194,32 @@ def test_lease_beyond_limit_is_rejected_without_ending(node: Node, monkeypatch: 
     assert node.sessions.get(session.session_id) is session
 
 
+async def test_load_stream_shows_bytes_of_its_load_only(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of a load that waits do not count what other loads receive, so its client can see that it stalls."""
+    monkeypatch.setattr(load_stream, "PROGRESS_INTERVAL_S", 0.001)
+    control, proceed = ReadControl(), threading.Event()
+    sources = SlowSources(NODE_ID, node.clock)
+    timer = LoadTimings(NODE_ID, 1.0, node.counters, RecentLoads(), sources, node.clock).begin(1, SHAPE.block_bytes)
+
+    def runs() -> Runs:
+        with waiting_for(NodeId("far"), control):
+            assert proceed.wait(10.0)
+        yield from ()
+
+    threads = WaitThreads(1, "loads", node.counters)
+    seen: list[int] = []
+    streams = LoadStreams(node.table, node.sessions, node.clock)
+    async for message in streams.stream(node.open(), runs(), threads, timer, want_checksums=False):
+        seen.append(message.bytes_received)
+        node.counters.add(transport_metrics.PEER_BYTES_RECEIVED, 1 << 20)
+        if len(seen) == 3:
+            control.add_bytes(7)
+        elif len(seen) == 5:
+            proceed.set()
+    threads.close()
+    assert seen[:5] == [0, 0, 0, 7, 7]
+
+
 def test_answer_names_block_found_corrupt_since(node: Node) -> None:
     session = node.open()
     node.store("a", 0, 2)
@@ -193,7 +228,7 @@ def test_answer_names_block_found_corrupt_since(node: Node) -> None:
     with node.table.residency.lock:
         node.table.residency.enqueue_writeback(run.pinned()[0])
     node.table.writeback_failed(*node.table.take_pending(1, 1 << 20, 0.0), corrupt=True)
-    message = LoadStreams(node.table, node.sessions, node.counters, node.clock).message(session, run, want_checksums=False)
+    message = LoadStreams(node.table, node.sessions, node.clock).message(session, run, want_checksums=False)
     assert [one.outcome for one in message.runs] == [Outcome.CORRUPT, Outcome.HIT]
     assert node.used == 1
     node.sessions.release(session, [message.lease_id])

@@ -375,7 +375,7 @@ class LayeredLoader:
         run = LoadedRun(0, [Outcome.UNAVAILABLE] * len(blocks), list(blocks), Tier.NVME, step.source.peer.node_id)
         try:
             peer = self._peers.peer(step.source.peer, request.namespace)  # may wait for the metadata server, not for that node
-            with current().on_cancel(control.cancel), waiting_for(step.source.peer.node_id) as answered:
+            with current().on_cancel(control.cancel), waiting_for(step.source.peer.node_id, control) as answered:
                 answer = peer.read(read, destination, control=control)
                 answered(answer.outcomes)
         except KVStoreError as error:

@@ -40,7 +40,7 @@ from kvstore.node.loads.mount_reader import MountReader
 from kvstore.node.loads.mounts import Mount, Mounts
 from kvstore.node.loads.peers import Peers
 from kvstore.node.loads.runs import BlockRequest, LoadedRun, Runs, SourceRange, equal_stretches
-from kvstore.node.loads.timings import waiting_for
+from kvstore.node.loads.timings import add_received_bytes, waiting_for
 from kvstore.node.state.grants import LoadClaim
 from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
@@ -48,6 +48,7 @@ from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metric_definitions import node as node_metrics
+from kvstore.observe.metric_definitions import transport as transport_metrics
 from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.process.threads.submission import submit
 from kvstore.tiers.contract import Slot
@@ -392,12 +393,20 @@ class Loader:
                     break
 
     def _await_one(self, request: BlockRequest, key: BlockKey) -> tuple[Block | None, bool]:
-        """Wait for a block that another load or store brings. Returns it, and whether its volume is stalled."""
+        """Wait for a block that another load or store brings. Returns it, and whether its volume is stalled.
+
+        While another load brings the block, the bytes that this node receives show progress. Which of them are that load's is not
+        known.
+        """
         until_s = self._clock.now_s()  # the first attempt does not wait: a window has many blocks
+        received = self._counters.get(transport_metrics.PEER_BYTES_RECEIVED)
         while (block := self._table.await_resident(request.namespace, key, until_s)) is None:
             (durable,) = self._table.find(request.namespace, (key,))
             if durable is not None and durable.nvme_volume is not None and durable.nvme_volume.guard.stalled:
                 return None, True
+            if self._table.is_loading(key):
+                before, received = received, self._counters.get(transport_metrics.PEER_BYTES_RECEIVED)
+                add_received_bytes(received - before)
             now_s = self._clock.now_s()
             if now_s < until_s or now_s >= request.deadline_s or current().cancelled:
                 return None, False
@@ -548,7 +557,7 @@ class Loader:
             with (
                 tracing.span("peer.read", {"peer": source.peer.node_id, "blocks": len(keys)} if tracing.on() else None),
                 current().on_cancel(control.cancel),
-                waiting_for(source.peer.node_id) as answered,
+                waiting_for(source.peer.node_id, control) as answered,
             ):
                 answer = peer.read(read, destination, control=control)
                 answered(answer.outcomes)

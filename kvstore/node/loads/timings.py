@@ -6,6 +6,7 @@ A load's reads at other nodes are recorded apart (``PeerWaits``), because a node
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +25,7 @@ from kvstore.observe.metric_definitions import node as node_metrics
 from kvstore.observe.metrics import Event
 from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 from kvstore.observe.tracing import request_id
+from kvstore.transport.contract import ReadControl
 
 MAX_NODES: Final = 64
 """Nodes that are remembered per load."""
@@ -32,7 +34,7 @@ _UNANSWERED: Final = frozenset({Outcome.TIMEOUT, Outcome.UNAVAILABLE})
 
 
 class PeerWaits:
-    """Reads of one load at other nodes. Thread-safe: each thread of the load writes its own entry.
+    """Reads of one load at other nodes, and the bytes that they receive. Thread-safe.
 
     Args:
         clock: time.
@@ -40,7 +42,10 @@ class PeerWaits:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._outstanding: dict[object, tuple[NodeId, float]] = {}
+        self._lock = threading.Lock()
+        self._received_bytes = 0
+        """Bytes of reads that have ended."""
+        self._outstanding: dict[ReadControl, tuple[NodeId, float]] = {}
         """Reads that have not ended: the node, and when the read began."""
         self._unanswered_s: dict[NodeId, float] = {}
         """Nodes that did not answer, and the longest wait for each."""
@@ -49,20 +54,32 @@ class PeerWaits:
         """Record reads that begin in the current context from now on."""
         _current.set(self)
 
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that have arrived for this load."""
+        with self._lock:
+            return self._received_bytes + sum(control.bytes_received for control in self._outstanding)
+
+    def add_bytes(self, size: int) -> None:
+        """Count bytes that arrived for this load in reads of others."""
+        with self._lock:
+            self._received_bytes += size
+
     def slowest(self) -> tuple[NodeId, float] | None:
         """Return the unanswering node with the longest wait, and that wait in seconds. None: all nodes answered."""
         now_s = self._clock.now_s()
-        waits = dict(self._unanswered_s)
-        for node_id, began_s in list(self._outstanding.values()):
+        with self._lock:
+            waits, outstanding = dict(self._unanswered_s), list(self._outstanding.values())
+        for node_id, began_s in outstanding:
             waits[node_id] = max(waits.get(node_id, 0.0), now_s - began_s)
         return max(waits.items(), key=lambda entry: entry[1]) if waits else None
 
     @contextmanager
-    def record(self, node_id: NodeId) -> Iterator[Answered]:
+    def record(self, node_id: NodeId, control: ReadControl) -> Iterator[Answered]:
         """Record one read: see ``waiting_for``."""
         began_s = self._clock.now_s()
-        read = object()
-        self._outstanding[read] = node_id, began_s
+        with self._lock:
+            self._outstanding[control] = node_id, began_s
         all_answered = False
 
         def answered(outcomes: Iterable[Outcome]) -> None:
@@ -72,17 +89,23 @@ class PeerWaits:
         try:
             yield answered
         finally:
-            del self._outstanding[read]
-            if not all_answered and (node_id in self._unanswered_s or len(self._unanswered_s) < MAX_NODES):
-                self._unanswered_s[node_id] = max(self._unanswered_s.get(node_id, 0.0), self._clock.now_s() - began_s)
+            with self._lock:
+                del self._outstanding[control]
+                self._received_bytes += control.bytes_received
+                if not all_answered and (node_id in self._unanswered_s or len(self._unanswered_s) < MAX_NODES):
+                    self._unanswered_s[node_id] = max(self._unanswered_s.get(node_id, 0.0), self._clock.now_s() - began_s)
 
 
 _current: ContextVar[PeerWaits | None] = ContextVar("kvstore_peer_waits", default=None)
 
 
 @contextmanager
-def waiting_for(node_id: NodeId) -> Iterator[Answered]:
+def waiting_for(node_id: NodeId, control: ReadControl) -> Iterator[Answered]:
     """Inside, the load of the current context waits for a node.
+
+    Args:
+        node_id: the node.
+        control: of the read at that node.
 
     Yields:
         A function to be called with the outcomes of the node's answer.
@@ -91,8 +114,14 @@ def waiting_for(node_id: NodeId) -> Iterator[Answered]:
     if waits is None:
         yield _ignore
         return
-    with waits.record(node_id) as answered:
+    with waits.record(node_id, control) as answered:
         yield answered
+
+
+def add_received_bytes(size: int) -> None:
+    """Count bytes for the load of the current context that arrived in reads of others."""
+    if (waits := _current.get()) is not None:
+        waits.add_bytes(size)
 
 
 def _ignore(_outcomes: Iterable[Outcome]) -> None:

@@ -1,8 +1,8 @@
 """The stream of messages that answers a load: each run of blocks becomes one message under a lease.
 
-A separate thread waits for the runs. While it waits, a message without runs shows from time to time that the load waits, or
-that bytes still arrive. When the caller disconnects, the load is cancelled, and a task releases what it holds once its thread has
-stopped.
+A separate thread waits for the runs. While it waits, a message without runs shows from time to time that the load waits, and how
+many bytes have arrived for it. When the caller disconnects, the load is cancelled, and a task releases what it holds once its
+thread has stopped.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from kvstore.node.rpc.sessions import Session, Sessions
 from kvstore.node.rpc.wait_threads import WaitThreads
 from kvstore.node.state.model import CONDEMNED, Block
 from kvstore.node.table import BlockTable
-from kvstore.observe.counters import Counters
-from kvstore.observe.metric_definitions import transport as transport_metrics
 
 PROGRESS_INTERVAL_S = 0.2
 """Interval of messages without runs."""
-_RECEIVED = transport_metrics.PEER_BYTES_RECEIVED
 
 
 class LoadStreams:
@@ -40,14 +37,12 @@ class LoadStreams:
     Args:
         table: its blocks are unpinned if a run is not delivered.
         sessions: hold the leases.
-        counters: show how many bytes arrived from peers.
         clock: time.
     """
 
-    def __init__(self, table: BlockTable, sessions: Sessions, counters: Counters, clock: Clock) -> None:
+    def __init__(self, table: BlockTable, sessions: Sessions, clock: Clock) -> None:
         self._table = table
         self._sessions = sessions
-        self._counters = counters
         self._clock = clock
         self._releasing: set[asyncio.Task[None]] = set()
 
@@ -60,7 +55,7 @@ class LoadStreams:
             session: of the caller; takes the leases.
             runs: the load.
             threads: one of them waits for the runs, and is released when it no longer works for the load.
-            timer: measures the waits; None: none.
+            timer: measures the waits and counts the bytes; None: no message shows a wait.
             want_checksums: messages carry the checksums of the layers.
 
         Raises:
@@ -71,7 +66,6 @@ class LoadStreams:
         driver = _RunDriver(self._table, runs)
         loop = asyncio.get_running_loop()
         next_run: asyncio.Future[LoadedRun | None] | None = None
-        reported_bytes = 0
         scope = CancelScope()
         context = scope.context()  # the driver runs in other threads, on behalf of the same call
         if timer is not None:
@@ -81,10 +75,8 @@ class LoadStreams:
                 next_run = loop.run_in_executor(threads.pool, context.run, driver.next)
                 while not (await asyncio.wait((next_run,), timeout=PROGRESS_INTERVAL_S))[0]:
                     session.used_s = self._clock.now_s()
-                    received_bytes = self._counters.get(_RECEIVED)
-                    if received_bytes != reported_bytes or timer is not None:  # an engine that learns of a wait releases leases
-                        reported_bytes = received_bytes
-                        yield node_pb2.LoadProgress(bytes_received=received_bytes)
+                    if timer is not None:  # an engine that learns of a wait releases leases
+                        yield node_pb2.LoadProgress(bytes_received=timer.peers.received_bytes)
                 run = next_run.result()
                 if run is None:
                     return
@@ -94,6 +86,7 @@ class LoadStreams:
                     timer.ready(run)
                 message = self.message(session, run, want_checksums=want_checksums)
                 message.granted_ms = granted_ms
+                message.bytes_received = timer.peers.received_bytes if timer is not None else 0
                 sent_s = self._clock.now_s()
                 yield message
                 if timer is not None:
@@ -112,7 +105,7 @@ class LoadStreams:
         messages = [
             self._run_message(run, start, end, want_checksums=want_checksums) for start, end in equal_stretches(run.outcomes)
         ]
-        return node_pb2.LoadProgress(runs=messages, lease_id=lease_id, bytes_received=self._counters.get(_RECEIVED))
+        return node_pb2.LoadProgress(runs=messages, lease_id=lease_id)
 
     def _drop_condemned(self, run: LoadedRun) -> None:
         """Answer CORRUPT for whole blocks that proved corrupt since they were pinned."""

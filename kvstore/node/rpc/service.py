@@ -85,7 +85,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._prompt_threads = WaitThreads(MAX_PROMPTS, "prompts", counters)
         self._ahead_threads = WaitThreads(MAX_READS_AHEAD, "reads-ahead", counters)
         self._wait_threads = WaitThreads(MAX_WAITS, "waits", counters)
-        self._streams = LoadStreams(parts.table, parts.sessions, counters, parts.clock)
+        self._streams = LoadStreams(parts.table, parts.sessions, parts.clock)
 
     def close(self) -> None:
         """Shut the pools down without waiting: deadlines or ``BlockTable.close`` end the calls in them."""

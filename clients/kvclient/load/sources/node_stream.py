@@ -79,7 +79,7 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True)
 class NodeMessage:
-    """One message of the stream. ``lease_id`` 0: none. ``bytes_received``: by the node, from wherever it reads."""
+    """One message of the stream. ``lease_id`` 0: none. ``bytes_received``: by this load, from other nodes."""
 
     runs: Sequence[NodeRun]
     lease_id: int
