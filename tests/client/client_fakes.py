@@ -24,7 +24,7 @@ from kvclient.results import NodeRef, Run
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import KVStoreError, LeaseLost
+from kvstore.core.errors import KVStoreError, LeaseLost, NotFound
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import (
     BlockKey,
@@ -450,6 +450,12 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
     def PlanLoad(self, request: metadata_pb2.PlanLoadRequest, context: grpc.ServicerContext) -> metadata_pb2.LoadPlan:  # noqa: N802
         self._enter("PlanLoad", context)
         return self.plan_script(request)
+
+    def ReplanLoad(self, request: Any, context: grpc.ServicerContext) -> metadata_pb2.LoadPlan:  # noqa: N802
+        """Answer as a server that has forgotten the plan."""
+        self._enter("ReplanLoad", context)
+        _abort(NotFound("the plan has ended"), context)
+        raise AssertionError("abort raises")
 
     def ReportLoads(  # noqa: N802
         self, request: metadata_pb2.ReportLoadsRequest, context: grpc.ServicerContext

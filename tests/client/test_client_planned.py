@@ -84,7 +84,9 @@ def test_plan_forgotten_is_described_three_times_at_most(
         assert [(one.index, one.blocks_done) for one in report.parts] == [(0, 1)]
 
 
-def test_part_of_described_plan_fails_is_planned_as_new_load(
+@pytest.mark.parametrize("described", [True, False])
+def test_part_of_forgotten_plan_fails_is_planned_as_new_load(
+    described: bool,
     spec: CacheSpec,
     metadata: FakeMetadata,
     near: FakeNode,
@@ -92,6 +94,7 @@ def test_part_of_described_plan_fails_is_planned_as_new_load(
     make_client: Callable[..., KVClient],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The client learns that the planner has forgotten the plan from a progress report, or when it asks for a new path."""
     client, far, asked = make_client(near), make_node("far"), list[int]()
 
     def plan(request: metadata_pb2.PlanLoadRequest) -> metadata_pb2.LoadPlan:
@@ -100,7 +103,7 @@ def test_part_of_described_plan_fails_is_planned_as_new_load(
         answer.plan_id = len(asked)
         return answer
 
-    metadata.plan_script, metadata.forgotten = plan, [1]
+    metadata.plan_script, metadata.forgotten = plan, [1] if described else []
     fetched: list[list[int]] = []
 
     def bring(_: RemotePath, request: LoadRequest, missing: Positions, sink: BlockSink) -> None:
@@ -108,7 +111,7 @@ def test_part_of_described_plan_fails_is_planned_as_new_load(
         first = len(asked) == 1
         sink.layers_arrived(missing[:3] if first else missing, 0, request.context.shape.layers)
         if first:
-            wait_until(lambda: any(report.HasField("restored_plan") for report in metadata.reports))
+            wait_until(lambda: not described or any(report.HasField("restored_plan") for report in metadata.reports))
             raise Unavailable("the node was killed")
 
     monkeypatch.setattr(RemotePath, "_fetch", bring)
@@ -116,3 +119,4 @@ def test_part_of_described_plan_fails_is_planned_as_new_load(
     client.load(lookup, data, paths=Paths(decode_node="far", stall_s=60.0), deadline_s=60.0)
     assert asked == [8, 5]
     assert fetched == [list(range(8)), list(range(3, 8))]
+    assert ("ReplanLoad" in metadata.calls) is not described

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ from kvclient.nodes.local_session import LocalNode, Session, is_session_lost
 from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.results import PATH_PREFILL, Run, outcome_table
 from kvproto.v1 import metadata_pb2
-from kvstore.core.errors import KVStoreError, Unavailable
+from kvstore.core.errors import KVStoreError, NotFound, Unavailable
 from kvstore.core.types import Outcome, Tier
 from kvstore.observe.metric_definitions import client as client_metrics
 
@@ -298,13 +299,8 @@ class _PlannedLoad:
         left = self._missing(positions)
         self._replans += 1
         if self._replans <= self._paths.attempts:
-            arrived = np.flatnonzero(~np.isin(positions, left, assume_unique=True))
-            ranges = largest_ranges([(planned.start + first, last - first) for first, last in spans(arrived)])
             try:
-                if plan.plan_id in self._plan_ids and not self._described[plan.plan_id]:
-                    again = self._metadata.replan_load(plan, planned, ranges, why, self._scope.left_s())
-                else:  # a plan of a read ahead, or of another planner: this one does not plan its parts again
-                    again = self._plan(left)
+                again = self._plan_again(planned, plan, positions, left, why)
             except KVStoreError as error:
                 message = "part of a load not planned again: this host reads it"
                 self._context.incidents.report(client_metrics.PLANS_FAILED, message, error)
@@ -316,6 +312,18 @@ class _PlannedLoad:
             self._start_here(left)
         else:
             self._no_path(left)
+
+    def _plan_again(self, planned: PlannedPart, plan: Plan, positions: Positions, left: Positions, why: str) -> Plan:
+        """Plan the blocks that are ``left`` of a part: in its plan, or as a new load if the planner does not have its plan.
+
+        The plan may be one of a read ahead or of another planner, or may have ended.
+        """
+        if plan.plan_id in self._plan_ids and not self._described[plan.plan_id]:
+            arrived = np.flatnonzero(~np.isin(positions, left, assume_unique=True))
+            ranges = largest_ranges([(planned.start + first, last - first) for first, last in spans(arrived)])
+            with suppress(NotFound):
+                return self._metadata.replan_load(plan, planned, ranges, why, self._scope.left_s())
+        return self._plan(left)
 
     def _no_path(self, positions: Positions) -> None:
         """Give up blocks that no host is left to read."""
