@@ -6,10 +6,14 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
+from unittest.mock import MagicMock
 
 import pytest
 
-from kvstore.core.errors import CapacityExceeded, InvalidArgument
+from kvproto.v1 import node_pb2
+from kvstore.core.clock import ManualClock
+from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unavailable
+from kvstore.node.rpc.service import NodeServicer
 from kvstore.node.rpc.wait_threads import WaitThreads
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.interceptor import set_caller
@@ -95,3 +99,54 @@ def test_wait_threads_failed_call_frees_its_place() -> None:
 
     asyncio.run(calls())
     threads.close()
+
+
+def test_wait_threads_refused_thread_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads, done = WaitThreads(1, "test", Counters()), list[int]()
+
+    async def calls() -> None:
+        with monkeypatch.context() as exhausted:
+            exhausted.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):
+                with pytest.raises(Unavailable):
+                    await threads.run(lambda: done.append(1))
+        await threads.run(lambda: done.append(2))
+
+    asyncio.run(calls())
+    threads.close()
+    assert done == [2]
+
+
+@pytest.mark.parametrize("method", ["Flush", "ReadAhead"])
+def test_node_call_cancelled_keeps_its_place(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that cancels call after call must not fill the queue of the threads."""
+    monkeypatch.setattr("kvstore.node.rpc.service.MAX_WAITS", 1)
+    monkeypatch.setattr("kvstore.node.rpc.service.MAX_READS_AHEAD", 1)
+    gate, begun = threading.Event(), threading.Event()
+
+    def wait(_: object) -> bool:
+        begun.set()
+        return gate.wait(10.0)
+
+    parts = MagicMock(counters=Counters(), clock=ManualClock())
+    parts.config.load_threads, parts.gate.closed = 1, False
+    parts.table.wait_written, parts.table.not_durable.return_value, parts.ahead.hold = wait, 0, wait
+    servicer, context = NodeServicer(parts), MagicMock()
+    context.time_remaining.return_value = None
+    requests = {"Flush": node_pb2.FlushRequest(), "ReadAhead": node_pb2.LoadRequest(session_id=bytes(16), keys=bytes(16))}
+
+    async def calls() -> None:
+        first = asyncio.create_task(getattr(servicer, method)(requests[method], context))
+        assert await asyncio.to_thread(begun.wait, 10.0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        with pytest.raises(CapacityExceeded, match="too many"):
+            await getattr(servicer, method)(requests[method], context)
+        gate.set()
+
+    asyncio.run(calls())
+    servicer.close()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.cancel_scope import run_in_pool
 from kvstore.core.chain import ChainSlice
-from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
+from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unavailable, Unsupported
 from kvstore.core.limits import (
     MAX_DEPTH,
     MAX_NAME_BYTES,
@@ -111,18 +111,6 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         """Run slow work for operators and other nodes, until the call ends."""
         return await run_in_pool(self._pool, work)
 
-    async def _wait_in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run work that an engine waits for in its own thread, so that it delays no other call.
-
-        Raises:
-            CapacityExceeded: too many calls wait, or the caller's tenant is at its limit.
-        """
-        release = self._wait_threads.acquire()
-        try:
-            return await run_in_pool(self._wait_threads.pool, work)
-        finally:
-            release()
-
     def _deadline_s(self, context: Context) -> float:
         left_s = context.time_remaining()
         return self._clock.now_s() + (MAX_WAIT_S if left_s is None else max(0.0, min(left_s, MAX_WAIT_S)))
@@ -187,7 +175,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         wait_s = min(request.wait_ms / 1000, MAX_WAIT_S)
         deadline_s = min(self._deadline_s(context), self._clock.now_s() + wait_s)
         prepare = partial(self._sessions.prepare, session, operation, run, deadline_s, heads=request.heads)
-        outcomes, offsets = await self._wait_in_thread(prepare) if wait_s else prepare()
+        outcomes, offsets = await self._wait_threads.run(prepare) if wait_s else prepare()
         return node_pb2.PrepareResponse(outcomes=outcomes, offsets=offsets, draining=self._gate.closed)
 
     async def Complete(self, request: node_pb2.CompleteRequest, context: Context) -> node_pb2.CompleteResponse:  # noqa: N802
@@ -204,8 +192,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if request.wait_visible_ms:
             deadline_s = min(self._deadline_s(context), self._clock.now_s() + request.wait_visible_ms / 1000)
             visible = False
-            with suppress(CapacityExceeded):  # the blocks are stored; the caller does not wait
-                visible = await self._wait_in_thread(lambda: self._log.wait_published([self._table.dram.volume_id], deadline_s))
+            with suppress(CapacityExceeded, Unavailable):  # the blocks are stored; the caller does not wait
+                visible = await self._wait_threads.run(lambda: self._log.wait_published([self._table.dram.volume_id], deadline_s))
             if not visible:
                 self._counters.add(node_metrics.STORE_NOT_YET_VISIBLE)
         return node_pb2.CompleteResponse(outcomes=bytes(outcomes))
@@ -247,12 +235,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         blocks = self._block_request(self._session(request.session_id), request, self._deadline_s(context))
         if self._gate.closed:
             return node_pb2.ReadAheadResponse()
-        release = self._ahead_threads.acquire()
-        try:
-            hold = partial(self._parts.ahead.hold, replace(blocks, layer_group=0, first_layer=0))
-            return node_pb2.ReadAheadResponse(bytes_read=await run_in_pool(self._ahead_threads.pool, hold))
-        finally:
-            release()
+        hold = partial(self._parts.ahead.hold, replace(blocks, layer_group=0, first_layer=0))
+        return node_pb2.ReadAheadResponse(bytes_read=await self._ahead_threads.run(hold))
 
     async def Hint(self, request: node_pb2.HintRequest, context: Context) -> node_pb2.HintResponse:  # noqa: N802, ARG002
         session = self._session(request.session_id)
@@ -350,7 +334,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             self._table.requeue_writeback(filter(None, self._table.find(session.namespace, keys)))
             return self._table.wait_written(deadline_s), self._table.are_durable(keys).count(False)
 
-        in_time, missing = await self._wait_in_thread(flush)
+        in_time, missing = await self._wait_threads.run(flush)
         counters = self._counters.snapshot() if of_tenant is None else {}  # totals include other tenants
         return node_pb2.FlushResponse(
             durable_blocks=counters.get(node_metrics.WRITE_BACK_BLOCKS, 0),

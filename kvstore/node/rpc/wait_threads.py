@@ -14,6 +14,7 @@ from typing import TypeVar
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import CapacityExceeded
 from kvstore.observe.counters import Counters
+from kvstore.process.threads.submission import submit
 from kvstore.rpc.auth.interceptor import TenantLimit
 
 Result = TypeVar("Result")
@@ -66,10 +67,15 @@ class WaitThreads:
 
         Raises:
             CapacityExceeded: see ``acquire``.
+            Unavailable: the pool is shut down, or the process may start no further thread. The work never runs.
         """
         release = self.acquire()
         scope = CancelScope()
-        ended = asyncio.get_running_loop().run_in_executor(self.pool, scope.context().run, work)
+        try:
+            ended = asyncio.wrap_future(submit(self.pool, scope.context().run, work))
+        except BaseException:
+            release()
+            raise
         ended.add_done_callback(lambda _: release())
         try:
             return await asyncio.shield(ended)
