@@ -260,7 +260,9 @@ class ReadQueues:
         return list(self._nodes)
 
     def join(self, node: str, snic: float, cnic: float) -> None:
-        """Add a node with its configured bandwidths in bytes/s. A known node with the same bandwidths becomes alive again.
+        """Add a node with its configured bandwidths in bytes/s. A known node becomes alive again and keeps its queue.
+
+        Another bandwidth of the storage link than before begins a new estimate.
 
         Raises:
             InvalidArgument: a bandwidth is not positive.
@@ -268,9 +270,11 @@ class ReadQueues:
         if not cnic > 0:
             raise InvalidArgument("bandwidth must be positive", node=node, bytes_per_second=cnic)
         entry = self._nodes.get(node)
-        if entry is None or entry.link.configured != snic:
+        if entry is None:
             self._nodes[node] = _Entry(node, snic, cnic)
         else:
+            if entry.link.configured != snic:
+                entry.link = BandwidthEstimator(snic)  # counts from the next charge or credit on
             entry.alive, entry.cnic = True, cnic
         self._changed[node] = None
 

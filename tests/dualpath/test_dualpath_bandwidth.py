@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.queues import LEAST_SHARE, BandwidthEstimator, ShortestFirst
+from kvstore.dualpath.queues import LEAST_SHARE, BandwidthEstimator, ReadQueues, ShortestFirst
 
 
 class Link:
@@ -116,6 +116,22 @@ def test_invented_bytes_have_no_lasting_effect() -> None:
     link.now = 0.1
     link.load(3.0)
     assert link.error < 0.1
+
+
+def test_queue_survives_another_configured_rate() -> None:
+    """A node measures the rate of its volumes while loads read from them."""
+    queues = ReadQueues()
+    queues.join("n", 1e9, 1e9)
+    charge = queues.charge("n", None, 100, 1 << 20, 16, 0.0)
+    queues.join("n", 2e9, 1e9)
+    seen = [queues.state("n", 0.5)]
+    for at_s, blocks in ((1.0, 40), (2.0, 60)):
+        queues.credit(charge, blocks, at_s, moved=True)
+        seen.append(queues.state("n", at_s))
+    assert [state and state.pending_bytes for state in seen] == [100 << 20, 60 << 20, 0]
+    assert seen[0] is not None
+    assert seen[0].snic == 2e9
+    assert queues.has_learnt("n", 2.0), "bytes count in the new estimate"
 
 
 def test_estimator_tolerates_time_running_backwards() -> None:
