@@ -242,6 +242,24 @@ def test_expected_turn_brings_blocks_to_dram(tmp_path: Path) -> None:
     node.close()
 
 
+def test_expected_turn_read_with_bug_is_counted_and_logged(
+    quota_node: QuotaNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    hints, (namespace, *_) = hints_of(quota_node), quota_node.namespaces
+    keys = quota_node.store_durably(0, 8)
+    hints.keep(namespace, SessionHint("chat", keys, 60.0, 1.0))
+    quota_node.table.drop_staged([block for block in quota_node.table.find(namespace, keys) if block is not None])
+    for slab in quota_node.slabs:
+        monkeypatch.setattr(slab, "read_with_checksums", fail)
+    hints.sweep()
+    wait_until(lambda: counted(quota_node, "node_hinted_reads_failed_total") == 1)
+    wait_until(lambda: "ZeroDivisionError: a bug" in caplog.text)
+    hints.close()
+
+
 def test_ended_session_is_written_back_all_the_same(quota_node: QuotaNode) -> None:
     hints = hints_of(quota_node)
     assert quota_node.store(0, 0, 16) == [StoreOutcome.STORED] * 16

@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -257,7 +258,10 @@ class SessionHints:
         except KVStoreError as error:
             self._counters.add(node_metrics.HINTED_READS_FAILED)
             _log.warning("read ahead of an expected turn failed: %s", error)
-            return 0
+        except Exception:  # noqa: BLE001  # thread edge: nobody waits for the result
+            self._counters.add(node_metrics.HINTED_READS_FAILED)
+            _log.warning("read ahead of an expected turn failed: unexpected error\n%s", traceback.format_exc())
+        return 0
 
     # ---- state
     def protected_bytes(self) -> dict[str, int]:
