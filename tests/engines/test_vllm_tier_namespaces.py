@@ -130,7 +130,7 @@ def test_tier_chunk_that_lost_pages_is_not_stored() -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
         from vllm.v1.request import RequestStatus
 
-        from kvclient.engines.vllm.tier.connector import WholeChunksScheduler
+        from kvclient.engines.vllm.tier.connector import TierScheduler
     given: dict[str, Any] = {"tokens_per_block": 16, "tokens_per_chunk": 64, "hashes_per_chunk": 4, "kv_event_group_spec": None}
     manager = SimpleNamespace(reachable_block_mask=lambda **_: None)
     group = offloading.GroupOffloadConfig(0, **given, sliding_window_size_in_chunks=1, kv_cache_spec=None, manager_cls=manager)
@@ -169,7 +169,7 @@ def test_tier_chunk_that_lost_pages_is_not_stored() -> None:
         num_scheduled_tokens={"r": 16},
         finished_req_ids=(),
     )
-    plan: Any = WholeChunksScheduler.of(made, counters).build_connector_meta(scheduled)
+    plan: Any = TierScheduler.of(made, counters).build_connector_meta(scheduled)
     assert [job.src_spec.block_ids.tolist() for job in plan.store_jobs.values()] == [[5, 6, 7, 8]]
     assert counters.counts()["store_missing_chunks"] == 1
 

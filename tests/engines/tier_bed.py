@@ -112,6 +112,22 @@ class TierEngine:
     def _generate(self, batch: Any, params: Any, adapter: Any) -> Any:
         return self.llm.generate(batch, params, use_tqdm=False, lora_request=adapter)
 
+    def stream(self, parts: Sequence[Sequence[int]]) -> None:
+        """Compute a streamed input; a token is sampled after each part and discarded."""
+        engine = self.llm.llm_engine
+        for part in parts:
+            engine.engine_core.add_request(self._streamed(part, resumable=True))
+            while self.scheduler.num_waiting_for_streaming_input == 0:
+                engine.engine_core.get_output()
+        engine.engine_core.add_request(self._streamed([0], resumable=False))
+
+    def _streamed(self, part: Sequence[int], *, resumable: bool) -> Any:
+        from vllm import SamplingParams
+
+        engine, params = self.llm.llm_engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        prompt, tasks = {"prompt_token_ids": list(part)}, engine.get_supported_tasks()
+        return engine.input_processor.process_inputs("streamed", prompt, params, supported_tasks=tasks, resumable=resumable)
+
     def settle(self) -> None:
         """Step until all offloading work of vLLM has ended."""
         end_s = time.monotonic() + SETTLED_S
@@ -249,20 +265,24 @@ class TierHookEngine:
 
 
 def main() -> None:
-    """Answer prompts without the store, then with it, storing them; print the answers as JSON."""
+    """Answer prompts without the store, then with it, storing them; print the answers as JSON.
+
+    The last prompt is a list of parts, which are streamed when it is stored.
+    """
     parser = argparse.ArgumentParser()
     for name in ("metadata", "node", "folder", "prompts"):
         parser.add_argument(name)
     parser.add_argument("families", nargs="+")
     given = parser.parse_args()
-    prompts = json.loads(Path(given.prompts).read_text())
+    *prompts, parts = json.loads(Path(given.prompts).read_text())
     answers: dict[str, Any] = {}
     for family in given.families:
         model = tiny(family, Path(given.folder))
         with engine(model, None) as alone:
-            answers[family] = [answer.tokens for answer in alone.answers(prompts)]
+            answers[family] = [answer.tokens for answer in alone.answers([*prompts, [token for part in parts for token in part]])]
         with engine(model, StoreAddress(given.metadata, given.node)) as storing:
-            assert [answer.tokens for answer in storing.answers(prompts)] == answers[family]
+            assert [answer.tokens for answer in storing.answers(prompts)] == answers[family][:-1]
+            storing.stream(parts)
             storing.settle()
     print(json.dumps(answers))
 

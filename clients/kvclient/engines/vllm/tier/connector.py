@@ -88,20 +88,27 @@ class TierOutput(OffloadingWorkerMetadata):
         return TierOutput(merged.completed_jobs, merged.transfer_stats, self.weights | other.weights)
 
 
-class WholeChunksScheduler(OffloadingConnectorScheduler):
-    """vLLM's scheduler of offloading, without chunks whose pages it would misplace; see ``hide_split_chunks``.
+class TierScheduler(OffloadingConnectorScheduler):
+    """vLLM's scheduler of offloading, without chunks that it would store from wrong pages.
 
-    If host memory was full in earlier steps, a job has several chunks, and pages of each may have been given away.
+    If host memory was full in earlier steps, a job has several chunks, and pages of each may have been given away; see
+    ``hide_split_chunks``. For each further part of a streamed input, vLLM plans all pages of the request again.
     """
 
     counters: TierCounters
 
     @classmethod
-    def of(cls, made: OffloadingConnectorScheduler, counters: TierCounters) -> WholeChunksScheduler:
+    def of(cls, made: OffloadingConnectorScheduler, counters: TierCounters) -> TierScheduler:
         """Return a scheduler in the place of one that vLLM has just made."""
         scheduler: Any = object.__new__(cls)
         vars(scheduler).update(vars(made), counters=counters)
         return scheduler  # type: ignore[no-any-return]
+
+    def _update_req_states(self, scheduler_output: Any) -> None:  # noqa: ANN401
+        for new in scheduler_output.scheduled_new_reqs:
+            for group in self._req_status[new.req_id].group_states:
+                group.block_ids.clear()  # of the parts before; vLLM appends the pages of all parts
+        super()._update_req_states(scheduler_output)
 
     def _build_store_jobs(self, scheduler_output: Any) -> dict[int, Any]:  # noqa: ANN401
         hidden = 0
@@ -157,8 +164,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         if self._tier is not None:
             self._tier.mixing = AdapterMixing(vllm_config)
             self._tier.media_named = are_media_named(vllm_config)
-        if self._tier is not None and self._config.cache.blocks_per_chunk > 1:
-            self.connector_scheduler = WholeChunksScheduler.of(self.connector_scheduler, self._tier.counters)
+            self.connector_scheduler = TierScheduler.of(self.connector_scheduler, self._tier.counters)
 
     # ---- start: worker, then scheduler ----
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
