@@ -23,6 +23,7 @@ from tier_namespaces import HEAD_SIZE, HEADS, Described
 from kvclient import CacheSpec, KVClient
 from kvclient.engines.vllm.tier.chunks import Chunk, ChunkStore
 from kvclient.engines.vllm.tier.counters import TierCounters
+from kvclient.engines.vllm.tier.requests import TierRequests
 from kvclient.engines.vllm.versions import vllm_imports
 from kvstore.testing.connector.driver import StoreAddress
 from kvstore.testing.tiny_models import Family, TinyModel, make_model
@@ -124,32 +125,24 @@ def test_tier_canonical_weights_without_name_depend_on_ranks(model: Path) -> Non
     assert len(epochs) == 3, "one name, and one digest for each number of ranks"
 
 
-def test_tier_chunk_that_lost_pages_is_not_stored() -> None:
-    """Two chunks wait since host memory was full, and vLLM gave away two pages of the second one, which the window has passed."""
+def scheduler_with(request: Any, counters: TierCounters, **how: Any) -> Any:
+    """vLLM's scheduler of offloading, as the tier uses it, with a request. It has a window and chunks of four pages."""
     with vllm_imports():
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
-        from vllm.v1.request import RequestStatus
 
         from kvclient.engines.vllm.tier.connector import TierScheduler
     given: dict[str, Any] = {"tokens_per_block": 16, "tokens_per_chunk": 64, "hashes_per_chunk": 4, "kv_event_group_spec": None}
     manager = SimpleNamespace(reachable_block_mask=lambda **_: None)
     group = offloading.GroupOffloadConfig(0, **given, sliding_window_size_in_chunks=1, kv_cache_spec=None, manager_cls=manager)
-    config = offloading.SchedulerOffloadConfig((group,), 4, 16, 1, offload_prompt_only=False, supports_partial_tail=False)
-    fields: dict[str, Any] = {"num_computed_tokens": 128, "num_tokens": 200, "num_prompt_tokens": 200, "kv_transfer_params": None}
-    hashes = [bytes([at]) * 32 for at in range(12)]
-    request = SimpleNamespace(status=RequestStatus.RUNNING, is_finished=lambda: False, block_hashes=hashes, **fields)
-    context: Any = SimpleNamespace(set_offload_key_position=lambda *_: None)
-    state = offloading.RequestOffloadState(config, request, context, None)
-    state.update_offload_keys()
-    state.group_states[0].block_ids = [5, 6, 7, 8, 9, 10, 11, 12]
     made: Any = object.__new__(offloading.OffloadingConnectorScheduler)
     vars(made).update(
-        config=config,
+        config=offloading.SchedulerOffloadConfig((group,), 4, 16, 1, offload_prompt_only=False, supports_partial_tail=False),
         manager=SimpleNamespace(
+            on_new_request=lambda _: None,
             on_schedule_end=lambda _: None,
             prepare_store=lambda keys, _: SimpleNamespace(keys_to_store=list(keys), store_spec=None),
         ),
-        _req_status={"r": state},
+        _req_status={},
         _sliding_window_groups=(0,),
         _jobs={},
         _job_counter=0,
@@ -157,21 +150,65 @@ def test_tier_chunk_that_lost_pages_is_not_stored() -> None:
         _current_batch_load_jobs={},
         _current_batch_jobs_to_flush=set(),
         _current_batch_allocated_block_ids=set(),
+        _connector_stats=SimpleNamespace(increase_counter=lambda _: None),
         _events_tracker=SimpleNamespace(record_store=lambda *_: None),
     )
-    counters = TierCounters()
+    scheduler = TierScheduler.of(made, counters, **how)
+    scheduler.on_new_request(request)
+    return scheduler
+
+
+def long_request(*, resumable: bool = False) -> Any:
+    """A request with 12 full pages, of which 8 are computed."""
+    with vllm_imports():
+        from vllm.v1.request import RequestStatus
+    return SimpleNamespace(
+        request_id="r",
+        status=RequestStatus.RUNNING,
+        is_finished=lambda: False,
+        block_hashes=[bytes([at]) * 32 for at in range(12)],
+        num_computed_tokens=128,
+        num_tokens=200,
+        num_prompt_tokens=200,
+        resumable=resumable,
+        kv_transfer_params=None,
+        kv_hints=None,
+    )
+
+
+def stored_pages(scheduler: Any, *, new: list[int] | None = None, given_away: tuple[int, ...] = ()) -> list[list[int]]:
+    """The pages that are stored after a step, by job. ``new``: of a request that begins."""
     scheduled: Any = SimpleNamespace(
-        scheduled_new_reqs=[],
+        scheduled_new_reqs=[] if new is None else [SimpleNamespace(req_id="r", block_ids=(new,))],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
-        kv_cache_block_copies=[SimpleNamespace(dst_block_id=page) for page in (9, 10)],
+        kv_cache_block_copies=[SimpleNamespace(dst_block_id=page) for page in given_away],
         preempted_req_ids=None,
         kv_connector_block_state=None,
         num_scheduled_tokens={"r": 16},
         finished_req_ids=(),
     )
-    plan: Any = TierScheduler.of(made, counters).build_connector_meta(scheduled)
-    assert [job.src_spec.block_ids.tolist() for job in plan.store_jobs.values()] == [[5, 6, 7, 8]]
+    plan = scheduler.build_connector_meta(scheduled)
+    return [job.src_spec.block_ids.tolist() for job in plan.store_jobs.values()]
+
+
+def test_tier_chunk_that_lost_pages_is_not_stored() -> None:
+    """Two chunks wait since host memory was full, and vLLM gave away two pages of the second one, which the window has passed."""
+    counters = TierCounters()
+    scheduler = scheduler_with(long_request(), counters)
+    store, scheduler.manager.prepare_store = scheduler.manager.prepare_store, lambda *_: None
+    assert not stored_pages(scheduler, new=[5, 6, 7, 8, 9, 10, 11, 12])
+    scheduler.manager.prepare_store = store
+    assert stored_pages(scheduler, given_away=(9, 10)) == [[5, 6, 7, 8]]
     assert counters.counts()["store_missing_chunks"] == 1
+
+
+@pytest.mark.parametrize(("streamed", "keeps_drafts", "stores"), [(True, True, 0), (True, False, 1), (False, True, 1)])
+def test_tier_streamed_input_with_drafts_is_not_stored(streamed: bool, keeps_drafts: bool, stores: int) -> None:
+    """Neither in host memory, from which other requests go on, nor in the store."""
+    request = long_request(resumable=streamed)
+    scheduler = scheduler_with(request, TierCounters(), keeps_drafts=keeps_drafts)
+    assert len(stored_pages(scheduler, new=[5, 6, 7, 8, 9, 10, 11, 12])) == stores
+    assert TierRequests().add(request, keeps_drafts=keeps_drafts) is bool(stores)
 
 
 def test_tier_without_a_thread_to_reconnect_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

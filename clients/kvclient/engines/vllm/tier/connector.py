@@ -31,7 +31,7 @@ from kvclient import CacheSpec, InvalidArgument, KVClient, KVStoreError, Unavail
 from kvclient.engines.engine_log import share_handlers
 from kvclient.engines.vllm.announcements.messages import engine_hash_name
 from kvclient.engines.vllm.identity.adapter_mixing import AdapterMixing
-from kvclient.engines.vllm.identity.engine_facts import are_media_named, check_launcher
+from kvclient.engines.vllm.identity.engine_facts import are_media_named, check_launcher, keeps_drafts
 from kvclient.engines.vllm.identity.model_weights import ModelWeights, gather_digests, later_digest
 from kvclient.engines.vllm.identity.weights_check import combined_digest
 from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch, given_name, is_named
@@ -96,13 +96,21 @@ class TierScheduler(OffloadingConnectorScheduler):
     """
 
     counters: TierCounters
+    keeps_drafts: bool
+    """See ``engine_facts.keeps_drafts``."""
 
     @classmethod
-    def of(cls, made: OffloadingConnectorScheduler, counters: TierCounters) -> TierScheduler:
+    def of(cls, made: OffloadingConnectorScheduler, counters: TierCounters, *, keeps_drafts: bool = False) -> TierScheduler:
         """Return a scheduler in the place of one that vLLM has just made."""
         scheduler: Any = object.__new__(cls)
-        vars(scheduler).update(vars(made), counters=counters)
+        vars(scheduler).update(vars(made), counters=counters, keeps_drafts=keeps_drafts)
         return scheduler  # type: ignore[no-any-return]
+
+    def on_new_request(self, request: Any) -> None:  # noqa: ANN401
+        """Receive a request. The KV of one that may go on after KV of drafts is not copied to host memory."""
+        super().on_new_request(request)
+        if self.keeps_drafts and request.resumable:
+            self._req_status[request.request_id].max_offload_tokens = 0
 
     def _update_req_states(self, scheduler_output: Any) -> None:  # noqa: ANN401
         for new in scheduler_output.scheduled_new_reqs:
@@ -164,7 +172,8 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         if self._tier is not None:
             self._tier.mixing = AdapterMixing(vllm_config)
             self._tier.media_named = are_media_named(vllm_config)
-            self.connector_scheduler = TierScheduler.of(self.connector_scheduler, self._tier.counters)
+            self._tier.keeps_drafts = drafts = keeps_drafts(vllm_config)
+            self.connector_scheduler = TierScheduler.of(self.connector_scheduler, self._tier.counters, keeps_drafts=drafts)
 
     # ---- start: worker, then scheduler ----
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ COUNTERS = {
     "load_relay_path_bytes": "Bytes read over the storage links of other hosts by a load plan.",
     "reset_misses": "Chunks found but not loaded, since copies of before a reset of the cache had not ended: computed.",
     "stores_unsure": "Store jobs refused, since vLLM computed requests with and without an adapter in one step on a CPU.",
-    "requests_skipped": "Requests that were neither loaded nor stored, because of an adapter or of media without names.",
+    "requests_skipped": "Requests that were neither loaded nor stored, because of adapters, unnamed media or KV of drafts.",
     "hints": "Hints about sessions, of requests that ended.",
     "hints_refused": "Hints that were invalid, or of requests whose chunks no open store keeps as a chain: ignored.",
     "labels_stored": "Labels of chunks that were stored, or stored again.",

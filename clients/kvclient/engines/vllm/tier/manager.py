@@ -77,6 +77,8 @@ class KVStoreTier(SecondaryTierManager):
         self._requests = TierRequests()
         self.media_named = True
         """See ``engine_facts.are_media_named``."""
+        self.keeps_drafts = False
+        """See ``engine_facts.keeps_drafts``."""
         self.mixing = AdapterMixing()
         """Whether KV of requests without an adapter, of which alone chunks are stored, may be wrong."""
         self.counters = TierCounters()
@@ -201,7 +203,7 @@ class KVStoreTier(SecondaryTierManager):
 
     def begin_request(self, request: Any) -> None:  # noqa: ANN401
         """Receive a request itself: vLLM's hook does not have it."""
-        if not self._requests.add(request, media_named=self.media_named):
+        if not self._requests.add(request, media_named=self.media_named, keeps_drafts=self.keeps_drafts):
             self.counters.add("requests_skipped")
 
     def on_request_finished(self, req_context: Any) -> None:  # noqa: ANN401

@@ -91,7 +91,10 @@ class TierRequest:
 
 
 class TierRequests:
-    """All requests, except those whose KV vLLM's keys do not determine: with adapters, or with media without names."""
+    """All requests, except those whose KV vLLM's keys do not determine.
+
+    These have an adapter, have media without names, or may go on after KV of drafts.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, TierRequest] = {}
@@ -101,12 +104,14 @@ class TierRequests:
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, request: Any, *, media_named: bool = True) -> bool:  # noqa: ANN401
+    def add(self, request: Any, *, media_named: bool = True, keeps_drafts: bool = False) -> bool:  # noqa: ANN401
         """Remember a request, unless vLLM's keys do not determine its KV, and return whether it was remembered.
 
-        ``media_named``: see ``engine_facts.are_media_named``.
+        ``media_named`` and ``keeps_drafts``: see ``engine_facts``.
         """
         if getattr(request, "lora_request", None) is not None or (not media_named and may_have_media(request)):
+            return False
+        if keeps_drafts and request.resumable:
             return False
         self.forget(request.request_id)
         self._known[request.request_id] = self._new(request)
