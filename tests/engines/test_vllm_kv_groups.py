@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("default")  # of engines, as everywhere in this folder; modules are imported before that is set
     from kv_groups_bed import BLOCKS, cache_of, engine, full, sparse
     from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1 import kv_cache_interface as interface
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
@@ -33,7 +34,7 @@ from deferred import DeferredDevice, FakePinning
 import kvclient.engines.vllm.connector as facade
 from kvclient import InvalidArgument
 from kvclient.device import PagedCache
-from kvclient.engines.vllm.identity.engine_facts import check_steps
+from kvclient.engines.vllm.identity.engine_facts import check_steps, kernel_of
 from kvclient.engines.vllm.identity.kv_groups import check_handoffs, group_blocks, read_groups
 from kvclient.engines.vllm.memory.device_pages import device_pages, make_pages
 from kvclient.engines.vllm.memory.pages import GroupPages, Pages
@@ -136,6 +137,17 @@ def test_scales_of_each_token_are_in_the_page(mode: str, layout: str) -> None:
     caches["b"][3].view(torch.uint8).random_(0, 256)
     write(pages, 5, content_of(pages, 3))
     assert torch.equal(caches["b"][5], caches["b"][3])
+
+
+def test_kernel_of_device_names_other_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's pages of fp8 are bytes, which an AMD MI300 reads as other numbers."""
+    backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")
+    layers = {"l0": SimpleNamespace(get_attn_backend=lambda: backend)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    [group] = read_groups(engine(), groups_of(full()))
+    assert kernel_of(config, group) == ("TRITON_ATTN", "device")
+    monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_: torch.float8_e4m3fnuz)
+    assert kernel_of(config, group) == ("TRITON_ATTN", "device:float8_e4m3fnuz")
 
 
 def test_gemma_4_pages_of_two_sizes_share_a_chain() -> None:

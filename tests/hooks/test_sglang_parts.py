@@ -165,9 +165,12 @@ def test_namespace_depends_on_all_that_changes_pages() -> None:
         of(pool={"layout": "layer_first"}),
         of(pool={"head_num": 4}),
         of(pool={"storage_format_tag": "x"}),
+        of(pool={"device_pool": SimpleNamespace(kv_cache_layout="hnd")}),
+        of(pool={"device_pool": SimpleNamespace(kv_cache_layout="vectorized_5d")}),
     ]
     assert len({of(), *others}) == len(others) + 1
     assert of(Config(dp_rank=3)) == of()
+    assert of(pool={"device_pool": SimpleNamespace(kv_cache_layout="nhd")}) == of()
     latent: dict[str, Any] = {"head_num": None}
     ranks = [Config(is_mla_model=True, tp_rank=rank, tp_size=2) for rank in (0, 1)]
     assert of(ranks[0], pool=latent) == of(ranks[1], pool=latent)
@@ -175,6 +178,24 @@ def test_namespace_depends_on_all_that_changes_pages() -> None:
     assert of(ranks[0], name="draft") != of(ranks[1], name="draft"), "and so are heads"
     with pytest.raises(InvalidArgument):
         of(Config(model_name=None))
+
+
+def test_namespace_depends_on_amd_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang stores fp8 as bytes, of another format on each of these."""
+
+    def of() -> bytes:
+        pool = Pool([4, 4])
+        pages = HostPages(pool, zero_copy=True)
+        given: dict[str, Any] = {"name": "kv", "chained": True, "cache_dtype": "fp8_e4m3", "key_tokens": 2}
+        return page_spec(HookOptions(), Config(), pool, pages, **given).namespace
+
+    spaces = {of()}
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    for architecture in ("gfx942:sramecc+:xnack-", "gfx950"):
+        device = SimpleNamespace(gcnArchName=architecture)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda _, device=device: device)
+        spaces.add(of())
+    assert len(spaces) == 3
 
 
 @given(

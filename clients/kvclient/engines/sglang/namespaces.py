@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvclient import CacheSpec, InvalidArgument
 from kvclient.engines.options import HookOptions
 from kvclient.engines.sglang.host_pages import HostPages
@@ -72,6 +74,16 @@ class Shard:
         return f"tp{self.tp_size}.pp{self.pp_size}.cp{self.cp_size}.dcp{self.dcp_size}"
 
 
+def amd_device() -> str:
+    """Return the architecture of this process's AMD devices, e.g. ``gfx942``; empty: no such device.
+
+    SGLang's fp8 depends on it, whatever dtype is configured, and so does the order of bytes in pages of equal size.
+    """
+    if torch.version.hip is None:
+        return ""
+    return str(torch.cuda.get_device_properties(0).gcnArchName).partition(":")[0]
+
+
 def page_spec(
     options: HookOptions,
     config: Any,  # noqa: ANN401  # SGLang's HiCacheStorageConfig
@@ -111,6 +123,11 @@ def page_spec(
         f"sglang/{name}/{type(pool).__name__}/{getattr(pool, 'layout', '')}/{'pieces' if pages.in_place else 'flat'}"
         f"/{'chain' if chained else 'page'}{key_tokens}/{fields}/{shard.text}/{getattr(pool, 'storage_format_tag', None) or ''}"
     )
+    order = getattr(getattr(pool, "device_pool", None), "kv_cache_layout", "nhd")
+    if order != "nhd":
+        layout = f"{layout}/order={order}"
+    if device := amd_device():
+        layout = f"{layout}/device={device}"
     if model_text:
         layout = f"{layout}/model={model_text}"
     return options.spec(

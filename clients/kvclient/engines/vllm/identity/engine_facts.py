@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope"}
 """Of these vLLM's positions do not depend on ``max_model_len``; of others they may (``longrope`` does)."""
+_FP8 = "float8_e4m3fn"
+"""The format of fp8 on most devices."""
 _WHOLE_PROMPTS_ONLY = {"CPU_MLA"}
 """Backends that ignore the pages before a prompt's new tokens, so that they compute wrong tokens after a loaded prefix."""
 _MEDIA_OPTIONS = (
@@ -231,6 +233,10 @@ def kernel_of(vllm_config: Any, group: GroupView) -> tuple[str, str]:  # noqa: A
     """Names of the attention backend and of its kernel."""
     backend = _backend(vllm_config, group)
     if not backend.startswith("CPU"):
+        from vllm.platforms import current_platform
+
+        if (fp8 := str(current_platform.fp8_dtype()).removeprefix("torch.")) != _FP8:  # pages of fp8 are bytes to vLLM
+            return backend, f"device:{fp8}"
         return backend, "device"
     layer = _layer(vllm_config, group)
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
