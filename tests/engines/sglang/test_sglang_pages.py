@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -11,13 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from sglang_cases import PAGE, contents, hashes, positions, prefixed, randomise
 
 from kvclient.engines.file_stamps import mark_engine_start
-from kvstore.lab.sglang_bed import host_pool
+from kvclient.engines.sglang.generations import Generations
+from kvstore.lab.sglang_bed import host_pool, mla_host_pool
 from support.wait import wait_until
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -189,8 +190,6 @@ def test_what_differs_is_not_shared(open_backend: OpenBackend) -> None:
 
 def test_ranks_of_replicated_kv_share(open_backend: OpenBackend) -> None:
     """MLA: rank 0 writes, all read."""
-    from kvstore.lab.sglang_bed import mla_host_pool
-
     for layout in ("page_first", "layer_first"):
         names = hashes(layout, 3)
         pool, other = mla_host_pool(layout, tokens=512, page=PAGE), mla_host_pool(layout, tokens=512, page=PAGE)
@@ -236,19 +235,40 @@ def test_clear_then_attach_again_hides_stored_pages(open_backend: OpenBackend) -
 
 
 def test_clear_without_rank_id_misses_until_it_is_read(open_backend: OpenBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that share pages derive their new namespace from their parent process. If that fails, nothing old is found."""
+    """Ranks that share pages agree on their new namespace. If that fails, nothing old is found."""
     pool, names = pool_of(), hashes("a", 2)
     backend = open_backend(pool, {"is_mla_model": True, "tp_size": 2})
     assert all(backend.batch_set_v1(names, positions([0, 1]), prefixed([])))
     wait_until(lambda: backend.batch_exists(names) == 2, "the pages can be looked up")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "getppid", lambda: 1 << 30)
+        unreached = mock.Mock(get_group_store=mock.Mock(side_effect=RuntimeError("connection reset by peer")))
+        patch.setattr("kvclient.engines.sglang.pools.distributed", mock.Mock(group=mock.Mock(WORLD=unreached)))
         backend.clear()
         assert backend.batch_exists(names) == 0
         assert backend.batch_get_v1(names, positions([4, 5]), prefixed([])) == [False, False]
         assert backend.batch_set_v1(names, positions([0, 1]), prefixed([])) == [False, False]
     assert backend.batch_exists(names) == 0
     assert all(backend.batch_set_v1(names, positions([0, 1]), prefixed([])))
+
+
+def test_cleared_engines_of_one_parent_share_nothing(open_backend: OpenBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of an engine have one process group, and share pages. Generations of engines have equal numbers."""
+    names, found = hashes("a", 2), []
+    for engine in ("a", "b"):
+        monkeypatch.setattr("kvclient.engines.sglang.backend.OF_THIS_PROCESS", Generations())
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        ranks = []
+        for rank in (0, 1):
+            monkeypatch.setattr("kvclient.engines.sglang.pools._PROCESS_ID", f"{engine}{rank}")
+            pool = mla_host_pool("page_first", tokens=512, page=PAGE)
+            ranks.append(open_backend(pool, {"is_mla_model": True, "tp_size": 2, "tp_rank": rank}))
+            if not rank:
+                ranks[0].clear()
+            found.append(ranks[rank].batch_exists(names))
+        torch.distributed.destroy_process_group()
+        assert all(ranks[0].batch_set_v1(names, positions([0, 1]), prefixed([])))
+        wait_until(lambda reader=ranks[1]: reader.batch_exists(names) == 2, "the other rank finds them")
+    assert found == [0, 0, 0, 0]
 
 
 def test_nonsense_is_a_miss(open_backend: OpenBackend) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import distributed
+
 from kvclient import BlockBuffer, InvalidArgument, KVClient, Unavailable
 from kvclient.engines.options import HookOptions
 from kvclient.engines.sglang.generations import Generations
@@ -193,22 +195,24 @@ class Pools:
         hook = self._options.hook
         if not self._generation:
             return hook
-        salt = f"{hook.salt}/{self._generation}/{self._shared_id() or f'{_PROCESS_ID}/{os.getpid()}'}"
+        salt = f"{hook.salt}/{self._generation}/{self._engine_id()}"
         return replace(hook, salt=hashlib.sha256(salt.encode()).hexdigest())
 
     def _unique(self) -> str:
         """Return an id that no other engine has, equal on all ranks that share their pages."""
         return self._shared_id() or secrets.token_hex(16)
 
+    def _engine_id(self) -> str:
+        """Return an id of this engine, equal on all ranks that share their pages."""
+        return self._shared_id() or f"{_PROCESS_ID}/{os.getpid()}"
+
     def _shared_id(self) -> str:
-        """Return an id of the engine that all ranks which share their pages compute; empty: ranks share no pages."""
-        if not self._config.is_mla_model or self._config.tp_size == 1:
+        """Return the id of the engine's rank that asked first, the same on all ranks; empty: ranks share no pages."""
+        world = distributed.group.WORLD
+        if not self._config.is_mla_model or self._config.tp_size == 1 or world is None:
             return ""
-        # Ranks that share pages have one parent process, so they derive equal ids without communication.
-        with open(f"/proc/{os.getppid()}/stat", "rb") as stat:
-            began = stat.read().rsplit(b")", 1)[1].split()[19].decode()
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-            return f"{boot.read().strip()}/{os.getppid()}/{began}"
+        store = world.get_group_store()
+        return str(store.compare_set("kvstore/engine", "", f"{_PROCESS_ID}/{os.getpid()}").decode())
 
     def counters(self) -> dict[str, int]:
         """Return totals of the backend and its clients by name."""
