@@ -56,6 +56,10 @@ def test_backend_options() -> None:
     assert in_place.hook.tenant == "t"
     assert in_place.hook.hash_algorithm == "sha256-128"
     assert not BackendOptions.from_mapping({**plain, "interface_v1": 1, "chained": False}).chained
+    of_sglang = {"hicache_storage_pass_prefix_keys": True, "prefetch_threshold": 64, "prefetch_timeout_base": 1}
+    assert BackendOptions.from_mapping(
+        {**plain, **of_sglang, "prefetch_timeout_per_ki_token": 0.25}
+    ) == BackendOptions.from_mapping(plain)
     for wrong in ({"chained": 1}, {"kv_cache_dtype": 8}, {"mend_prefixes": "no"}, {"tenannt": "t"}, {"load_deadline_s": 0}):
         with pytest.raises(InvalidArgument):
             BackendOptions.from_mapping({**plain, **wrong})

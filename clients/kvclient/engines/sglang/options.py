@@ -9,8 +9,20 @@ from typing import Any, Self
 from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 
-_ENGINES = ("backend_name", "module_path", "class_name", "interface_v1", "allocator", "tp_lcm_size", "file_storage_path")
-"""Keys of ``--hicache-storage-backend-extra-config`` that SGLang itself reads or adds."""
+_ENGINES = (
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "allocator",
+    "tp_lcm_size",
+    "file_storage_path",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "hicache_storage_pass_prefix_keys",
+)
+"""Keys of ``--hicache-storage-backend-extra-config`` that SGLang itself reads or adds. Decode servers pass on the last four."""
 
 
 @dataclass(frozen=True, slots=True)
