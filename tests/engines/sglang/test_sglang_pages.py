@@ -154,6 +154,42 @@ def test_pages_set_twice_and_by_many_threads(open_backend: OpenBackend) -> None:
     assert backend.counters()["client_store_stored_blocks_total"] == 8
 
 
+@pytest.mark.parametrize("in_place", [1, 0])
+def test_kv_pool_without_bytes_hides_no_other_pool(
+    open_backend: OpenBackend, monkeypatch: pytest.MonkeyPatch, in_place: int
+) -> None:
+    """DeepSeek V4: the KV is in pools beside an anchor, which only numbers the pages."""
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+    from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
+
+    generations = Generations()
+    monkeypatch.setattr("kvclient.engines.sglang.backend.OF_THIS_PROCESS", generations)
+    anchor, beside, names = LogicalHostPool(512, PAGE, "page_first"), pool_of(), hashes("a", 2)
+    backend = open_backend(anchor, interface_v1=in_place)
+    backend.register_mem_host_pool_v2(beside, "c4")
+    randomise(beside, 8)
+
+    def moved(move: str, pages: list[int]) -> list[bool]:
+        of_kv = getattr(backend, f"batch_{move}_v1")(names, positions(pages), prefixed([]))
+        flat = getattr(backend, f"batch_{move}")(names, [anchor.get_dummy_flat_data_page() for _ in names])
+        transfer = PoolTransfer(name="c4", host_indices=positions(pages), keys=names)
+        of_c4 = getattr(backend, f"batch_{move}_v2")([transfer], prefixed([]))["c4"]
+        assert all(of_kv) == (flat is True or (isinstance(flat, list) and None not in flat))
+        return [*of_kv, *of_c4]
+
+    def found() -> int:
+        return int(backend.batch_exists_v2(names, [PoolTransfer(name="c4")], prefixed([])).kv_hit_pages)
+
+    assert found() == 0
+    assert moved("set", [0, 1]) == [True] * 4
+    wait_until(lambda: found() == 2, "the pages can be looked up")
+    assert moved("get", [4, 5]) == [True] * 4
+    assert torch.equal(contents(beside, [4, 5]), contents(beside, [0, 1]))
+    generations.pause()
+    assert moved("get", [6, 7]) == moved("set", [0, 1]) == [False] * 4
+    assert not backend.counters().get("sglang_get_broke_total")
+
+
 def test_what_differs_is_not_shared(open_backend: OpenBackend) -> None:
     """Another layout, size, rank, epoch, tenant or way to cut the model: nothing is found, and the pages stay separate."""
     names = hashes("a", 2)

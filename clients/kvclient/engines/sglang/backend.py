@@ -96,12 +96,16 @@ class KVStoreHiCache(HiCacheStorage):
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Load pages into host memory. Return which were loaded."""
+        if not self._has_kv:
+            return self._without_kv(keys)
         return self._guarded("get", lambda: self._get(KV, self._chained, keys, host_indices, extra_info), [False] * len(keys))
 
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store pages from host memory. Return which the store holds."""
+        if not self._has_kv:
+            return self._without_kv(keys)
         return self._guarded("set", lambda: self._set(KV, self._chained, keys, host_indices, extra_info), [False] * len(keys))
 
     # ---- several pools ----
@@ -137,7 +141,10 @@ class KVStoreHiCache(HiCacheStorage):
         """Load flat pages into tensors. Return the loaded ones, None for each of the others."""
 
         def work() -> list[torch.Tensor | None]:
-            pool, pages = self._kv(), list(target_locations or ())
+            pages = list(target_locations or ())
+            if not self._has_kv:
+                return [page if good else None for page, good in zip(pages, self._without_kv(keys), strict=True)]
+            pool = self._kv()
             buffer = pool.pages.flat(pages, writable=True)
             came = pool.load(keys, buffer, Prefix(None))
             return [page if good else None for page, good in zip(pages, came, strict=True)]
@@ -154,6 +161,8 @@ class KVStoreHiCache(HiCacheStorage):
         """Store flat pages. Return whether the store holds all of them."""
 
         def work() -> bool:
+            if not self._has_kv:
+                return all(self._without_kv(keys))
             pool = self._kv()
             pages = [page.contiguous() for page in values or ()]
             return all(pool.keep(keys, pool.pages.flat(pages, writable=False), Prefix(None)))
@@ -211,6 +220,10 @@ class KVStoreHiCache(HiCacheStorage):
         self._guarded("close", self._pools.close, None)
 
     # ---- internals ----
+    def _without_kv(self, keys: Sequence[str]) -> list[bool]:
+        """Answer for a pool of KV without bytes: SGLang asks for the pages of the pools beside it separately."""
+        return [self._guarded("get", lambda: self._pools.is_open, False)] * len(keys)
+
     def _kv(self) -> Any:  # noqa: ANN401
         return self._pools.pool(KV, chained=self._chained)
 

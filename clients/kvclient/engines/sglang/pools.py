@@ -174,6 +174,12 @@ class Pools:
         )
         return OpenPool(pages, client, store, self._activity, hook.load, hook.store)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether pages may be loaded and stored: not after ``close``, and not while SGLang may hold KV of other weights."""
+        self._renew()
+        return self._generation is not None and not self._closed
+
     def clear(self) -> None:
         """Switch to new namespaces: no backend of this process finds pages stored under a ``weights_epoch`` that it has used."""
         self._generations.clear()
