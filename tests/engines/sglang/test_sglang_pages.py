@@ -18,7 +18,7 @@ from sglang_cases import PAGE, contents, hashes, positions, prefixed, randomise
 
 from kvclient.engines.file_stamps import mark_engine_start
 from kvclient.engines.sglang.generations import Generations
-from kvstore.lab.sglang_bed import host_pool, mla_host_pool
+from kvstore.lab.sglang_bed import host_pool, mla_host_pool, storage_config
 from support.wait import wait_until
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -237,6 +237,28 @@ def test_ranks_of_replicated_kv_share(open_backend: OpenBackend) -> None:
         wait_until(lambda names=names, reader=reader: reader.batch_exists(names) == 3, "the other rank finds them")
         assert all(reader.batch_get_v1(names, positions([1, 0, 9]), prefixed([])))
         assert torch.equal(contents(other, [1, 0, 9]), contents(pool, [4, 2, 7]))
+
+
+def test_draft_with_heads_is_stored_by_all_ranks(open_backend: OpenBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside MLA, whose KV rank 0 alone stores. Other backends of the process are left alone."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    monkeypatch.setattr(HybridCacheController, "should_backup", HybridCacheController.should_backup)  # to remove the patch
+    latents, transfer = mla_host_pool("page_first", tokens=512, page=PAGE), PoolTransfer(name=PoolName.DRAFT)
+    backend = open_backend(latents, {"is_mla_model": True, "tp_size": 2, "tp_rank": 1})
+
+    def stores(draft: Any, *, backend: object = backend, rank: int = 1) -> bool:
+        controller = object.__new__(HybridCacheController)
+        controller.storage_config = storage_config({}, is_mla_model=True, tp_size=2, tp_rank=rank)
+        controller.storage_backend_type, controller.storage_backend = "dynamic", backend
+        controller.mem_pool_host = SimpleNamespace(entry_map={PoolName.DRAFT: SimpleNamespace(host_pool=draft)})
+        return bool(controller.should_backup(transfer))
+
+    assert stores(pool_of())
+    assert not stores(latents)
+    assert stores(latents, rank=0)
+    assert not stores(pool_of(), backend=object())
 
 
 def test_clear_hides_what_was_stored(open_backend: OpenBackend) -> None:

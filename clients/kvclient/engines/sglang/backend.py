@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvclient import KVStoreError
-from kvclient.engines.sglang.engine_patches import follow_weight_updates, tell_whole_prefixes
+from kvclient.engines.sglang.engine_patches import follow_weight_updates, store_sharded_pools, tell_whole_prefixes
 from kvclient.engines.sglang.generations import OF_THIS_PROCESS
 from kvclient.engines.sglang.model_facts import server_arguments
 from kvclient.engines.sglang.namespaces import KV
@@ -64,6 +64,7 @@ class KVStoreHiCache(HiCacheStorage):
                 hooks_metrics.SGLANG_WEIGHT_UPDATES_UNSEEN,
                 "this SGLang does not tell when its weights change: call /clear_hicache_storage_backend after each update",
             )
+        store_sharded_pools(KVStoreHiCache)
         self._trailing: set[str] = set()
         self._has_kv = False
 

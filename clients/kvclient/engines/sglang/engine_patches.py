@@ -7,6 +7,10 @@ determine the batch's position. The patch adds the node's own pages if they are 
 
 **Weight updates.** SGLang updates the weights of a running engine and flushes its own caches, but does not call the backend. The
 patch pauses loads and stores before weights change. They continue in a new generation once SGLang has flushed its caches.
+
+**Sharded pools beside replicated KV.** With MLA, all ranks hold the same KV, and SGLang stores the pools beside it on the first
+rank only. The heads of a draft model are sharded, and a hit requires the part of every rank. SGLang 0.5.23 stores these on all
+ranks only for Mooncake. The patch does so for this backend.
 """
 
 from __future__ import annotations
@@ -20,10 +24,13 @@ from typing import Any
 
 from kvclient.engines.sglang.generations import Generations
 from kvclient.engines.sglang.model_facts import server_arguments
+from kvclient.engines.sglang.namespaces import is_sharded
 
 _log = logging.getLogger(__name__)
 _TREE = "sglang.srt.mem_cache.unified_radix_cache"
 _MENDED = "_kvstore_whole_prefixes"
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
+_SHARDED = "_kvstore_sharded_pools"
 _SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _FOLLOWED = "_kvstore_weight_updates"
@@ -56,6 +63,32 @@ def _whole(original: Callable[[Any, Any], list[str]]) -> Callable[[Any, Any], li
 
     setattr(get_prefix_hash_values, _MENDED, True)
     return get_prefix_hash_values
+
+
+def store_sharded_pools(backend: type) -> None:
+    """Patch SGLang's controller of several pools in this process, once.
+
+    Args:
+        backend: the class of backends for which all ranks store their parts.
+    """
+    controller = getattr(sys.modules.get(_CONTROLLER), "HybridCacheController", None)
+    original = getattr(controller, "should_backup", None)
+    if controller is not None and original is not None and not getattr(original, _SHARDED, False):
+        controller.should_backup = _on_all_ranks(original, backend)
+
+
+def _on_all_ranks(original: Callable[[Any, Any], bool], backend: type) -> Callable[[Any, Any], bool]:
+    @wraps(original)
+    def should_backup(controller: Any, transfer: Any) -> bool:  # noqa: ANN401  # SGLang's controller and its PoolTransfer
+        if original(controller, transfer):
+            return True
+        entry = controller.mem_pool_host.entry_map.get(transfer.name)
+        return (
+            entry is not None and isinstance(controller.storage_backend, backend) and is_sharded(transfer.name, entry.host_pool)
+        )
+
+    setattr(should_backup, _SHARDED, True)
+    return should_backup
 
 
 def follow_weight_updates(generations: Generations) -> bool:

@@ -114,7 +114,7 @@ def page_spec(
     """
     if not (options.model or config.model_name):
         raise InvalidArgument("SGLang names no model: name it in the backend's configuration", option="model")
-    shard = Shard.of(config, replicated=bool(config.is_mla_model) and not _is_sharded(name, pool))
+    shard = Shard.of(config, replicated=bool(config.is_mla_model) and not is_sharded(name, pool))
     dtype = str(getattr(pool, "dtype", "opaque")).removeprefix("torch.")
     if dtype in _OPAQUE and cache_dtype:
         dtype = f"{dtype}:{cache_dtype}"
@@ -142,6 +142,6 @@ def page_spec(
     )
 
 
-def _is_sharded(name: str, pool: Any) -> bool:  # noqa: ANN401  # see page_spec
+def is_sharded(name: str, pool: Any) -> bool:  # noqa: ANN401  # see page_spec
     """Check whether ranks hold different parts although all hold the model's whole KV: state, or a draft model with heads."""
     return name in _SHARDED_STATE or isinstance(getattr(pool, "head_num", None), int)
