@@ -21,15 +21,22 @@ WAIT_S = 30.0
 _POLL_S = 0.005
 
 
-def host_pool(layout: str, *, tokens: int, page: int, layers: int = 4, heads: int = 2, head_dim: int = 32) -> Any:  # noqa: ANN401
-    """SGLang's host pool of a model with K and V, for twice ``tokens`` tokens, in one of its layouts; its memory is zero."""
+def host_pool(
+    layout: str, *, tokens: int, page: int, layers: int = 4, heads: int = 2, head_dim: int = 32, drafts: int = 0
+) -> Any:  # noqa: ANN401
+    """SGLang's host pool of a model with K and V, for twice ``tokens`` tokens, in one of its layouts; its memory is zero.
+
+    ``drafts``: layers of a draft model in the same pool.
+    """
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-    device = MHATokenToKVPool(tokens, page, torch.float32, heads, head_dim, layers, "cpu", False)
+    sizes = [layers, *[1] * drafts]
+    devices = [MHATokenToKVPool(tokens, page, torch.float32, heads, head_dim, size, "cpu", False) for size in sizes]
+    model, *packed = [device.get_device_pool_infos()[0].buffer_info for device in devices]
     return MHATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info,
+        model,
         2.0,
         0,
         page,
@@ -38,6 +45,7 @@ def host_pool(layout: str, *, tokens: int, page: int, layers: int = 4, heads: in
         device_capacity_tokens=tokens,
         start_layer=0,
         end_layer=layers,
+        draft_buffer_infos=packed,
     )
 
 

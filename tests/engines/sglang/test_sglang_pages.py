@@ -405,6 +405,32 @@ def test_weights_under_the_same_name_are_not_the_same(
     assert held(opened()) == 0
 
 
+@pytest.mark.parametrize("drafts", [1, 0])
+def test_other_draft_in_the_pool_is_not_shared(
+    open_backend: OpenBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafts: int
+) -> None:
+    """SGLang keeps draft models of one layer in the pool of the KV. Elsewhere, the KV does not depend on the draft model."""
+    from sglang.srt import runtime_context
+
+    names = hashes("draft", 2)
+
+    def opened(draft: str) -> Any:
+        folders = {"model_path": str(tmp_path / "model"), "speculative_draft_model_path": str(tmp_path / draft)}
+        monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(load_format="auto", **folders))
+        mark_engine_start()
+        return open_backend(pool_of(drafts=drafts), weights_epoch="")
+
+    for name in ("model", "first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_text(name)
+    writer = opened("first")
+    assert writer.batch_set_v1(names, positions([0, 1]), prefixed([])) == [True, True]
+    wait_until(lambda: writer.batch_exists(names) == 2, "the pages can be looked up")
+    assert opened("first").batch_exists(names) == 2
+    assert opened("second").batch_exists(names) == (0 if drafts else 2)
+
+
 def test_from_another_process(open_backend: OpenBackend, extra: Callable[..., dict[str, object]], tmp_path: Path) -> None:
     pool, names = pool_of(), hashes("a", 4)
     script = tmp_path / "writer.py"

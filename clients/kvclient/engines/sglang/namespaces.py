@@ -142,6 +142,12 @@ def page_spec(
     )
 
 
+def holds_draft(name: str, pool: Any) -> bool:  # noqa: ANN401  # see page_spec
+    """Check whether a pool may hold KV of a draft model: a pool beside the KV, or layers behind those of the model."""
+    layers = getattr(pool, "layer_num", 0)
+    return name != KV or getattr(pool, "target_layer_num", layers) != layers
+
+
 def is_sharded(name: str, pool: Any) -> bool:  # noqa: ANN401  # see page_spec
     """Check whether ranks hold different parts although all hold the model's whole KV: state, or a draft model with heads."""
     return name in _SHARDED_STATE or isinstance(getattr(pool, "head_num", None), int)

@@ -18,7 +18,7 @@ from kvclient.engines.options import HookOptions
 from kvclient.engines.sglang.generations import Generations
 from kvclient.engines.sglang.host_pages import HostPages
 from kvclient.engines.sglang.model_facts import model_text, server_arguments
-from kvclient.engines.sglang.namespaces import KV, page_spec
+from kvclient.engines.sglang.namespaces import holds_draft, page_spec
 from kvclient.engines.sglang.options import BackendOptions
 from kvclient.engines.sglang.page_keys import Prefix
 from kvclient.engines.sglang.page_store import ChainedPages, PageStore, SinglePages
@@ -140,7 +140,7 @@ class Pools:
             self._activity.incidents.counters.add(hooks_metrics.SGLANG_COPIED_POOLS)
             _log.info("pages copied: host pool %s (its layout does not report their addresses)", name)
         sample = not hook.weights_epoch
-        model = model_text(server_arguments(), draft=name != KV, sample=sample, make_unique=self._unique)
+        model = model_text(server_arguments(), draft=holds_draft(name, pool), sample=sample, make_unique=self._unique)
         if sample and not model:
             self._activity.incidents.report(
                 hooks_metrics.SGLANG_WEIGHTS_UNKNOWN,
