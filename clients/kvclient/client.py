@@ -220,12 +220,12 @@ class KVClient:
         check_position(parent, first_block)
         return self._chain.keys(tokens, extras=extras, parent=parent, first_block=first_block)
 
-    def tail_key(self, tokens: Tokens, parent: BlockKey | None = None) -> BlockKey:
+    def tail_key(self, tokens: Tokens, parent: BlockKey | None = None, extra: bytes = b"") -> BlockKey:
         """Return the key of a prompt's partial last block; see ``kvstore.core.keys.KeyChain.tail``.
 
         Example: ``tail = client.tail_key(tokens[len(keys) * spec.block_tokens :], parent=keys[-1])``
         """
-        return self._chain.tail(tokens, parent)
+        return self._chain.tail(tokens, parent, extra)
 
     def lookup(self, keys: Keys, *, deadline_s: float | None = None) -> Lookup:
         """Return the longest run of leading keys that the store can serve, according to its index.

@@ -116,7 +116,7 @@ class KeyChain:
                 append(previous)
         return cast("list[BlockKey]", keys)
 
-    def tail(self, tokens: Tokens, parent: BlockKey | None = None) -> BlockKey:
+    def tail(self, tokens: Tokens, parent: BlockKey | None = None, extra: bytes = b"") -> BlockKey:
         """Key of a partial block: the tokens after the last full block of a prompt.
 
         It never equals the key of a full block: tokens are padded to a whole block, and the suffix is not a valid extra.
@@ -124,6 +124,7 @@ class KeyChain:
         Args:
             tokens: 1 to ``block_tokens`` - 1 ids.
             parent: key of the previous block; None: the prompt is shorter than a block.
+            extra: of this block, the result of ``encode_extra``.
 
         Raises:
             InvalidArgument: the number of tokens is out of range, or a token is invalid.
@@ -134,7 +135,7 @@ class KeyChain:
         if not 0 < len(data) < self._step:
             raise InvalidArgument("a tail must have at least one token, and fewer than a block", tokens=len(data) // _TOKEN_BYTES)
         previous: bytes = self.spec.namespace if parent is None else parent
-        content = previous + data.ljust(self._step, b"\0") + _TAIL_MARK + struct.pack("<I", len(data) // _TOKEN_BYTES)
+        content = previous + data.ljust(self._step, b"\0") + _TAIL_MARK + struct.pack("<I", len(data) // _TOKEN_BYTES) + extra
         return BlockKey(hashlib.sha256(content).digest()[:KEY_BYTES] if self._sha else xxhash.xxh3_128_digest(content))
 
     def _with_extras(

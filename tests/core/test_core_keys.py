@@ -55,6 +55,8 @@ def test_tails_differ_by_tokens_and_from_full_blocks(chain: KeyChain, one: list[
     else:
         assert chain.keys(other)[0] != key
     assert chain.tail(one, BlockKey(b"p" * 16)) != key
+    extras = encode_extra([("salt", b"a")]), encode_extra([("salt", b"b")])
+    assert len({chain.tail(one, None, extra) for extra in (b"", *extras)}) == 3
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 2, 3, 4], [1, 2, 3, 4, 5], [-1]])

@@ -123,6 +123,28 @@ def step(made: PdScheduler, scheduled: dict[str, int] | None = None, pages: Any 
     return made.build_step_plan(scheduled or {}, {}, lambda _request_id: pages)
 
 
+def test_keys_of_partial_blocks_name_salt_adapter_and_images() -> None:
+    def awaited(**fields: object) -> bytes:
+        one = prompt(2)
+        vars(one).update(fields)
+        made = decisions()
+        made.on_new_request(one, HERE, CHAIN)
+        (job,) = step(made).awaits
+        (key,) = job.keys
+        return bytes(key)
+
+    image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=0, length=2))
+    adapter = SimpleNamespace(lora_name="x", lora_int_id=1, lora_path="/x")
+    keys = {
+        awaited(),
+        awaited(cache_salt="a"),
+        awaited(cache_salt="b"),
+        awaited(mm_features=[image]),
+        awaited(lora_request=adapter),
+    }
+    assert len(keys) == 5
+
+
 def test_decode_prompt_of_another_namespace_is_not_awaited() -> None:
     """Else each request of a pair with different tensor-parallel sizes waits for the deadline."""
     counters = ConnectorCounters()

@@ -114,6 +114,9 @@ class RequestKeys:
                 self._keys += self._chain.keys(new, extras=self._extras, parent=parent, first_block=have)
             return self._keys[:blocks]
 
-    def tail(self, tokens: Sequence[int], parent: BlockKey | None) -> BlockKey:
-        """Return the key of a partial last block; see ``KeyChain.tail``."""
-        return self._chain.tail(np.asarray(tokens, np.int64), parent)
+    def tail(self, tokens: Sequence[int]) -> BlockKey:
+        """Return the key of the partial last block of a prompt; see ``KeyChain.tail``."""
+        full = len(tokens) // self._block_tokens
+        before = self.upto(tokens, full)
+        rest = np.asarray(tokens[full * self._block_tokens :], np.int64)
+        return self._chain.tail(rest, before[-1] if before else None, self._extras.get(full, b""))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from kvclient import KeyChain
+from kvclient import BlockKey, KeyChain
 from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
 from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, request_extras
@@ -160,7 +160,7 @@ class PdScheduler:
         tokens = request.num_tokens
         packed = list(keys.upto(request.all_token_ids, tokens // self._block_tokens))
         if tokens % self._block_tokens:
-            packed.append(_tail_key(request, transfer, keys, self._block_tokens))
+            packed.append(_tail_key(request, transfer, keys))
         needed = [first(tokens - 1) // self._block_tokens for first in self._first_needed]  # of the last token, computed here
         job = AwaitJob(request.request_id, packed, needed, transfer.transfer_id)
         receiving = self._receiving[request.request_id] = ReceivedRequest(request, keys, job, adapter)
@@ -308,7 +308,7 @@ class PdScheduler:
             return None
         keys = list(sending.keys.upto(request.all_token_ids, full))
         if tail:
-            keys.append(_tail_key(request, sending.transfer, sending.keys, self._block_tokens))
+            keys.append(_tail_key(request, sending.transfer, sending.keys))
         blocks = [self._pool.blocks[page] for group in ids for page in group]
         self._pinned.pin(self._pool, blocks)
         self._next_job += 1
@@ -426,9 +426,6 @@ class PdScheduler:
         return bool(self._plan.abandons)
 
 
-def _tail_key(request: VllmRequest, transfer: Transfer, keys: RequestKeys, block_tokens: int) -> Any:  # noqa: ANN401
+def _tail_key(request: VllmRequest, transfer: Transfer, keys: RequestKeys) -> BlockKey:
     """The key of a prompt's partial last block."""
-    full = request.num_prompt_tokens // block_tokens
-    before = keys.upto(request.all_token_ids, full)
-    tokens = list(request.all_token_ids[full * block_tokens : request.num_prompt_tokens])
-    return transfer.tail_key(keys.tail(tokens, before[-1] if before else None))
+    return transfer.tail_key(keys.tail(request.all_token_ids[: request.num_prompt_tokens]))
