@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import grpc
 import numpy as np
-from client_fakes import FakeMetadata, FakeNode, payloads
+from client_fakes import FakeMetadata, FakeNode, SkewedClock, payloads
 
 from kvclient import CacheSpec, DeadlineExceeded, KVClient, Outcome
 from kvclient.nodes.local_session import Session
@@ -151,3 +151,23 @@ def test_prompt_answer_invalid_is_missing(spec: CacheSpec, near: FakeNode, make_
     assert result.outcomes.tolist() == [Outcome.HIT, Outcome.UNAVAILABLE]
     assert isinstance(result.error, Internal)
     assert (buffer == payloads(keys, spec.shape) * np.array([[1], [0]], np.uint8)).all()
+
+
+def test_prompt_lease_outlasts_a_late_message(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, clock: SkewedClock
+) -> None:
+    """A message without blocks, sent while the call ends, says nothing about the lease of the blocks before."""
+    client, keys = make_client(near), token_chain(spec, 2)
+    near.blocks.hold(keys)
+
+    def answer(_request: node_pb2.AwaitPromptRequest, _context: grpc.ServicerContext) -> Iterator[node_pb2.LoadProgress]:
+        clock.ahead_s += 2 * near.lease_ms / 1000  # the prompt comes late
+        arrived = near.progress(keys, checksums=True)
+        arrived.granted_ms = 2 * near.lease_ms
+        yield arrived
+        yield node_pb2.LoadProgress()
+
+    near.prompt_script = answer
+    prompt = client.await_prompt(keys, deadline_s=LONG_S)
+    assert prompt.wait()
+    assert prompt.take(np.zeros((2, spec.block_bytes), np.uint8)).outcomes.tolist() == [Outcome.HIT] * 2

@@ -120,8 +120,9 @@ class PromptReceiver:
 
     def _record(self, progress: node_pb2.LoadProgress, session: Session, began_s: float) -> None:
         shape, count = self._context.shape, len(self._chain)
-        if progress.lease_id:
+        if progress.lease_id:  # the message with the last blocks may not be the last message
             self._lease_ids.append(progress.lease_id)
+            self._lease_end_s = began_s + progress.granted_ms / 1000 + session.lease_s - self._context.options.lease_margin_s
         for run in progress.runs:
             if run.count == 0 or run.start + run.count > count:
                 raise Internal("the node answered for blocks that were not requested", start=run.start, count=run.count)
@@ -138,7 +139,6 @@ class PromptReceiver:
             for at in range(run.count):
                 self._checksums[run.start + at] = sums[at * row : (at + 1) * row].tobytes()
             self._sink.outcomes[span] = Outcome.HIT  # after all checks: one that fails ends the wait, and ``take`` copies hits
-        self._lease_end_s = began_s + progress.granted_ms / 1000 + session.lease_s - self._context.options.lease_margin_s
 
     @property
     def done(self) -> bool:

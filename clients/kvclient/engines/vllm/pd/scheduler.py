@@ -352,17 +352,17 @@ class PdScheduler:
                 continue
             receiving.answers += workers
             receiving.whole &= request_id not in answer.incomplete
-            if receiving.answers >= self._workers:
+            if not receiving.whole or receiving.answers >= self._workers:
                 self._on_prompt_known(receiving)
 
     def _on_prompt_known(self, receiving: ReceivedRequest) -> None:
-        """Set the state of a prompt after all workers reported its outcome."""
+        """Set the state of a prompt after all workers have it, or one of them reported that it is incomplete."""
         if receiving.whole:
             receiving.state = TransferState.ARRIVED
             return
         receiving.state = TransferState.ENDED
         request_id = receiving.request.request_id
-        self._plan.drops.append(request_id)  # some workers may have it
+        self._plan.drops.append(request_id)  # some workers may have it, or wait for it
         _log.warning("prompt incomplete: request %s (its blocks are loaded or computed here)", request_id)
 
     def _send_failed(self, pins: PromptPins) -> None:

@@ -96,13 +96,10 @@ class PromptHandoff:
             raise DeadlineExceeded("the step that computes a prompt has not ended in time") from None
 
     def again(self, counters: ConnectorCounters) -> bool:
-        """Retry the handoff after the step. Return whether the decode host has all blocks.
-
-        Blocks that another sender has announced do not count: most likely that sender is the failed previous attempt.
-        """
+        """Retry the handoff after the step. Return whether the decode host has all blocks."""
         with self._handoffs() as handoffs:
             results = self._commit(handoffs, set(), counters)
-        return self._all_held(results) and not any(result.count(StoreOutcome.IN_PROGRESS) for result in results)
+        return self._all_held(results)
 
     @contextmanager
     def _handoffs(self) -> Iterator[list[PromptSender]]:
@@ -144,8 +141,9 @@ class PromptHandoff:
         return results
 
     def _all_held(self, results: Sequence[StoreResult]) -> bool:
+        """Whether the decode host has all blocks. Those that another sender writes do not count: it may fail, or have failed."""
         return all(
-            result.error is None and result.held_blocks == len(ids)
+            result.error is None and result.held_blocks - result.count(StoreOutcome.IN_PROGRESS) == len(ids)
             for result, ids in zip(results, self.job.block_ids, strict=True)
         )
 
