@@ -14,6 +14,7 @@ from engine_requests import SPEC
 
 from kvclient import InvalidArgument, KeyChain, StoreOutcome, StoreResult
 from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.pd import sender as sender_module
 from kvclient.engines.vllm.pd.plan import AbandonJob, AwaitJob, CopyJob, SendJob
 from kvclient.engines.vllm.pd.receiver import Receiver
 from kvclient.engines.vllm.pd.sender import Sender
@@ -97,6 +98,8 @@ class SendingClient(FakeClient):
     def __init__(self) -> None:
         super().__init__()
         self.layers: list[int] = []
+        self.outcomes = [StoreOutcome.STORED]
+        """Of each commit; the last one again and again."""
 
     def put_layer(self, layer: int, _rows: object) -> None:
         if layer in self.layers:
@@ -104,7 +107,9 @@ class SendingClient(FakeClient):
         self.layers.append(layer)
 
     def commit(self) -> StoreResult:
-        return StoreResult(np.full(len(KEYS), StoreOutcome.STORED, np.uint8))
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        self.layers.clear()
+        return StoreResult(np.full(len(KEYS), outcome, np.uint8))
 
     def begin_handoff(self, *_: object, **__: object) -> AbstractContextManager[Any]:
         return nullcontext(self)
@@ -217,7 +222,23 @@ def test_handoff_layer_computed_twice_is_sent_once(again: bool, sender: Sender, 
     sender.end_step(good=True)
     wait_until(lambda: not sender.is_busy, "the handoff is over")
     answer = sender.take()
-    assert (answer.stores_done, answer.stores_failed, client.layers) == ({1: 1}, set(), [0, 1])
+    assert (answer.stores_done, answer.stores_failed) == ({1: 1}, set())
+    assert not counters.totals().get("handoffs_retried"), "a layer that is sent twice fails"
+
+
+@pytest.mark.parametrize(("later", "failed"), [(StoreOutcome.EXISTS, set()), (StoreOutcome.IN_PROGRESS, {1})])
+def test_handoff_counts_no_block_that_another_one_writes(
+    later: StoreOutcome, failed: set[int], sender: Sender, counters: ConnectorCounters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other request has the same prefix. Its engine may die before it has written the blocks."""
+    monkeypatch.setattr(sender_module, "_PAUSES_S", (0.01, 0.01))
+    client = SendingClient()
+    client.outcomes = [StoreOutcome.IN_PROGRESS, later]
+    sender.begin([send_job(1)], CHAIN, [client])  # type: ignore[list-item]
+    sender.end_step(good=True)
+    wait_until(lambda: not sender.is_busy, "the handoff is over")
+    assert sender.take().stores_failed == failed
+    assert counters.totals()["handoffs_retried"] == (2 if failed else 1)
 
 
 def test_handoff_without_a_thread_fails(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
