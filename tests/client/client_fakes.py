@@ -129,7 +129,7 @@ class FakeGrant(WriteGrant):
         pass
 
 
-def _abort(error: KVStoreError, context: grpc.ServicerContext) -> None:
+def abort(error: KVStoreError, context: grpc.ServicerContext) -> None:
     code, message, metadata = abort_arguments(error)
     context.set_trailing_metadata(metadata)
     context.abort(code, message)
@@ -230,7 +230,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             self.calls.append((name, request))
             self.called.notify_all()
         if (error := self.fail.get(name)) is not None:
-            _abort(error, context)
+            abort(error, context)
 
     def names(self) -> list[str]:
         return [name for name, _ in self.calls]
@@ -337,7 +337,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
     def Hint(self, request: node_pb2.HintRequest, context: grpc.ServicerContext) -> node_pb2.HintResponse:  # noqa: N802
         self._enter("Hint", request, context)
         if self.forgets_sessions or request.session_id not in self.sessions:
-            _abort(LeaseLost("the session has ended; open another"), context)
+            abort(LeaseLost("the session has ended; open another"), context)
         self.hint_script(request)
         return node_pb2.HintResponse()
 
@@ -424,7 +424,7 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
     def _enter(self, name: str, context: grpc.ServicerContext) -> None:
         self.calls.append(name)
         if self.fail is not None:
-            _abort(self.fail, context)
+            abort(self.fail, context)
 
     def RegisterNamespace(self, request: Any, context: grpc.ServicerContext) -> metadata_pb2.RegisterNamespaceResponse:  # noqa: N802
         self._enter("RegisterNamespace", context)
@@ -454,7 +454,7 @@ class FakeMetadata(metadata_pb2_grpc.MetadataServicer):
     def ReplanLoad(self, request: Any, context: grpc.ServicerContext) -> metadata_pb2.LoadPlan:  # noqa: N802
         """Answer as a server that has forgotten the plan."""
         self._enter("ReplanLoad", context)
-        _abort(NotFound("the plan has ended"), context)
+        abort(NotFound("the plan has ended"), context)
         raise AssertionError("abort raises")
 
     def ReportLoads(  # noqa: N802

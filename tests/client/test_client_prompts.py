@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import grpc
 import numpy as np
-from client_fakes import FakeMetadata, FakeNode, SkewedClock, payloads
+import pytest
+from client_fakes import FakeMetadata, FakeNode, SkewedClock, abort, payloads
 
 from kvclient import CacheSpec, DeadlineExceeded, KVClient, Outcome
 from kvclient.nodes.local_session import Session
 from kvproto.v1 import node_pb2, node_pb2_grpc
-from kvstore.core.errors import Internal, KVStoreError, LeaseLost
+from kvstore.core.errors import CapacityExceeded, Internal, KVStoreError, LeaseLost
 from kvstore.rpc.client import ChannelBroken
 from support.chains import token_chain
 from support.wait import wait_until
@@ -171,3 +172,25 @@ def test_prompt_lease_outlasts_a_late_message(
     prompt = client.await_prompt(keys, deadline_s=LONG_S)
     assert prompt.wait()
     assert prompt.take(np.zeros((2, spec.block_bytes), np.uint8)).outcomes.tolist() == [Outcome.HIT] * 2
+
+
+@pytest.mark.parametrize("limit", ["passes", "lasts"])
+def test_prompt_is_awaited_again_after_a_refusal(limit: str, spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    """Each rank and group of pages makes a call of its own, and a node has a limit of calls."""
+    client, keys, refused = make_client(near), token_chain(spec, 2), 0
+    near.blocks.hold(keys)
+
+    def answer(_request: node_pb2.AwaitPromptRequest, context: grpc.ServicerContext) -> Iterator[node_pb2.LoadProgress]:
+        nonlocal refused
+        if refused < 2 or limit == "lasts":
+            refused += 1
+            abort(CapacityExceeded("too many calls wait on this node"), context)
+        yield near.progress(keys, checksums=True)
+
+    near.prompt_script = answer
+    prompt = client.await_prompt(keys, deadline_s=LONG_S if limit == "passes" else 0.4)
+    assert prompt.wait() == (limit == "passes")
+    result = prompt.take(np.zeros((2, spec.block_bytes), np.uint8))
+    assert result.hit_blocks == (2 if limit == "passes" else 0)
+    assert isinstance(result.error, type(None) if limit == "passes" else CapacityExceeded | DeadlineExceeded)
+    assert client.stats()["client_prompt_waits_refused_total"] >= 2

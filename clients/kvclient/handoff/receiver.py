@@ -22,7 +22,7 @@ from kvclient.results import PATH_LOCAL, LoadResult
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.chain import ChainSlice
-from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, LeaseLost, Unavailable
+from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, KVStoreError, LeaseLost, Unavailable
 from kvstore.core.types import Outcome, Tier
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.rpc.client import ChannelBroken, start_call
@@ -35,6 +35,8 @@ _ANSWER_S = 0.5
 """Seconds in which the node must report the blocks that arrived, after its wait."""
 _GRACE_S = _ANSWER_S + 0.5
 """Seconds between the deadline and the end of the last piece of work."""
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.05, 0.5
+"""Pauses before the node is asked again, which has as many waits as it may."""
 _COPY_THREADS = 2
 
 
@@ -78,6 +80,26 @@ class PromptReceiver:
             self._sink.record_error(Internal("unexpected failure in the client", error=repr(error)))
 
     def _receive(self) -> None:
+        """Receive the prompt. If the node has too many waits, as with many ranks per host, try again until the deadline."""
+        pause_s, pause = _FIRST_PAUSE_S, threading.Condition()
+        while True:
+            try:
+                self._await_prompt()
+            except CapacityExceeded as error:
+                if self._scope.left_s() <= pause_s:
+                    raise
+                message = "prompt awaited later: the node has too many waits"
+                self._context.incidents.report(client_metrics.PROMPT_WAITS_REFUSED, message, error)
+            else:
+                return
+            self._release()
+            with pause:
+                self._scope.wait(pause, pause_s)
+            if self._scope.ended:
+                raise self._scope.error()
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    def _await_prompt(self) -> None:
         local = self._context.local
         if local is None:
             raise Unavailable("no node on this host")

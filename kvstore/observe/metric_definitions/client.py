@@ -167,6 +167,9 @@ PLAN_ERROR_SECONDS: Final = group.histogram(
     "difference between predicted and measured duration of planned loads that their first plan completed",
 )
 PROMPT_BLOCKS: Final = group.counter("client_prompt_blocks_total", "blocks received of awaited prompts")
+PROMPT_WAITS_REFUSED: Final = group.counter(
+    "client_prompt_waits_refused_total", "waits for prompts that the node refused because it has too many; tried again"
+)
 PROMPTS: Final = group.counter("client_prompts_total", "prompts that a decode engine awaited")
 REPORTS_DROPPED: Final = group.counter(
     "client_reports_dropped_total", "reports of planned loads dropped because too many were queued"
