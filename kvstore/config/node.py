@@ -202,7 +202,7 @@ class NodeSection(Section):
         default=0, description="arena bytes that layer-wise loads may hold together; 0: a quarter of the arena"
     )
     decode_buffer_bytes: Size = Field(
-        default=0, description="arena bytes that awaited prompts may hold together; 0: a quarter of the arena"
+        default=0, description="arena bytes of awaited prompts that are incomplete; 0: a quarter of the arena"
     )
     read_ahead_bytes: Size | None = Field(
         default=None,

@@ -189,7 +189,7 @@ class PromptReceiver:
         return bool((self._sink.outcomes == Outcome.HIT).all())
 
     def take(self, buffer: object, *, skip: int = 0, stop: int | None = None, verify: Verify = "auto") -> LoadResult:
-        """Copy the blocks that arrived into the engine's memory, and release the decode buffer. Once, after ``wait``.
+        """Copy the blocks that arrived into the engine's memory, and end their lease. Once, after ``wait``.
 
             result = prompt.take(buffer)
 
