@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self, cast
+from typing import Self
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_DEPTH, MAX_KEYS_PER_CALL
@@ -15,7 +15,7 @@ from kvstore.core.types import KEY_BYTES, BlockKey, NamespaceId, pack_keys, unpa
 class ChainSlice:
     """Consecutive blocks of one chain, or heads of separate chains. ``len`` is the number of blocks.
 
-    The constructor checks its arguments once; ``part`` does not check again.
+    The constructor checks its arguments once and copies the keys; ``part`` does not check again.
 
     Attributes:
         namespace: the cache domain of the keys.
@@ -123,10 +123,11 @@ def _both_forms(keys: Sequence[BlockKey] | bytes) -> tuple[Sequence[BlockKey], b
     elif not isinstance(keys, Sequence) or isinstance(keys, str | bytearray | memoryview):
         raise InvalidArgument("keys must be a sequence of bytes, or packed in one bytes", got=type(keys).__name__)
     else:
-        if not set(map(type, keys)) <= {bytes}:  # no bytearrays either: keys are kept, and used in dictionaries
-            raise InvalidArgument("every key must be bytes", got=sorted({type(key).__name__ for key in keys}))
-        separate = cast("Sequence[BlockKey]", keys)
-        packed = pack_keys(separate)  # type: ignore[arg-type]  # any sequence of bytes joins
+        # copied: the caller may change its list while the call waits for a thread
+        separate = list(keys) if isinstance(keys, list) else tuple(keys)
+        if not set(map(type, separate)) <= {bytes}:  # no bytearrays either: keys are kept, and used in dictionaries
+            raise InvalidArgument("every key must be bytes", got=sorted({type(key).__name__ for key in separate}))
+        packed = pack_keys(separate)
         if not set(map(len, separate)) <= {KEY_BYTES}:
             raise InvalidArgument("every key must have 16 bytes")
     if len(separate) > MAX_KEYS_PER_CALL:

@@ -88,3 +88,13 @@ def test_impossible_position_is_rejected(parent: Any, depth: Any) -> None:
 def test_slice_is_immutable() -> None:
     with pytest.raises(AttributeError):
         ChainSlice(NAMESPACE, some_keys(1)).depth = 3  # type: ignore[misc]
+
+
+def test_slice_keeps_its_keys_if_the_list_changes() -> None:
+    keys = some_keys(4)
+    chain, before = ChainSlice(NAMESPACE, keys), list(keys)
+    keys[1] = PARENT
+    del keys[2:]
+    assert len(chain) == 4
+    assert [chain.key(index) for index in range(4)] == before
+    assert chain.packed == b"".join(before)
