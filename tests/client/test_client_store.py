@@ -12,7 +12,7 @@ from client_fakes import FakeMetadata, FakeNode, payloads
 from kvclient import CacheSpec, KVClient, StoreOutcome
 from kvclient.memory.arena import ClientArena
 from kvproto.v1 import node_pb2
-from kvstore.core.errors import InvalidArgument, LeaseLost, Unavailable
+from kvstore.core.errors import Internal, InvalidArgument, LeaseLost, Unavailable
 from kvstore.core.types import BlockKey, unpack_keys
 from support.chains import token_chain
 
@@ -298,6 +298,34 @@ def test_layerwise_store_failed_copy_stores_nothing(
     assert isinstance(result.error, Unavailable)
     with near.called:
         assert near.called.wait_for(lambda: near.left, 5), "the end of the session gives the slots back"
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_layerwise_store_interrupted_copy_stores_nothing(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, *, local: bool
+) -> None:
+    """An engine that goes on after an interrupt or a lack of memory publishes no half-written blocks."""
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    keys = token_chain(spec, 3)
+    layers = payloads(keys, spec.shape).reshape(3, spec.layers, -1)
+    with make_client(near if local else None).begin_store(keys) as handle:
+        with monkeypatch.context() as patched:
+            patched.setattr(ClientArena, "copy_in", fail)
+            patched.setattr("kvclient.store.layerwise._gather", fail)
+            with pytest.raises(KeyboardInterrupt):
+                handle.put_layer(0, layers[:, 0])
+        for layer in range(1, spec.layers):
+            handle.put_layer(layer, layers[:, layer])
+        with pytest.raises(InvalidArgument, match="layers are missing"):
+            handle.commit()
+        handle.put_layer(0, layers[:, 0])
+        result = handle.commit()
+    assert result.outcomes.tolist() == [SKIPPED] * 3
+    assert isinstance(result.error, Internal)
+    assert completed(near) == []
 
 
 def test_layerwise_store_dropped_gives_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:

@@ -25,7 +25,7 @@ from kvclient.store.grant import StoreGrant
 from kvclient.store.store import Store, count_store
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.chain import ChainSlice
-from kvstore.core.errors import InvalidArgument, KVStoreError
+from kvstore.core.errors import Internal, InvalidArgument, KVStoreError
 from kvstore.core.types import BlockShape, StoreOutcome
 from kvstore.observe.metric_definitions import client as client_metrics
 from kvstore.rpc.codec import pack_u64
@@ -98,6 +98,7 @@ class LayerwiseStore:
 
         Raises:
             InvalidArgument: wrong size or layer, a layer put twice, or a store that has ended.
+            BaseException: an error of ``data``, an interrupt or a lack of memory. Nothing is stored.
         """
         if not isinstance(layer, int) or not 0 <= layer < self._context.shape.layers:
             raise InvalidArgument("no such layer", layer=layer, layers=self._context.shape.layers)
@@ -105,18 +106,24 @@ class LayerwiseStore:
         with self._lock:
             if self._finished or layer in self._put:
                 raise InvalidArgument("the layer was put before, or the store has ended", layer=layer)
-            self._put.add(layer)
             if self._scope.ended:
                 self._give_up(self._scope.error())
-            if self._grant is not None and self._session is not None and len(self._grant.positions):
-                rows = pick_blocks(rows, self._grant.positions)
-                at = np.uint64(layer * self._layer_shape.layer_block_bytes)
-                try:
-                    self._checksums[:, layer] = self._session.arena.copy_in(rows, self._grant.offsets + at)[:, 0]
-                except KVStoreError as error:  # the session was lost: these blocks are not stored
-                    self._give_up(error)
-            elif self._staging is not None:
-                _gather(rows, self._staging[:, layer])
+            try:
+                self._copy(layer, rows)
+            except KVStoreError as error:  # the session was lost: these blocks are not stored
+                self._give_up(error)
+            except BaseException as error:  # the slots may lack bytes of this layer
+                self._give_up(Internal("a layer could not be copied", layer=layer, error=repr(error)))
+                raise
+            self._put.add(layer)
+
+    def _copy(self, layer: int, rows: BlockBuffer) -> None:
+        if self._grant is not None and self._session is not None and len(self._grant.positions):
+            rows = pick_blocks(rows, self._grant.positions)
+            at = np.uint64(layer * self._layer_shape.layer_block_bytes)
+            self._checksums[:, layer] = self._session.arena.copy_in(rows, self._grant.offsets + at)[:, 0]
+        elif self._staging is not None:
+            _gather(rows, self._staging[:, layer])
 
     def commit(self, *, wait_visible: bool = False) -> StoreResult:
         """Make the blocks visible. Every layer must have been put.
