@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 from kvclient.call.arguments import check_name, check_seconds, check_sendable
 from kvclient.call.context import ClientContext
 from kvclient.call.execution import CallRunner, CallScope
+from kvclient.call.open_calls import OpenCalls
 from kvclient.handoff.receiver import PromptReceiver
 from kvclient.handoff.sender import PromptSender, abandon_prompt, check_transfer_id, find_decode_node
 from kvclient.load.accounting import HitAccounting
@@ -89,11 +90,12 @@ class KVClient:
         self._demotions = demotions
         self._chain = KeyChain(context.spec)
         options = context.options
-        self._runner = CallRunner(
+        self.runner = CallRunner(
             context.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict
         )
+        """For ``kvclient.aio``: where calls run."""
         self._hints = HintSender(context)
-        self._unfinished: weakref.WeakSet[LayerwiseStore | PromptReceiver] = weakref.WeakSet()
+        self._unfinished: OpenCalls[LayerwiseStore | PromptReceiver] = OpenCalls()
         self._pid, self._closed = os.getpid(), False
         self._metrics = self._serve_metrics(options.metrics_listen) if options.metrics_listen is not None else None
 
@@ -240,7 +242,7 @@ class KVClient:
         Raises:
             InvalidArgument: malformed keys, or too many.
         """
-        return self._runner.run(self.lookup_call(keys, deadline_s))
+        return self.runner.run(self.lookup_call(keys, deadline_s))
 
     def lookup_call(self, keys: Keys, deadline_s: float | None) -> LookupCall:
         """Prepare ``lookup``: the arguments are checked, the work has not begun."""
@@ -261,7 +263,7 @@ class KVClient:
         Raises:
             InvalidArgument: malformed keys, or too many.
         """
-        return self._runner.run(self.lookup_heads_call(keys, deadline_s))
+        return self.runner.run(self.lookup_heads_call(keys, deadline_s))
 
     def lookup_heads_call(self, keys: Keys, deadline_s: float | None) -> HeadLookupCall:
         """Prepare ``lookup_heads``: the arguments are checked, the work has not begun."""
@@ -299,7 +301,7 @@ class KVClient:
         Raises:
             InvalidArgument: a buffer or keys that do not fit, or an argument of another type.
         """
-        return self._runner.run(self.load_call(what, buffer, deadline_s, verify, parent, depth, paths))
+        return self.runner.run(self.load_call(what, buffer, deadline_s, verify, parent, depth, paths))
 
     def start_load(
         self,
@@ -334,7 +336,7 @@ class KVClient:
         """
         barrier = LayerBarrier(what.hit_blocks if isinstance(what, Lookup) else 0)
         call = self.load_call(what, buffer, deadline_s, verify, parent, depth, paths, barrier=barrier, layerwise=layerwise)
-        future = self._runner.start(call)
+        future = self.runner.start(call)
         wait_on_stream = buffer.wait_on_stream if layerwise and isinstance(buffer, DeviceBuffer) else None
         return LoadHandle(call.scope, barrier, future, self._context.shape.layers, wait_on_stream)
 
@@ -415,7 +417,7 @@ class KVClient:
             InvalidArgument: a buffer or keys that do not fit.
         """
         call = self.store_call(keys, buffer, parent, depth, deadline_s, durable=durable, wait_visible=wait_visible)
-        return self._runner.run(call)
+        return self.runner.run(call)
 
     def start_store(
         self,
@@ -440,7 +442,7 @@ class KVClient:
             InvalidArgument: a buffer or keys that do not fit.
         """
         call = self.store_call(keys, buffer, parent, depth, deadline_s, durable=durable, wait_visible=wait_visible)
-        return StoreHandle(call.scope, self._runner.start(call))
+        return StoreHandle(call.scope, self.runner.start(call))
 
     def store_heads(self, keys: Keys, buffer: object, *, deadline_s: float | None = None) -> StoreResult:
         """Store blocks each of which is the head of a separate chain; the first failure ends the call.
@@ -453,7 +455,7 @@ class KVClient:
         Raises:
             InvalidArgument: a buffer or keys that do not fit.
         """
-        return self._runner.run(self.store_call(keys, buffer, None, 0, deadline_s, durable=False, wait_visible=False, heads=True))
+        return self.runner.run(self.store_call(keys, buffer, None, 0, deadline_s, durable=False, wait_visible=False, heads=True))
 
     def store_call(
         self,
@@ -601,7 +603,8 @@ class KVClient:
         scope = self._scope(deadline_s, self._context.options.default_deadline_s)
         prompt = PromptReceiver(self._context, self._slice(keys), scope, transfer_id)
         prompt.begin(self._context.prompt_threads.submit(prompt.run))
-        self._unfinished.add(prompt)
+        if not self._unfinished.add(prompt):
+            prompt.cancel()
         return prompt
 
     # ---- state and end ----
@@ -667,25 +670,21 @@ class KVClient:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if self._metrics is not None:
-            self._metrics.stop()
-        self._context.detach_pool()
-        self._demotions.close()
-        for call in list(self._unfinished):
-            (call.cancel if isinstance(call, PromptReceiver) else call.abort)()
-        self._runner.close()
-        self._context.close()
+        with ExitStack() as steps:  # the last one first; each runs if others raise
+            steps.callback(self._context.close)
+            steps.callback(self.runner.close)
+            for call in self._unfinished.close():
+                steps.callback(call.cancel if isinstance(call, PromptReceiver) else call.abort)
+            steps.callback(self._demotions.close)
+            steps.callback(self._context.detach_pool)
+            if self._metrics is not None:
+                steps.callback(self._metrics.stop)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    @property
-    def runner(self) -> CallRunner:
-        """For ``kvclient.aio``: where calls run."""
-        return self._runner
 
     def _slice(self, keys: Keys, parent: BlockKey | None = None, depth: int = 0, *, heads: bool = False) -> ChainSlice:
         self._check_usable()

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,10 +20,13 @@ from client_fakes import FakeMetadata, FakeNode, SkewedClock, payloads
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Outcome, StoreOutcome
 from kvclient.call.execution import CallRunner, CallScope
+from kvclient.call.open_calls import OpenCalls
 from kvclient.results import LoadResult
+from kvclient.store.layerwise import LayerwiseStore
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.observe.limited_log import LimitedLog
+from samples import sample
 from support.chains import token_chain
 from support.wait import wait_until
 
@@ -364,6 +368,24 @@ def test_closed_client_answers_misses(spec: CacheSpec, near: FakeNode, make_clie
         assert near.called.wait_for(lambda: near.left, 5)
 
 
+def test_close_ends_the_session_if_a_step_fails(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    client = make_client(near)
+    store = client.begin_store(token_chain(spec, 2))
+    with monkeypatch.context() as patched:
+        patched.setattr(LayerwiseStore, "abort", fail)
+        with pytest.raises(MemoryError):
+            client.close()
+    assert client.start_load(token_chain(spec, 2), bytearray(2 * spec.block_bytes)).result().hit_blocks == 0
+    store.abort()
+    with near.called:
+        assert near.called.wait_for(lambda: near.left, 5)
+
+
 def test_close_ends_loads_under_way(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     over = threading.Event()
     near.load_script = lambda request, context: iter([near.progress([])] if over.wait(10) else [])
@@ -466,6 +488,42 @@ def test_call_runner_turns_failures_into_misses() -> None:
     wait_until(lambda: caller.start(ScriptedCall(clock, waits)).result(5).hit_blocks == 1)
     caller.close()
     assert isinstance(caller.start(ScriptedCall(clock, waits)).result(5).error, Unavailable)
+
+
+def test_call_that_begins_while_the_client_closes_is_refused() -> None:
+    class Late(ScriptedCall):
+        @property
+        def scope(self) -> CallScope:
+            caller.close()
+            return self._scope
+
+        @scope.setter
+        def scope(self, scope: CallScope) -> None:
+            self._scope = scope
+
+    clock = ManualClock()
+    caller = CallRunner(LimitedLog(logging.getLogger("kvclient"), 0.0, clock.now_s), workers=1, max_pending=1, strict=False)
+    assert isinstance(caller.run(Late(clock, lambda: pytest.fail("it ran"))).error, Unavailable)
+
+
+def test_open_calls_close_while_calls_begin(request: pytest.FixtureRequest) -> None:
+    interval_s = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(interval_s))
+    sys.setswitchinterval(1e-6)
+    clock = ManualClock()
+    for _ in range(sample(15, 200)):
+        calls: OpenCalls[CallScope] = OpenCalls()
+        kept = [CallScope.after(1.0, clock) for _ in range(3000)]
+        added: list[CallScope] = []
+
+        def begin(calls: OpenCalls[CallScope] = calls, kept: list[CallScope] = kept, added: list[CallScope] = added) -> None:
+            added += [scope for scope in kept if calls.add(scope)]
+
+        thread = threading.Thread(target=begin)
+        thread.start()
+        closed = calls.close()
+        thread.join(10)
+        assert set(map(id, closed)) == set(map(id, added))
 
 
 def test_calls_cancelled_in_the_queue_count_until_taken_out() -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
+from kvclient.call.open_calls import OpenCalls
 from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, Internal, KVStoreError, Unavailable
 from kvstore.observe.limited_log import LimitedLog
@@ -136,14 +136,12 @@ class CallRunner:
         self._strict = strict
         self._pending = threading.BoundedSemaphore(max_pending)
         self._threads = LazyThreadPool(workers, "kvclient")
-        self._scopes: weakref.WeakSet[CallScope] = weakref.WeakSet()
-        self._closed = False
+        self._scopes: OpenCalls[CallScope] = OpenCalls()
 
     def run(self, call: PreparedCall[R]) -> R:
         """Run a call in this thread."""
-        if self._closed:
+        if not self._scopes.add(call.scope):
             return self._checked(call.refused(Unavailable("the client is closed; make another one with KVClient.connect")))
-        self._scopes.add(call.scope)
         try:
             result = call.run()
         except KVStoreError as error:
@@ -205,8 +203,7 @@ class CallRunner:
 
     def close(self) -> None:
         """Cancel the calls under way, and wait for those in the background."""
-        self._closed = True
-        for scope in list(self._scopes):
+        for scope in self._scopes.close():
             scope.cancel()
         self._threads.close()
 
