@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, cast
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_DEPTH, MAX_KEYS_PER_CALL
@@ -124,7 +124,7 @@ def _both_forms(keys: Sequence[BlockKey] | bytes) -> tuple[Sequence[BlockKey], b
         raise InvalidArgument("keys must be a sequence of bytes, or packed in one bytes", got=type(keys).__name__)
     else:
         # copied: the caller may change its list while the call waits for a thread
-        separate = list(keys) if isinstance(keys, list) else tuple(keys)
+        separate = list(cast("Sequence[BlockKey]", keys))
         if not set(map(type, separate)) <= {bytes}:  # no bytearrays either: keys are kept, and used in dictionaries
             raise InvalidArgument("every key must be bytes", got=sorted({type(key).__name__ for key in separate}))
         packed = pack_keys(separate)

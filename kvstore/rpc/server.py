@@ -256,7 +256,7 @@ async def build_aio_server(
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_time_ms", _KEEPALIVE_TIME_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_CLIENT_PING_MS),
+            ("grpc.http2.min_ping_interval_without_data_ms", _MIN_CLIENT_PING_MS),
             ("grpc.keepalive_permit_without_calls", 1),
             # a listener closes connections above its share, so that descriptors are left for the others
             ("grpc.max_allowed_incoming_connections", connections_allowed()),

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from conftest import Engine
 from kvclient import KVClient
+from kvclient.events.watcher import BlockWatcher
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.cli.app import root
 from kvstore.embedded.cluster import NodeSpec
@@ -27,9 +28,9 @@ from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.failover.channel import FailoverChannel
 from kvstore.rpc.failover.connect import connect_metadata
-from kvstore.rpc.failover.selection import CallPlacement
+from kvstore.rpc.failover.selection import CallPlacement, ranked
 from support.server_pair import ServerPair, server_pair
-from support.wait import wait_until
+from support.wait import WAIT_S, wait_until
 
 BLOCKS = 40
 NODE = "n"
@@ -164,6 +165,19 @@ def shared_store(tmp_path: Path) -> Iterator[Store]:
             made.store_chain(FIRST)
             wait_until(lambda: made.hits() == BLOCKS)
             yield made
+
+
+def test_failover_server_stopped_subscriber_hears_the_other(store: Store) -> None:
+    """A server without news sends nothing, and a subscriber calls nothing else: it probes the server while it waits."""
+    with BlockWatcher(store.pair.metadata_address) as watcher:
+        watcher.wait_complete(WAIT_S)
+        stopped = store.pair.name_of(ranked(store.pair.metadata_address.split(","), "")[0])
+        store.pair.pause(stopped)
+        try:
+            later = store.engine.keys(store.store_chain("later"), BLOCKS)
+            wait_until(lambda: all(watcher.holders(key) for key in later), "the subscriber hears of the chain")
+        finally:
+            store.pair.resume(stopped)
 
 
 @pytest.mark.parametrize("fault", ["kill", "pause"])

@@ -174,7 +174,7 @@ class BlockWatcher:
         backoff_s = _FIRST_BACKOFF_S
         while not self._stopped.is_set():
             error: KVStoreError
-            begun = False
+            begun = malformed = False
             try:
                 for message in self._open():
                     begun = True
@@ -182,8 +182,8 @@ class BlockWatcher:
                 error = Unavailable("the server ended the stream")
             except grpc.RpcError as failed:
                 error = from_rpc_error(cast("FailedCall", failed))
-            except KVStoreError as malformed:
-                error = malformed
+            except KVStoreError as unusable:
+                error, malformed = unusable, True  # or the mirror has space again: both begin with a snapshot
                 with self._lock:
                     self._mirror.clear()
             except Exception as bug:  # noqa: BLE001  # edge of the thread: callers that wait for the mirror must see the error
@@ -199,7 +199,7 @@ class BlockWatcher:
                     self._lock.notify_all()
                 return
             _log.warning("block event stream lost, retried: %s", error)
-            backoff_s = _FIRST_BACKOFF_S if begun else min(2 * backoff_s, _MAX_BACKOFF_S)
+            backoff_s = _FIRST_BACKOFF_S if begun and not malformed else min(2 * backoff_s, _MAX_BACKOFF_S)
             self._stopped.wait(backoff_s * random.uniform(0.5, 1.5))  # noqa: S311  # spreads load, guards nothing
 
     def _open(self) -> Iterable[pb.WatchBlocksResponse]:

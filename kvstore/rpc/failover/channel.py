@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Final, Self
 
 import grpc
 
-from kvstore.core.errors import Unavailable
+from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.rpc.failover.attempts import UnaryAttempts, deadline_of, failure_of, unavailable
 from kvstore.rpc.failover.rpc_rules import RpcRule, rule_of
 from kvstore.rpc.failover.selection import Failure
@@ -221,10 +222,10 @@ class _StreamMethod(_Method):
             self._servers.wait_ready(self._rule.placement, timeout)
         route = self._servers.pick(self._rule.placement)
         if route is None:
-            return FailoverStream(self._servers, self._rule, "", None)
-        method, _ = self._on(route.address)
+            return FailoverStream(self._servers, self._rule, "", None, None)
+        method, server = self._on(route.address)
         call = method(request, timeout=timeout, metadata=metadata, **more)
-        stream = FailoverStream(self._servers, self._rule, route.address, call)
+        stream = FailoverStream(self._servers, self._rule, route.address, call, server if self._rule.watched else None)
         self._channel.add_stream(stream)
         stream.leave_unless_current()  # a change between the choice and the registration
         return stream
@@ -238,13 +239,15 @@ class FailoverStream:
         rule: rule of the RPC.
         address: address of the server.
         call: gRPC's call; None: no server answers.
+        server: to be probed while the caller waits for a message; None: it is not.
     """
 
-    def __init__(self, servers: MetadataServers, rule: RpcRule, address: str, call: Given) -> None:
+    def __init__(self, servers: MetadataServers, rule: RpcRule, address: str, call: Given, server: WatchedServer | None) -> None:
         self._servers = servers
         self._rule = rule
         self._address = address
         self._call = call
+        self._server = server
         self._left = False
         self._over = False
 
@@ -255,10 +258,15 @@ class FailoverStream:
         if self._call is None:
             raise unavailable(str(self._servers.no_server()))
         try:
-            return next(self._call)
+            with nullcontext() if self._server is None else self._server.waiting(self._call.cancel):
+                return next(self._call)
         except StopIteration:
             self._over = True
             raise
+        except KVStoreError as hung:
+            self._over = True
+            self._servers.failed(self._address, Failure.HUNG)
+            raise unavailable(str(hung)) from hung
         except grpc.RpcError as error:
             self._over = True
             if self._left:

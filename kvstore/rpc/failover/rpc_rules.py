@@ -36,11 +36,14 @@ class RpcRule:
         repetition: whether a call may be executed twice.
         placement: the servers that are called.
         waits: the server answers late on purpose, so that a timeout says nothing about it.
+        watched: the server is probed while the caller waits for the next message of a stream. Streams beside which heartbeats go
+            to the same server need no probes.
     """
 
     repetition: Repetition
     placement: CallPlacement
     waits: bool = False
+    watched: bool = False
 
 
 FORWARDED_TO: Final = "kv-forwarded-to"
@@ -51,6 +54,7 @@ _READ_STATE: Final = RpcRule(Repetition.REPEAT, CallPlacement.SHARED)
 _IDEMPOTENT_CHANGE: Final = RpcRule(Repetition.REPEAT, CallPlacement.SHARED)
 _CHANGE: Final = RpcRule(Repetition.ONCE, CallPlacement.SHARED)
 _STREAM: Final = RpcRule(Repetition.STREAM, CallPlacement.SHARED)
+_SUBSCRIPTION: Final = RpcRule(Repetition.STREAM, CallPlacement.SHARED, watched=True)
 _PLAN: Final = RpcRule(Repetition.ONCE, CallPlacement.PLANNER)
 _ASSIGN: Final = RpcRule(Repetition.ONCE, CallPlacement.PLANNER, waits=True)
 _CANCEL: Final = RpcRule(Repetition.REPEAT, CallPlacement.PLANNER)
@@ -62,7 +66,7 @@ RULES: Final = {
     "/kvstore.v1.Metadata/UnregisterNode": _IDEMPOTENT_CHANGE,
     # batches have sequence numbers; the node sends unacknowledged ones again in its next stream
     "/kvstore.v1.Metadata/Publish": _STREAM,
-    "/kvstore.v1.Metadata/WatchBlocks": _STREAM,
+    "/kvstore.v1.Metadata/WatchBlocks": _SUBSCRIPTION,
     "/kvstore.v1.Metadata/CompareDigests": _READ,
     # a late repetition would replace a range by its older content
     "/kvstore.v1.Metadata/RepairRanges": _CHANGE,
