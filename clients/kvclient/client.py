@@ -14,7 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from kvclient.call.arguments import check_name, check_seconds, check_sendable
+from kvclient.call.arguments import check_name, check_process, check_seconds, check_sendable
 from kvclient.call.context import ClientContext
 from kvclient.call.execution import CallRunner, CallScope
 from kvclient.call.open_calls import OpenCalls
@@ -695,5 +695,4 @@ class KVClient:
         return CallScope.after(seconds, self._context.clock)
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise InvalidArgument("this client was made before a fork; make another one in the child")
+        check_process(self._pid)

