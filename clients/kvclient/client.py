@@ -223,7 +223,7 @@ class KVClient:
         return self._chain.keys(tokens, extras=extras, parent=parent, first_block=first_block)
 
     def tail_key(self, tokens: Tokens, parent: BlockKey | None = None, extra: bytes = b"") -> BlockKey:
-        """Return the key of a prompt's partial last block; see ``kvstore.core.keys.KeyChain.tail``.
+        """Return the key of a prompt's partial last block, with its extra; see ``kvstore.core.keys.KeyChain.tail``.
 
         Example: ``tail = client.tail_key(tokens[len(keys) * spec.block_tokens :], parent=keys[-1])``
         """
