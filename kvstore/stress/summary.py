@@ -172,6 +172,8 @@ class StressResult:
             return f"nothing was loaded: {_errors(self.warm)}; kvstore status --detail names the cause"
         if self.warm.all_failed:
             return f"every operation failed: {_errors(self.warm)}; kvstore status --detail names the cause"
+        if set(+self.warm.outcomes) == {"skipped"}:
+            return f"nothing was stored after the first pass: {_errors(self.warm)}; kvstore status --detail names the cause"
         return None
 
     def to_json(self) -> dict[str, Any]:

@@ -240,6 +240,14 @@ def test_wrong_bytes_are_a_problem_of_the_run() -> None:
     assert result.problem == "3 wrong bytes were loaded"
 
 
+def test_result_without_stores_on_a_full_store_is_a_problem() -> None:
+    warm = PassSummary("warm", requests=2, outcomes=Counter(skipped=8))
+    result = StressResult(plan(mix=OperationMix(store=1)), PassSummary("cold", stored_bytes=1), warm)
+    assert str(result.problem).startswith("nothing was stored after the first pass: the store is full or drains")
+    warm.outcomes["stored"] = 1
+    assert result.problem is None
+
+
 def test_lookups_that_all_fail_are_a_problem() -> None:
     warm = PassSummary("warm")
     result = StressResult(plan(mix=OperationMix(lookup=1)), PassSummary("cold", stored_bytes=1), warm)

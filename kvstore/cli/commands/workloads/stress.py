@@ -249,7 +249,7 @@ def _print(result: StressResult) -> None:
         ("by path", _shares(warm.by_path)),
         ("by node", _shares(warm.by_node)),
     ]
-    if skipped := result.cold.outcomes["skipped"]:
+    if skipped := result.cold.outcomes["skipped"] + warm.outcomes["skipped"]:
         facts.append(("not stored", f"{skipped:,} blocks: no space, or the node drains"))
     if errors := result.cold.errors + warm.errors:
         facts.append(("failures", ", ".join(f"{kind}: {count}" for kind, count in errors.items())))
