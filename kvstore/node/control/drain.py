@@ -82,6 +82,8 @@ class Drainer:
         self._patience_s = patience_s
         self._changed = threading.Condition()
         self._order: DrainOrder | None = None
+        self._executing: DrainOrder | None = None
+        """The order that the thread carries out."""
         self._stopping = False
         self._state: NodeState = NODE_STATE_DRAINING
         self._reason = ""
@@ -162,7 +164,7 @@ class Drainer:
 
     def pause(self, seconds: float) -> bool:
         """Wait between batches of a migration. Returns whether to stop: the order changed, or the node stops."""
-        order = self._order
+        order = self._executing
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._order is not order, seconds)
             return self._stopping or self._order is not order
@@ -175,6 +177,7 @@ class Drainer:
                 order = self._order
             if order is None or self._stopping:
                 continue
+            self._executing = order
             try:
                 self._execute(order)
             except Exception:  # thread edge: the drain must go on after a bug
@@ -192,10 +195,11 @@ class Drainer:
             self.migrator.reset()
         stuck_rounds, before = 0, -1
         while not self._is_over(order):
+            busy = self._busy()  # a store that completes during the round may be missing in it
             remaining, why = self._round(order)
             if self._is_over(order):
                 return
-            busy = self._busy() and self._clock.now_s() < began_s + self._patience_s
+            busy = busy and self._clock.now_s() < began_s + self._patience_s
             if busy:
                 self._set_state(order, NODE_STATE_DRAINING, "waits for stores, layered loads or prompts that began earlier")
                 self.pause(BUSY_S)

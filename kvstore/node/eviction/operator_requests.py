@@ -133,7 +133,7 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
         OSError, KVStoreError: a volume's catalog could not be changed; those blocks stay. Or it could not note the call
             (``note_invalid``).
     """
-    begun = {node_volume: node_volume.volume.next_generation for node_volume in table.node_volumes}
+    begun = generations(table)
     doomed = _of(table, namespace)
     dropped = 0
     failed: dict[NodeVolume | None, Exception] = {}
@@ -170,6 +170,11 @@ def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -
     for failure in failed.values():
         raise failure
     return EvictionResult(dropped, len(doomed))
+
+
+def generations(table: BlockTable) -> dict[NodeVolume, int]:
+    """``next_generation`` of each durable volume."""
+    return {node_volume: node_volume.volume.next_generation for node_volume in table.node_volumes}
 
 
 def note_invalid(table: BlockTable, namespace_id: NamespaceId, begun: Mapping[NodeVolume, int]) -> None:

@@ -14,7 +14,14 @@ from kvstore.core.cancel_scope import run_in_pool
 from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.durability.volume_checks import Check, CheckState
-from kvstore.node.eviction.operator_requests import EvictionResult, evict_down_to, evict_namespace, invalidate, note_invalid
+from kvstore.node.eviction.operator_requests import (
+    EvictionResult,
+    evict_down_to,
+    evict_namespace,
+    generations,
+    invalidate,
+    note_invalid,
+)
 from kvstore.node.hints.session_hints import SessionHints
 from kvstore.node.rpc.hint_request import apply_to_known
 from kvstore.node.rpc.parts import NodeParts
@@ -182,11 +189,12 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         self, request: pb.InvalidateNamespaceRequest, context: Context
     ) -> pb.InvalidateNamespaceResponse:
         check_id(request.operation_id, "operation_id")
+        table = self._parts.table
+        begun = generations(table)  # before the namespace is looked up: blocks that are stored from now on stay
         namespace = self._namespace(request.namespace_id)
         done = EvictionResult(0, 0)
-        table = self._parts.table
         if namespace is None:  # its blocks left the volumes, but not all were overwritten
-            await self._run_in_pool(lambda: note_invalid(table, NamespaceId(request.namespace_id), {}))
+            await self._run_in_pool(lambda: note_invalid(table, NamespaceId(request.namespace_id), begun))
         else:
             left_s = context.time_remaining()
             wait_s = min(request.wait_ms / 1000, MAX_WAIT_S, MAX_WAIT_S if left_s is None else left_s)
