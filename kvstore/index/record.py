@@ -183,7 +183,7 @@ class BatchEdit:
         return replicas_of(parent, self._open).get(self._volume_epoch, run.depth)
 
     def _decode(self, value: bytes, ordinal: int) -> tuple[int, ...]:
-        """Decode the record of a key or parent of a namespace, also if it has a lost number of this namespace."""
+        """Decode the record of a key or parent of a namespace. A number that the index has lost becomes that of the namespace."""
         record = decode(value)
         if record[0] == ordinal or self._known_ordinals is None or record[0] in self._known_ordinals:
             return record

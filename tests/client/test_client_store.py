@@ -304,7 +304,7 @@ def test_layerwise_store_failed_copy_stores_nothing(
 def test_layerwise_store_interrupted_copy_stores_nothing(
     spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, *, local: bool
 ) -> None:
-    """An engine that goes on after an interrupt or a lack of memory publishes no half-written blocks."""
+    """An engine that continues after an interrupt or a lack of memory publishes no half-written blocks."""
 
     def fail(*_: object) -> None:
         raise KeyboardInterrupt

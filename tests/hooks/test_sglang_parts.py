@@ -195,6 +195,8 @@ def test_namespace_depends_on_amd_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
     spaces = {of()}
     monkeypatch.setattr("torch.version.hip", "7.0")
+    assert of() in spaces, "a build of torch for AMD on a host without a device"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for architecture in ("gfx942:sramecc+:xnack-", "gfx950"):
         device = SimpleNamespace(gcnArchName=architecture)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda _, device=device: device)

@@ -169,12 +169,12 @@ async def test_server_stop_ends_while_write_is_held(tmp_path: Path, monkeypatch:
             await server.stop(0.0)
             with pytest.raises(KVStoreError):
                 await registration
-    await asyncio.get_running_loop().shutdown_default_executor()  # waits for what was left to itself
+    await asyncio.get_running_loop().shutdown_default_executor()  # waits for threads that still run
     LmdbIndex.open(tmp_path / "index").close()  # the server has closed it
 
 
 async def test_maintenance_shares_heartbeats_beside_slow_changes(tmp_path: Path) -> None:
-    """A publish waits for a lost shard for seconds. The heartbeats must not wait behind it."""
+    """A publish waits for a lost shard for seconds. The heartbeats must not wait until it ends."""
     index, thread, counters = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20), IndexThread("test"), Counters()
     boot_id = BootId(b"b" * 16)
     register_node(index, NodeInfo(node_id="n", boot_id=boot_id))

@@ -130,7 +130,7 @@ def test_quarantine_not_committed_is_repeated(node: Node, tmp_path: Path, writte
 
 
 def test_quarantine_is_repeated_on_read_only_volumes(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failed sync, the catalog still takes removals. A catalog that takes none is asked again, which is no failure."""
+    """After a failed sync, the catalog still takes removals. A catalog that takes none is asked again; no failure is counted."""
     block = node.at(3)
     bad = block.nvme
     assert bad is not None

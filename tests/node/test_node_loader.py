@@ -183,7 +183,7 @@ def test_load_volume_dropped_rest_is_read_from_its_mount(node: SlowNode) -> None
 
 
 def test_load_volume_dropped_windows_that_wait_are_answered(node: SlowNode) -> None:
-    """All reader threads are busy when the volume is dropped. The only other node that holds the blocks is gone."""
+    """All reader threads are busy when the volume is dropped. The only other node that holds the blocks has ended."""
     guard, proceed = node.volumes[0].guard, threading.Event()
     for _ in range(READERS):
         guard.submit(lambda: proceed.wait(WAIT_S))

@@ -43,6 +43,14 @@ def adopt(folder: Path, node_id: NodeId = ADOPTER) -> tuple[NvmeSlab, Held]:
     return opened(folder, node_id)
 
 
+def adopted(folder: Path) -> NvmeSlab:
+    """Let an owner store blocks 0 to 3 and end, and another node adopt the volume."""
+    owner, _ = opened(folder)
+    put(owner, range(4), SHAPE)
+    owner.close()
+    return adopt(folder)[0]
+
+
 def good(slab: NvmeSlab, held: Held) -> list[int]:
     """Read blocks. Returns the numbers of the hits, each compared byte for byte."""
     views = empty_memory(len(held), SHAPE, aligned=True) if held else []
@@ -232,10 +240,7 @@ def test_failed_sync_of_restored_token_stops_stores(tmp_path: Path, monkeypatch:
 
 def test_lost_slab_of_claimed_volume_is_not_replaced(tmp_path: Path) -> None:
     """Its file system may be mounted late: the volume is there again with the slab."""
-    owner, _ = opened(tmp_path)
-    put(owner, range(4), SHAPE)
-    owner.close()
-    adopter, _ = adopt(tmp_path)
+    adopter = adopted(tmp_path)
     adopter.close()
     slab = (tmp_path / "slab.kv").rename(tmp_path / "away")
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -266,10 +271,7 @@ def test_claim_without_opening_is_continued_by_claimant(tmp_path: Path) -> None:
 
 
 def test_released_volume_goes_back_to_its_first_owner(tmp_path: Path) -> None:
-    owner, _ = opened(tmp_path)
-    put(owner, range(4), SHAPE)
-    owner.close()
-    adopter, _ = adopt(tmp_path)
+    adopter = adopted(tmp_path)
     put(adopter, range(4, 8), SHAPE)
     adopter.close()
     assert release(tmp_path, NAME, adopter.token)

@@ -68,7 +68,7 @@ def test_read_into_callers_memory_is_never_direct() -> None:
 
 
 def test_bounce_memory_wait_of_cancelled_read_ends() -> None:
-    """An agent that is not open has no bounce memory, so a read waits for it."""
+    """Without an open agent there is no bounce memory, so a read waits for it."""
     scope, counters = CancelScope.after(60.0), Counters()
     agent, slabs = NixlAgent(NixlOptions(), counters=counters), queue.SimpleQueue[Slab | None]()
     waiting = threading.Thread(target=lambda: slabs.put(agent.acquire_slab(60.0, scope)))

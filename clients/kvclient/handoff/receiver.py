@@ -36,7 +36,7 @@ _ANSWER_S = 0.5
 _GRACE_S = _ANSWER_S + 0.5
 """Seconds between the deadline and the end of the last piece of work."""
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.05, 0.5
-"""Pauses before the node is asked again, which has as many waits as it may."""
+"""Pauses between attempts while the node is at its limit of waits."""
 _COPY_THREADS = 2
 
 
@@ -142,7 +142,7 @@ class PromptReceiver:
 
     def _record(self, progress: node_pb2.LoadProgress, session: Session, began_s: float) -> None:
         shape, count = self._context.shape, len(self._chain)
-        if progress.lease_id:  # the message with the last blocks may not be the last message
+        if progress.lease_id:  # later messages without blocks have no lease
             self._lease_ids.append(progress.lease_id)
             self._lease_end_s = began_s + progress.granted_ms / 1000 + session.lease_s - self._context.options.lease_margin_s
         for run in progress.runs:

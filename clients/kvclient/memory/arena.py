@@ -188,6 +188,8 @@ class ClientArena:
         self._closing = threading.Event()
         map_ahead = map_ahead and mapping.first_here
         self._ahead = start_thread(self._map_ahead, "kvclient-map-ahead") if map_ahead else None
+        if map_ahead and self._ahead is None:
+            _log.info("arena not mapped ahead: no more threads")
 
     @classmethod
     def open(

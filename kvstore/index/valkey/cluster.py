@@ -307,7 +307,7 @@ class ValkeyClient:
         return cast("list[Reply]", await self._repeat(commands, deadline_s, lane, skips_lost=False))
 
     async def run_without_lost(self, commands: Sequence[Command], deadline_s: float, lane: Lane = Lane.WRITES) -> list[Answer]:
-        """As ``run_until``, but commands of lost shards are not answered (``is_written_off``)."""
+        """As ``run_until``, but commands for shards that are written off stay unanswered (``is_written_off``)."""
         return await self._repeat(commands, deadline_s, lane, skips_lost=True)
 
     async def _repeat(self, commands: Sequence[Command], deadline_s: float, lane: Lane, *, skips_lost: bool) -> list[Answer]:

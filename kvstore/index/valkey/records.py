@@ -90,7 +90,7 @@ def read_command(key: BlockKey) -> Command:
 
 
 def holders_of(answers: Sequence[Answer], state: SmallState, namespace: NamespaceId) -> list[tuple[VolumeEpoch, ...]]:
-    """Open volume epochs that records name; none for answers that are no record of the namespace."""
+    """The open volume epochs in each answer; none unless the answer is a record of the namespace."""
     known = state.namespaces.get(namespace)
     if known is None:
         return [()] * len(answers)
@@ -101,7 +101,7 @@ def holders_of(answers: Sequence[Answer], state: SmallState, namespace: Namespac
 
 
 def entries_of(answers: Sequence[Answer], state: SmallState) -> list[IndexEntry | None]:
-    """What records say; None for answers that are no record."""
+    """The entry of each answer; None unless the answer is a record."""
     by_number = {known.ordinal: namespace for namespace, known in state.namespaces.items()}
     found: list[IndexEntry | None] = []
     for answer in answers:
@@ -170,7 +170,7 @@ class PublishedBatch(NamedTuple):
 
 
 class PublishAttempt(NamedTuple):
-    """What one attempt to publish a batch did.
+    """The result of one attempt to publish a batch.
 
     Attributes:
         edit: the batch, applied in memory to the records that were read.
@@ -178,7 +178,7 @@ class PublishAttempt(NamedTuple):
         slots: hash slots whose shards answered the changes.
         missed: keys whose shard did not answer this attempt or an earlier one.
         raced: keys whose records were no longer what was read, and were not replaced.
-        all_damaged: whether there are raced keys, and the values of all of them are no records.
+        all_damaged: whether there are raced keys, and none of their values is a record.
     """
 
     edit: BatchEdit

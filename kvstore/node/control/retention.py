@@ -262,9 +262,8 @@ class RetentionEnforcer:
                     if join_tenant(table.residency, namespace):
                         fresh.append(namespace)
         for namespace, blocks in self._held_of(fresh).items():
-            add_to_orders(
-                table.residency, {tier: order for tier, order in namespace.in_account.items() if order is not None}, blocks
-            )
+            orders = {tier: order for tier, order in namespace.in_account.items() if order is not None}
+            add_to_orders(table.residency, orders, blocks)
 
     def _held_of(self, namespaces: Sequence[NodeNamespace]) -> dict[NodeNamespace, list[Block]]:
         """The blocks of some namespaces, in the order in which they were added."""

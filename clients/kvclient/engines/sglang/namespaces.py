@@ -79,7 +79,7 @@ def amd_device() -> str:
 
     SGLang's fp8 depends on it, whatever dtype is configured, and so does the order of bytes in pages of equal size.
     """
-    if torch.version.hip is None:
+    if torch.version.hip is None or not torch.cuda.is_available():
         return ""
     return str(torch.cuda.get_device_properties(0).gcnArchName).partition(":")[0]
 
